@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from meshpar import Layout, TrainState, make_train_step
+from meshpar import Layout, Model, Parameter, TrainState, make_train_step
+from meshpar.model.contract import BlockGroup
+from meshpar.model.inputs import default_inputs
 from meshpar.model.scope import Scope
-from meshpar.model.single import loss
+from meshpar.model.single import forward, loss
 from meshpar.models.presets import build
 from meshpar.parallel.mean_loss import random_key
 from meshpar.testing.batches import random_batch, steps_of
@@ -17,6 +19,7 @@ from meshpar.testing.quick_compile import quick_compile_options
 
 BATCH, SEQ, SEED = 24, 16, 3
 QUICK = quick_compile_options("cpu")
+SGD = optax.sgd(1.0)
 
 
 @functools.cache
@@ -26,6 +29,59 @@ def model_of(layers, dropout=0.0):
         sizes = dict(hidden=32, heads=4, vocab=64, max_seq=SEQ)
         return build(layers=layers, dropout=dropout, **sizes)
     return build("test", layers=layers)
+
+
+@functools.cache
+def mlp_of(layers, dropout=0.0):
+    """A model of few operations: a third of a Llama's time to trace and compile.
+
+    A block sums each token's predecessors, and its MLP is split over `tensor`; the ends
+    are one table. Dropout is in embedding and blocks.
+    """
+    embed, hidden, vocab = 16, 32, 64
+
+    def parameter(shape, axes, num_layers=None):
+        return Parameter(
+            shape=shape,
+            dtype=jnp.float32,
+            logical_axes=axes,
+            initial=lambda key: 0.3 * jax.random.normal(key, shape),
+            num_layers=num_layers,
+        )
+
+    def embedded(params, batch, scope):
+        return scope.dropout(params["table"][batch["tokens"]], dropout, "embed")
+
+    def block(params, x, scope):
+        before = jnp.cumsum(x, 1) / SEQ
+        inside = scope.save(jnp.tanh(before @ params["up"]), "hidden")
+        inside = scope.dropout(inside, dropout, "hidden")
+        residual = ("batch", "residual_seq", "embed")
+        return x + scope.constrain(inside @ params["down"], residual)
+
+    def logits(params, x, scope):
+        return x @ params["table"].T
+
+    def head(params, x, batch, scope):
+        targets = jax.nn.one_hot(batch["targets"], vocab)
+        losses = -jnp.sum(targets * jax.nn.log_softmax(logits(params, x, scope)), -1)
+        return jnp.sum(losses * batch["weights"]), jnp.sum(batch["weights"])
+
+    return Model(
+        parameters={
+            "table": parameter((vocab, embed), ("vocab", "embed")),
+            "blocks": {
+                "up": parameter((embed, hidden), ("embed", "mlp"), layers),
+                "down": parameter((hidden, embed), ("mlp", "embed"), layers),
+            },
+        },
+        embed=embedded,
+        groups=(BlockGroup(name="blocks", num_layers=layers, block=block),),
+        head=head,
+        logits=logits,
+        inputs=default_inputs(),
+        per_token=True,
+    )
 
 
 @functools.cache
@@ -58,23 +114,37 @@ def plain(model):
     return jax.device_get(value_and_grad(params_of(model)))
 
 
-def step_of(model, line, **options):
+@functools.cache
+def plain_logits(model):
+    """Logits of the model alone, on one device."""
+
+    def logits(params, tokens):
+        x = forward(model, params, {"tokens": tokens}, Scope())
+        return model.logits(model.split(params)[0], x, Scope())
+
+    program = jax.jit(logits, compiler_options=QUICK)
+    return jax.device_get(program(params_of(model), batch_of()["tokens"]))
+
+
+def step_of(model, line, optimizer=SGD, **options):
     """A training step on the first devices."""
     layout = Layout.parse(line)
     devices = jax.devices()[: layout.num_devices]
     options = {"compiler_options": QUICK, **options}
-    return make_train_step(model, optax.sgd(1.0), layout, devices=devices, **options)
+    return make_train_step(model, optimizer, layout, devices=devices, **options)
 
 
 def state_of(step, model):
-    """The first state of a step, of the shared initial values."""
+    """The first state of a step: the shared initial values, and zeros."""
     params = jax.tree.map(_arranged, step.model.parameters, params_of(model))
     state = TrainState(
         step=jnp.int32(0),
         seed=jnp.uint32(SEED),
         skipped=jnp.int32(0),
         params=params,
-        opt_state=optax.sgd(1.0).init(params),
+        opt_state=jax.tree.map(
+            lambda one: np.zeros(one.shape, one.dtype), step.state_shapes.opt_state
+        ),
     )
     return jax.device_put(state, step.shardings)
 

@@ -1,11 +1,14 @@
 """Places without a layer in stages of uneven size, whatever a block does with 0."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from meshpar import Model, Parameter
 from meshpar.model.contract import BlockGroup
+from tests.marks import slow
 from tests.pipelined import assert_equal_to_plain
 
 EMBED, VOCAB = 16, 64
@@ -27,7 +30,10 @@ def root(params, x, scope):
     return x + jnp.sqrt(jnp.sum(params["w"] ** 2)) * x
 
 
-def model_of(block, auxiliary=None):
+@functools.cache
+def model_of(block, size_coefficient=None):
+    auxiliary = {} if size_coefficient is None else {"size": size_coefficient}
+
     def parameter(shape, axes, num_layers=None):
         return Parameter(
             shape=shape,
@@ -42,9 +48,7 @@ def model_of(block, auxiliary=None):
         picked = jnp.sum(jax.nn.one_hot(batch["targets"], VOCAB) * logits, -1)
         return -jnp.sum(picked * batch["weights"]), jnp.sum(batch["weights"])
 
-    group = BlockGroup(
-        name="blocks", num_layers=3, block=block, auxiliary=auxiliary or {}
-    )
+    group = BlockGroup(name="blocks", num_layers=3, block=block, auxiliary=auxiliary)
     return Model(
         parameters={
             "table": parameter((VOCAB, EMBED), ("vocab", "embed")),
@@ -57,13 +61,22 @@ def model_of(block, auxiliary=None):
     )
 
 
-@pytest.mark.parametrize("remat", ["none", "full", "stage"])
-@pytest.mark.parametrize("block", [weight_norm, root])
+@pytest.mark.parametrize(
+    ("block", "remat"),
+    [
+        (root, "stage"),
+        slow(weight_norm, "none"),
+        slow(weight_norm, "full"),
+        slow(weight_norm, "stage"),
+        slow(root, "none"),
+        slow(root, "full"),
+    ],
+)
 def test_a_block_undefined_at_zeros_trains_as_on_one_device(block, remat):
     assert_equal_to_plain(model_of(block), f"stage=2,microbatches=2,remat={remat}")
 
 
-@pytest.mark.parametrize("gather", ["step", "microbatch"])
+@pytest.mark.parametrize("gather", ["microbatch", slow("step")])
 def test_auxiliary_losses_and_split_parameters_too(gather):
     line = f"fsdp=2,stage=2,microbatches=2,fsdp_gather={gather}"
-    assert_equal_to_plain(model_of(with_sums, {"size": 0.1}), line)
+    assert_equal_to_plain(model_of(with_sums, 0.1), line)

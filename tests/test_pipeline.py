@@ -10,22 +10,21 @@ import pytest
 
 from meshpar import Input, RuleError, default_rules
 from meshpar.layout import Layout
-from meshpar.model.scope import Scope
-from meshpar.model.single import forward
 from meshpar.parallel.pipeline import executor
 from meshpar.parallel.pipeline.stages import in_layer_order
 from meshpar.schedules import SCHEDULES
+from tests.marks import slow
 from tests.pipelined import (
     BATCH,
-    QUICK,
     SEQ,
     assert_close,
     assert_equal_to_plain,
     batch_of,
+    mlp_of,
     model_of,
     params_of,
-    pipelined,
     plain,
+    plain_logits,
     state_of,
     step_of,
 )
@@ -49,9 +48,13 @@ TABLE = [
         "schedule=interleaved_1f1b,chunks=2,splits=1/2/3/1",
     ),
 ]
-"""Layers and layouts: each thing that can go wrong in one of them at least."""
+"""Layers and layouts: each thing that can go wrong in one of them at least.
+
+Of a Llama; on a model that compiles sooner most stand among those with NaN in bubbles.
+"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layers", "line"), TABLE)
 def test_loss_and_gradients_equal_those_of_the_model_alone(layers, line):
     assert_equal_to_plain(model_of(layers), line)
@@ -81,10 +84,17 @@ def test_every_combination_equals_the_model_alone(layers, line):
     assert_equal_to_plain(model_of(layers), line)
 
 
-@pytest.mark.parametrize("line", ["stage=2,tensor=2,microbatches=3", "microbatches=4"])
-def test_dropout_does_not_depend_on_stages_or_microbatches(line):
-    model = model_of(3, dropout=0.3)
-    assert_equal_to_plain(model, line)
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [
+        ("mlp", "stage=2,microbatches=3,remat=stage"),
+        slow("gpt2", "stage=2,tensor=2,microbatches=3"),
+        slow("gpt2", "microbatches=4"),
+    ],
+)
+def test_dropout_does_not_depend_on_stages_or_microbatches(model, line):
+    of = {"mlp": mlp_of, "gpt2": model_of}[model]
+    assert_equal_to_plain(of(3, dropout=0.3), line)
 
 
 # Bubbles.
@@ -112,16 +122,24 @@ def _filled_with_nan(buffer):
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("model", "line"),
     [
-        "stage=4,microbatches=2",
-        "stage=2,schedule=interleaved_1f1b,chunks=2,microbatches=3",
-        "stage=4,microbatches=2,remat=stage",
+        ("mlp", "microbatches=3"),
+        ("mlp", "stage=4,microbatches=2,remat=selective"),
+        ("mlp", "fsdp=2,stage=3,splits=1/4/2,microbatches=4,remat=full"),
+        (
+            "mlp",
+            "fsdp=2,stage=2,tensor=2,sequence_parallel=true,microbatches=3,"
+            "schedule=looped_bfs,chunks=2,remat=stage_full,fsdp_gather=microbatch",
+        ),
+        slow("llama", "stage=4,microbatches=2"),
+        slow("llama", "stage=2,schedule=interleaved_1f1b,chunks=2,microbatches=3"),
+        slow("llama", "stage=4,microbatches=2,remat=stage"),
     ],
 )
 @pytest.mark.usefixtures("poisoned")
-def test_nan_in_the_bubbles_changes_nothing(line):
-    assert_equal_to_plain(model_of(7), line)
+def test_nan_in_the_bubbles_changes_nothing(model, line):
+    assert_equal_to_plain({"mlp": mlp_of, "llama": model_of}[model](7), line)
 
 
 # Order of layers.
@@ -135,7 +153,7 @@ def test_nan_in_the_bubbles_changes_nothing(line):
     ],
 )
 def test_initial_parameters_are_those_of_the_model_to_the_bit(line):
-    model = model_of(7)
+    model = mlp_of(7)
     step = step_of(model, line)
     params = step.init(3).params
     jax.tree.map(
@@ -173,7 +191,7 @@ def test_layers_are_put_in_order_and_empty_places_left_out():
 
 
 def test_without_stages_the_order_is_the_models_own():
-    model = model_of(3)
+    model = mlp_of(7)
     step = step_of(model, "data=2")
     params = state_of(step, model).params
     jax.tree.map(
@@ -185,34 +203,31 @@ def test_without_stages_the_order_is_the_models_own():
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("model", "line"),
     [
-        "data=2,stage=2,tensor=2,sequence_parallel=true,microbatches=4",
-        "stage=3,schedule=interleaved_1f1b,chunks=2,microbatches=3",
+        (
+            "mlp",
+            "data=2,stage=2,tensor=2,sequence_parallel=true,microbatches=3,"
+            "schedule=interleaved_1f1b,chunks=2",
+        ),
+        slow("llama", "data=2,stage=2,tensor=2,sequence_parallel=true,microbatches=4"),
+        slow("llama", "stage=3,schedule=interleaved_1f1b,chunks=2,microbatches=3"),
     ],
 )
-def test_evaluation_and_logits_equal_those_of_the_model_alone(line):
-    model, batch = model_of(7), batch_of()
+def test_evaluation_and_logits_equal_those_of_the_model_alone(model, line):
+    model, batch = {"mlp": mlp_of, "llama": model_of}[model](7), batch_of()
     step = step_of(model, line)
     state = state_of(step, model)
     loss_sum, weight_sum = step.evaluate(state, batch)
     assert float(loss_sum / weight_sum) == pytest.approx(float(plain(model)[0]))
     assert float(weight_sum) == batch["weights"].sum()
-
-    def logits(params, tokens):
-        x = forward(model, params, {"tokens": tokens}, Scope())
-        return model.logits(model.split(params)[0], x, Scope())
-
-    expected = jax.jit(logits, compiler_options=QUICK)(
-        params_of(model), batch["tokens"]
-    )
     found = step.logits(state, batch["tokens"])
-    assert_close([np.asarray(found)], [np.asarray(expected)])
+    assert_close([np.asarray(found)], [plain_logits(model)])
 
 
 def with_image(**inputs):
     """A model whose loss is multiplied by an image, as wide as the sequence is long."""
-    base = model_of(2)
+    base = mlp_of(7)
 
     def head(params, x, batch, scope):
         assert batch["image"].shape[1] == SEQ
@@ -226,11 +241,13 @@ def with_image(**inputs):
 
 def test_only_the_inputs_with_a_sequence_are_shared_whatever_the_size_of_others():
     model, batch = with_image(image=Input(("batch", None)))
-    losses = []
-    for line in ("data=1", "stage=2,microbatches=2"):
-        step = step_of(model, line)
-        losses.append(float(step.loss_and_gradients(step.init(0), batch)[0]))
-    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    step = step_of(model, "stage=2,microbatches=1")
+    value, gradients = step.loss_and_gradients(state_of(step, mlp_of(7)), batch)
+    wanted_value, wanted = plain(mlp_of(7))
+    factor = batch["image"][0].mean()
+    assert float(value) == pytest.approx(factor * float(wanted_value), rel=1e-6)
+    wanted = jax.tree.map(lambda gradient: factor * gradient, wanted)
+    assert_close(step.in_layer_order(gradients), wanted)
 
 
 def test_an_input_that_is_not_declared_may_have_a_sequence_in_any_dim(refuses):
@@ -241,11 +258,11 @@ def test_an_input_that_is_not_declared_may_have_a_sequence_in_any_dim(refuses):
 
 
 def test_a_model_whose_ends_look_at_several_tokens_is_not_shared():
-    model = model_of(4)
-    whole = replace(model, per_token=False)
-    step, value, gradients = pipelined(whole, "stage=2,microbatches=3")
+    model = mlp_of(7)
+    step = step_of(replace(model, per_token=False), "stage=2,microbatches=3")
+    value, gradients = step.loss_and_gradients(state_of(step, model), batch_of())
     wanted_value, wanted = plain(model)
-    assert value == pytest.approx(float(wanted_value), rel=1e-5)
+    assert float(value) == pytest.approx(float(wanted_value), rel=1e-5)
     assert_close(step.in_layer_order(gradients), wanted)
 
 

@@ -1,5 +1,6 @@
 """Ranks without a microbatch leave their layers out, unless a collective forbids it."""
 
+import functools
 import re
 import warnings
 
@@ -13,7 +14,8 @@ from jax.sharding import PartitionSpec
 from meshpar import audit, batch_shapes, pipeline_value_and_grad
 from meshpar.audit.hlo import parse_program
 from meshpar.audit.loops import may_end_early, trip_count
-from tests.pipelined import BATCH, SEQ, assert_close, model_of, step_of
+from tests.marks import slow
+from tests.pipelined import BATCH, SEQ, assert_close, mlp_of, step_of
 from tests.test_pipeline_value_and_grad import mesh_of
 
 LAYERS, WIDTH = 6, 8
@@ -21,7 +23,7 @@ LAYERS, WIDTH = 6, 8
 
 def loops_that_ranks_leave(layers, line):
     """Trip counts of the loops of a step that ranks may leave before the others do."""
-    step = step_of(model_of(layers), line)
+    step = step_of(mlp_of(layers), line)
     compiled = step.compile(batch_shapes(BATCH, SEQ))
     program = parse_program(compiled.as_text())
     return [
@@ -42,6 +44,7 @@ def test_ranks_stay_together_where_gspmd_may_permute():
     assert loops_that_ranks_leave(2, "stage=2,tensor=2,microbatches=3") == []
 
 
+@pytest.mark.slow
 def test_a_single_rank_is_never_idle():
     assert loops_that_ranks_leave(1, "microbatches=3") == []
 
@@ -65,21 +68,21 @@ def head(scale, x, targets):
     return jnp.mean((scale * x - targets) ** 2)
 
 
-def gradients_of(block):
+def value_and_grad_of(block):
     rng = np.random.default_rng(0)
     weights = rng.normal(size=(LAYERS, WIDTH, WIDTH)).astype(np.float32) / 4
     x, y = rng.normal(size=(2, 16, WIDTH)).astype(np.float32)
     value_and_grad = pipeline_value_and_grad(
         block, head, mesh=mesh_of(data=2, stage=2), num_microbatches=4
     )
-    return value_and_grad(weights, np.float32(1.5), x, y)
+    return functools.partial(value_and_grad, weights, np.float32(1.5), x, y)
 
 
 @pytest.mark.parametrize(
     ("together", "hindrance"),
     [
         (block_with_permute, "ppermute over 'data'"),
-        (block_with_sum_over_ranks, "psum over 'stage'"),
+        slow(block_with_sum_over_ranks, "psum over 'stage'"),
     ],
 )
 def test_a_block_that_needs_all_ranks_keeps_them_together_and_is_told(
@@ -87,10 +90,15 @@ def test_a_block_that_needs_all_ranks_keeps_them_together_and_is_told(
 ):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        expected = gradients_of(block)
+        expected = value_and_grad_of(block)()
     with pytest.warns(UserWarning, match=hindrance):
-        found = gradients_of(together)
+        found = value_and_grad_of(together)()
     assert_close(found, expected)
+
+
+def test_a_block_that_sums_over_the_ranks_is_told_when_it_is_traced():
+    with pytest.warns(UserWarning, match="psum over 'stage'"):
+        jax.eval_shape(value_and_grad_of(block_with_sum_over_ranks))
 
 
 def test_the_audit_finds_a_permute_in_a_loop_that_ranks_leave():

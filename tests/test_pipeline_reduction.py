@@ -5,12 +5,22 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from meshpar import Layout, batch_shapes
+from meshpar import Layout
 from meshpar.audit.collectives import collectives_of
 from meshpar.audit.hlo import parse_program
 from meshpar.parallel.pipeline import reduction
 from meshpar.parallel.zero import Stored
-from tests.pipelined import BATCH, SEQ, assert_equal_to_plain, model_of, step_of
+from meshpar.train.state import without_optimizer
+from tests.marks import slow
+from tests.pipelined import (
+    assert_close,
+    assert_equal_to_plain,
+    batch_of,
+    mlp_of,
+    plain,
+    state_of,
+    step_of,
+)
 
 
 def gradients_of(num_bytes, layers):
@@ -37,30 +47,37 @@ def test_slices_are_as_few_as_keep_each_small(monkeypatch, num_bytes, layers, nu
 @pytest.mark.parametrize(
     "line",
     [
-        "data=2,stage=2,microbatches=3",
+        slow("data=2,stage=2,microbatches=3"),
         "fsdp=2,stage=2,microbatches=3",  # scattered: results are smaller
-        "data=2,stage=2,tensor=2,schedule=interleaved_1f1b,chunks=2,microbatches=2",
+        slow(
+            "data=2,stage=2,tensor=2,schedule=interleaved_1f1b,chunks=2,microbatches=2"
+        ),
     ],
 )
 def test_gradients_reduced_in_slices_equal_those_of_the_model_alone(monkeypatch, line):
     monkeypatch.setattr(reduction, "SLICE_BYTES", 1)
-    assert_equal_to_plain(model_of(8 if "chunks" in line else 4), line)
+    assert_equal_to_plain(mlp_of(8 if "chunks" in line else 4), line)
 
 
-def test_each_slice_is_one_reduction_of_a_layer(monkeypatch):
-    line = "data=2,stage=2,microbatches=3"
-
-    def executions():
-        step = step_of(model_of(4), line)
-        compiled = step.compile(batch_shapes(BATCH, SEQ))
-        program = parse_program(compiled.as_text())
-        rows = collectives_of(program, Layout.parse(line).mesh_shape)
-        large = [row for row in rows if row.kind == "all-reduce" and row.in_loop]
-        return {row.executions for row in large}
-
-    assert executions() == set()
-    monkeypatch.setattr(reduction, "SLICE_BYTES", 1)
-    assert executions() == {2}
+@pytest.mark.parametrize(
+    ("slice_bytes", "executions"), [(1, {2}), slow(reduction.SLICE_BYTES, set())]
+)
+def test_each_slice_is_one_reduction_of_a_layer(monkeypatch, slice_bytes, executions):
+    monkeypatch.setattr(reduction, "SLICE_BYTES", slice_bytes)
+    line, model = "data=2,stage=2,microbatches=3", mlp_of(4)
+    step = step_of(model, line)
+    subject = step.audit_subject(batch_of(), gradients_only=True)
+    compiled = subject.lower().compile(dict(subject.compiler_options))
+    rows = collectives_of(
+        parse_program(compiled.as_text()), Layout.parse(line).mesh_shape
+    )
+    in_loops = [row for row in rows if row.kind == "all-reduce" and row.in_loop]
+    assert {row.executions for row in in_loops} == executions
+    state = without_optimizer(state_of(step, model))
+    value, _, gradients = compiled(state, step.place(batch_of()))
+    wanted_value, wanted = plain(model)
+    assert float(value) == pytest.approx(float(wanted_value), rel=1e-5)
+    assert_close(step.in_layer_order(gradients), wanted)
 
 
 def test_what_is_scattered_along_the_layers_is_reduced_whole(monkeypatch):

@@ -1,5 +1,6 @@
 """The stand-alone pipeline: gradients of a user's own functions, as JAX gives them."""
 
+import functools
 import math
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshpar import pipeline_value_and_grad
+from tests.marks import slow
 from tests.pipelined import QUICK, assert_close
 
 LAYERS, EXAMPLES, SEQ, WIDTH, VOCAB = 7, 24, 8, 16, 32
@@ -56,13 +58,18 @@ def plain(block, head, blocks, ends, x, targets, embed=None):
 
     def loss(blocks, ends, x):
         x = x if embed is None else embed(ends, x)
-        for layer in range(len(jax.tree.leaves(blocks)[0])):
-            x = block(jax.tree.map(lambda value, at=layer: value[at], blocks), x)
+        x, _ = jax.lax.scan(lambda x, layer: (block(layer, x), None), x, blocks)
         found = head(ends, x, targets)
         return found[0] / found[1] if isinstance(found, tuple) else found
 
     value_and_grad = jax.value_and_grad(loss, (0, 1, 2), allow_int=True)
     return jax.jit(value_and_grad, compiler_options=QUICK)(blocks, ends, x)
+
+
+@functools.cache
+def plain_mean():
+    """Of all blocks and the head of one array."""
+    return plain(block, mean_head, blocks_of(), SCALE, X, TARGETS)
 
 
 def assert_equal(found, wanted):
@@ -86,22 +93,32 @@ V_SHAPED = [
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
-        (dict(stage=1), dict(num_microbatches=2)),
+        slow(dict(stage=1), dict(num_microbatches=2)),
         (dict(stage=4), dict(num_microbatches=3)),
-        (dict(data=2, stage=2), dict(num_microbatches=6, remat="full")),
-        (dict(stage=3), dict(num_microbatches=1, splits=(1, 4, 2), schedule="gpipe")),
-        (
+        slow(dict(data=2, stage=2), dict(num_microbatches=6, remat="full")),
+        slow(
+            dict(stage=3), dict(num_microbatches=1, splits=(1, 4, 2), schedule="gpipe")
+        ),
+        slow(
             dict(fsdp=2, stage=2),
             dict(num_microbatches=4, schedule="interleaved_1f1b", chunks=2),
         ),
-        (dict(stage=2), dict(num_microbatches=2, schedule=V_SHAPED, chunks=2)),
+        slow(dict(stage=2), dict(num_microbatches=2, schedule=V_SHAPED, chunks=2)),
+        (
+            dict(fsdp=2, stage=2),
+            dict(
+                num_microbatches=4,
+                schedule="interleaved_1f1b",
+                chunks=2,
+                splits=(1, 3, 2, 1),
+                remat="full",
+            ),
+        ),
     ],
 )
 def test_gradients_of_blocks_ends_and_input_are_those_of_one_device(sizes, options):
     run = pipeline_value_and_grad(block, mean_head, mesh=mesh_of(**sizes), **options)
-    found = run(blocks_of(), SCALE, X, TARGETS)
-    wanted = plain(block, mean_head, blocks_of(), SCALE, X, TARGETS)
-    assert_equal(found, wanted)
+    assert_equal(run(blocks_of(), SCALE, X, TARGETS), plain_mean())
 
 
 def test_gspmd_partitions_the_blocks_over_other_mesh_axes():
@@ -152,11 +169,17 @@ INPUTS = {
 WEIGHTED = {"ids": IDS[:, 1:], "weights": (IDS[:, 1:] % 3 > 0).astype(np.float32)}
 
 
-@pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize(
-    ("sizes", "num_microbatches"), [(dict(stage=4), 3), (dict(data=2, stage=2), 4)]
+    ("sizes", "num_microbatches", "per_token"),
+    [
+        (dict(stage=4), 3, False),
+        (dict(stage=4), 3, True),
+        (dict(data=2, stage=2), 4, False),
+        (dict(data=2, stage=2), 4, True),
+    ],
 )
-def test_tied_ends_with_a_weighted_loss(per_token, sizes, num_microbatches):
+@pytest.mark.slow
+def test_tied_ends_with_a_weighted_loss(sizes, num_microbatches, per_token):
     run = pipeline_value_and_grad(
         block,
         token_head,
@@ -185,6 +208,7 @@ def test_tokens_of_one_array_in_a_tree_keep_their_order_where_gspmd_splits_them(
         x_spec={"x": PartitionSpec(None, "tensor")},
     )
     found = run(blocks_of(2), ENDS, INPUTS, WEIGHTED)
+    assert found[1][2] == {"at": None, "tokens": None}
     arrays = dict(blocks=blocks_of(2), ends=ENDS, x=INPUTS, targets=WEIGHTED)
     assert_equal(found, plain(**functions, **arrays))
 
@@ -193,7 +217,7 @@ def float_embed(ends, inputs):
     return inputs["pixels"] @ ends["table"] * inputs["gain"][:, None, None]
 
 
-@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("per_token", [True, slow(False)])
 def test_an_embedding_passes_gradients_to_its_float_inputs(per_token):
     inputs = {"gain": normal(10, EXAMPLES), "pixels": normal(9, EXAMPLES, SEQ, VOCAB)}
     run = pipeline_value_and_grad(
@@ -209,6 +233,7 @@ def test_an_embedding_passes_gradients_to_its_float_inputs(per_token):
     assert_equal(found, wanted)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_microbatches_of_tokens():
     def temp_bytes(num_microbatches):
         run = pipeline_value_and_grad(
@@ -249,15 +274,18 @@ def test_a_block_may_know_its_layer_microbatch_and_inputs():
     value, (of_blocks, _, of_inputs) = run(blocks_of(), SCALE, inputs, TARGETS)
 
     def loss(blocks, x):
-        gain = 0.1 * lax_stop(X[:, 0])[:, None]
         microbatch = jnp.arange(EXAMPLES)[:, None] // (EXAMPLES // 2)
-        for layer in range(LAYERS):
-            hidden = jnp.tanh(x @ blocks["up"][layer]) @ blocks["down"][layer]
-            x = x + hidden * (1 + layer + gain) + microbatch
+
+        def placed_alone(x, at):
+            number, layer = at
+            gain = 1 + number + 0.1 * X[:, :1]
+            hidden = jnp.tanh(x @ layer["up"]) @ layer["down"]
+            return x + hidden * gain + microbatch, None
+
+        x, _ = jax.lax.scan(placed_alone, x, (jnp.arange(LAYERS), blocks))
         return mean_head(SCALE, x, TARGETS)
 
-    lax_stop = jax.lax.stop_gradient
-    wanted, gradients = jax.value_and_grad(loss, (0, 1))(blocks_of(), X)
+    wanted, gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))(blocks_of(), X)
     assert float(value) == pytest.approx(float(wanted), rel=1e-5)
     assert_close([of_blocks, of_inputs["x"]], list(gradients))
     assert not np.asarray(of_inputs["gain"]).any()
@@ -272,7 +300,8 @@ def runner(**options):
 
 
 def test_the_loss_can_be_differentiated_inside_another_function():
-    run = runner()
+    splits = (1, 2, 3, 1)
+    run = runner(num_microbatches=2, schedule=V_SHAPED, chunks=2, splits=splits)
 
     def outer(run):
         def loss(blocks, scale, image):
@@ -282,8 +311,7 @@ def test_the_loss_can_be_differentiated_inside_another_function():
         return loss
 
     def alone(blocks, scale, x, targets):
-        for layer in range(LAYERS):
-            x = block(jax.tree.map(lambda value, at=layer: value[at], blocks), x)
+        x, _ = jax.lax.scan(lambda x, layer: (block(layer, x), None), x, blocks)
         return mean_head(scale, x, targets)
 
     def pipelined(*arguments):
@@ -299,13 +327,22 @@ def test_the_loss_can_be_differentiated_inside_another_function():
     assert_equal(found, wanted)
 
 
+def in_bf16(tree):
+    return jax.tree.map(lambda value: jnp.asarray(value, jnp.bfloat16), tree)
+
+
 def test_bf16_parameters_get_bf16_gradients():
-    half = jax.tree.map(lambda value: jnp.asarray(value, jnp.bfloat16), blocks_of(4))
-    x = jnp.asarray(X, jnp.bfloat16)
-    value, gradients = runner()(half, SCALE, x, TARGETS)
+    half, x = in_bf16((blocks_of(4), X))
+    value, gradients = jax.eval_shape(runner(), half, SCALE, x, TARGETS)
     assert value.dtype == jnp.float32
     dtypes = [leaf.dtype for leaf in jax.tree.leaves(gradients)]
     assert dtypes == [jnp.bfloat16] * 3 + [jnp.float32, jnp.bfloat16]
+
+
+@pytest.mark.slow
+def test_gradients_in_bf16_are_near_those_in_fp32():
+    half, x = in_bf16((blocks_of(4), X))
+    _, gradients = runner()(half, SCALE, x, TARGETS)
     whole = jax.tree.map(lambda leaf: leaf.astype(np.float32), half)
     wanted = plain(block, mean_head, whole, SCALE, x.astype(np.float32), TARGETS)
     assert_close(jax.tree.map(np.float32, gradients), wanted[1], bound=0.05)

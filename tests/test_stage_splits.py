@@ -14,7 +14,8 @@ from meshpar.parallel.pipeline.program import layers_of_stages
 from meshpar.planner.search.refusals import stage_blocks_of
 from meshpar.planner.workload.shapes import workload_of
 from meshpar.schedules.stage_splits import split_by_cost, split_evenly, tick_cost
-from tests.pipelined import assert_equal_to_plain, model_of, step_of
+from meshpar.train.memory_report import estimated_bytes
+from tests.pipelined import assert_equal_to_plain, mlp_of, model_of, step_of
 
 
 def every_split(num_layers, num_stages):
@@ -124,7 +125,7 @@ def test_stages_are_balanced_by_measured_costs_or_by_those_given():
 
 def test_a_step_takes_the_costs_of_its_layers_and_stays_equal_to_the_model_alone():
     step = step_of(
-        model_of(5), "stage=2,microbatches=2,splits=cost", layer_costs=[9, 9, 9, 1, 1]
+        mlp_of(5), "stage=2,microbatches=2,splits=cost", layer_costs=[9, 9, 9, 1, 1]
     )
     orders = {
         parameter.layer_order
@@ -132,16 +133,32 @@ def test_a_step_takes_the_costs_of_its_layers_and_stays_equal_to_the_model_alone
         if parameter.num_layers
     }
     assert orders == {(0, 1, -1, 2, 3, 4)}
-    assert_equal_to_plain(model_of(5), "stage=3,microbatches=2,splits=cost")
+    assert_equal_to_plain(mlp_of(5), "stage=3,microbatches=2,splits=cost")
 
 
-def test_a_memory_report_is_of_the_stages_that_the_step_has():
-    """However `layer_costs` split them: as if the sizes had been given."""
+def steps_by_cost_and_by_hand():
     costs = {"layer_costs": [9, 9, 9, 1, 1]}
-    by_cost, by_hand = (
-        step_of(model_of(5), f"stage=2,microbatches=4,splits={splits}", **more)
+    return tuple(
+        step_of(mlp_of(5), f"stage=2,microbatches=4,splits={splits}", **more)
         for splits, more in (("cost", costs), ("2/3", {}))
     )
+
+
+def test_a_step_of_stages_by_cost_is_that_of_the_same_stages_given():
+    batch = batch_shapes(16, 16)
+    by_cost, by_hand = steps_by_cost_and_by_hand()
+    assert by_cost.layers_of_stages == by_hand.layers_of_stages == (2, 3)
+    assert estimated_bytes(by_cost, batch) == estimated_bytes(by_hand, batch)
+    found, given = (
+        step.audit_subject(batch).lower().as_text() for step in (by_cost, by_hand)
+    )
+    assert found == given
+
+
+@pytest.mark.slow
+def test_a_memory_report_is_of_the_stages_that_the_step_has():
+    """However `layer_costs` split them: as if the sizes had been given."""
+    by_cost, by_hand = steps_by_cost_and_by_hand()
     assert by_cost.layers_of_stages == by_hand.layers_of_stages == (2, 3)
     found, given = (
         memory_report(step, batch_shapes(16, 16)) for step in (by_cost, by_hand)
