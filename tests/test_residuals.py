@@ -1,5 +1,7 @@
 """A backward without its known arrays keeps none of them and still is `jax.vjp`."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,6 +53,7 @@ def function(request):
     return FUNCTIONS[request.param]
 
 
+@functools.cache
 def without(function, known):
     """Value and gradients, the residuals crossing from one jit into another."""
     forward = jax.jit(

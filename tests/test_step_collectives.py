@@ -12,6 +12,7 @@ from meshpar import Layout, make_train_step
 from meshpar.audit.collectives import Collective
 from meshpar.audit.report import AuditReport, audit
 from meshpar.models.presets import build
+from tests.marks import slow
 
 LAYERS, BATCH, SEQ = 3, 16, 16
 MODEL = build("test", layers=LAYERS)
@@ -56,12 +57,15 @@ def counts(
     )
 
 
+ALL_AXES = "data=2,fsdp=2,tensor=2"
+"""What every run of the tests counts in one program."""
+
 LINES = [
-    "tensor=2",
-    "data=8",
-    "fsdp=8",
-    "data=2,fsdp=2,tensor=2",
-    "data=2,fsdp=2,tensor=2,sequence_parallel=true",
+    slow("tensor=2"),
+    slow("data=8"),
+    slow("fsdp=8"),
+    ALL_AXES,
+    f"{ALL_AXES},sequence_parallel=true",
 ]
 
 
@@ -77,7 +81,7 @@ def test_a_step_has_no_surprise_and_a_reason_for_every_row(line):
     assert not report.uncounted
 
 
-@pytest.mark.parametrize("line", ["tensor=2", "data=2,fsdp=2,tensor=2"])
+@pytest.mark.parametrize("line", [slow("tensor=2"), ALL_AXES])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_block_all_reduces_twice_over_tensor_in_each_pass(line, where):
     rows = collectives(line)
@@ -90,7 +94,7 @@ def test_a_block_all_reduces_twice_over_tensor_in_each_pass(line, where):
     assert [row.executions for row in over_tensor] == [LAYERS, LAYERS]
 
 
-@pytest.mark.parametrize("line", ["fsdp=8", "data=2,fsdp=2,tensor=2"])
+@pytest.mark.parametrize("line", [slow("fsdp=8"), ALL_AXES])
 def test_each_weight_is_gathered_once_per_pass_and_its_gradient_scattered_once(line):
     rows = collectives(line)
     weights_of_a_block = 6
@@ -106,12 +110,14 @@ def test_each_weight_is_gathered_once_per_pass_and_its_gradient_scattered_once(l
     }
 
 
-def test_gathered_bytes_are_those_of_the_weights_and_nothing_larger_moves():
-    rows = collectives("fsdp=8")
+@pytest.mark.parametrize("line", [slow("fsdp=8"), ALL_AXES])
+def test_gathered_bytes_are_those_of_the_weights_and_nothing_larger_moves(line):
+    rows, layout = collectives(line), Layout.parse(line)
     block_bytes = sum(
-        parameter.struct.size // LAYERS * 4
+        parameter.struct.size // LAYERS * 4 // (layout.tensor if len(shape) > 1 else 1)
         for path, parameter in MODEL.flat_parameters().items()
         if path.startswith("blocks.")
+        for shape in [parameter.shape]
     )
     for kind, where in (
         ("all-gather", "forward"),
@@ -119,10 +125,12 @@ def test_gathered_bytes_are_those_of_the_weights_and_nothing_larger_moves():
         ("reduce-scatter", "backward"),
     ):
         chosen = [row for row in rows if row.kind == kind and place(row) == where]
+        sent = block_bytes * (layout.fsdp - 1) // layout.fsdp
         assert sum(row.payload_bytes for row in chosen) == block_bytes
-        assert sum(row.wire_bytes for row in chosen) == block_bytes * 7 // 8
+        assert sum(row.wire_bytes for row in chosen) == sent
 
 
+@pytest.mark.slow
 def test_pure_data_parallel_reduces_gradients_once_and_nothing_else():
     rows = collectives("data=8")
     assert all(place(row) == "outside" and row.kind == "all-reduce" for row in rows)
@@ -130,7 +138,7 @@ def test_pure_data_parallel_reduces_gradients_once_and_nothing_else():
     assert [row.payload_bytes for row in large] == [4 * MODEL.num_parameters]
 
 
-@pytest.mark.parametrize("line", ["data=8", "fsdp=8", "data=2,fsdp=2,tensor=2"])
+@pytest.mark.parametrize("line", [slow("data=8"), slow("fsdp=8"), ALL_AXES])
 def test_nothing_else_of_the_size_of_an_activation_or_a_weight_moves(line):
     asked_for = {
         ("forward", "all-reduce", ("tensor",)): 2,
@@ -151,18 +159,22 @@ def test_nothing_else_of_the_size_of_an_activation_or_a_weight_moves(line):
         asked_for[key] -= 1
 
 
-def test_state_under_fsdp_8_takes_an_eighth_of_the_whole_per_device():
+@pytest.mark.parametrize(("line", "parts"), [slow("fsdp=8", 8), (ALL_AXES, 4)])
+def test_a_device_holds_its_part_of_the_state_alone(line, parts):
     whole = 3 * 4 * MODEL.num_parameters
-    per_device = audited("fsdp=8").memory.argument_bytes
-    batch_bytes = BATCH * SEQ * 3 * 4 // 8 + BATCH * 4 // 8
-    assert per_device - batch_bytes == pytest.approx(whole / 8, rel=0.01)
+    per_device = audited(line).memory.argument_bytes
+    batch_bytes = (BATCH * SEQ * 3 + BATCH) * 4 // Layout.parse(line).batch_shards
+    assert per_device - batch_bytes == pytest.approx(whole / parts, rel=0.01)
 
 
-def test_a_train_state_is_updated_in_place():
-    assert audited("fsdp=8").memory.alias_bytes >= 3 * 4 * MODEL.num_parameters / 8
+@pytest.mark.parametrize(("line", "parts"), [slow("fsdp=8", 8), (ALL_AXES, 4)])
+def test_a_train_state_is_updated_in_place(line, parts):
+    memory = audited(line).memory
+    assert memory.alias_bytes >= 3 * 4 * MODEL.num_parameters / parts
 
 
-def test_flops_are_those_of_the_matmuls_forward_and_backward():
+@pytest.mark.parametrize("line", [slow("data=8"), ALL_AXES])
+def test_flops_are_those_of_the_matmuls_forward_and_backward(line):
     # 2 products for each weight and token, 3 times; and of attention's scores and mix.
     embed, tokens = 32, BATCH * SEQ
     matrices = sum(
@@ -171,4 +183,4 @@ def test_flops_are_those_of_the_matmuls_forward_and_backward():
         if len(parameter.shape) > 1
     )
     products = matrices * tokens + LAYERS * 2 * tokens * SEQ * embed
-    assert audited("data=8").flops == pytest.approx(2 * 3 * products / 8, rel=0.01)
+    assert audited(line).flops == pytest.approx(2 * 3 * products / 8, rel=0.01)
