@@ -13,10 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests import warm
+
 ROOT = Path(__file__).parents[2]
 
 # What would tell a process that it is of a cluster, or give it other devices.
 _NOT_PASSED = ("SLURM_", "OMPI_", "PMIX_", "KUBERNETES_", "TPU_", "MESHPAR_", "JAX_")
+_PASSED = ("JAX_COMPILATION_CACHE_", "JAX_ENABLE_COMPILATION_", "JAX_PERSISTENT_CACHE_")
+
+COLD = (sys.executable,)
+"""Python itself, for a process that a test kills or whose start it measures."""
+
+_READ_ONLY = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9"}
+"""Killed while it writes to JAX's cache, a process leaves half a program there."""
 
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 
@@ -39,28 +48,35 @@ def free_port() -> int:
 
 
 def start(
-    command: Sequence[str], *, streams: Mapping[str, Any] = PIPES, **environment: str
+    command: Sequence[str],
+    *,
+    interpreter: Sequence[str] | None = None,
+    streams: Mapping[str, Any] = PIPES,
+    **environment: str,
 ) -> subprocess.Popen:
     """Starts Python with those words.
 
     Args:
         command: The words.
+        interpreter: The words before them; of the warm interpreter by default, whose
+            client alone a SIGKILL or SIGSTOP would reach.
         streams: Where `stdout` and `stderr` go.
         environment: Variables beside this process's own.
     """
     kept = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(_NOT_PASSED)
+        if name.startswith(_PASSED) or not name.startswith(_NOT_PASSED)
     }
     return subprocess.Popen(
-        [sys.executable, *command],
+        [*(warm.words() if interpreter is None else interpreter), *command],
         cwd=ROOT,
         env={
             **kept,
             "JAX_PLATFORMS": "cpu",
             "TPU_SKIP_MDS_QUERY": "1",
             "PYTHONPATH": str(ROOT),
+            **(_READ_ONLY if interpreter == COLD else {}),
             **environment,
         },
         text=True,

@@ -13,7 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ def sigkill(setting: Setting, num_runs: int = 2, num_kills: int = 10) -> Row:
     for number in range(num_runs):
         folder = setting.folder / str(number)
         folder.mkdir()
-        ones.append(Setting(setting.text, setting.losses, folder))
+        ones.append(replace(setting, folder=folder))
     with ThreadPoolExecutor(num_runs) as pool:
         saved, recovered_s = zip(
             *pool.map(lambda n: killed(ones[n], num_kills, seed=n), range(num_runs)),
@@ -257,7 +257,7 @@ def data_file(
     setting: Setting, harm: Callable[[Path], None], what: str, *values: Any
 ) -> Row:
     """The text cannot be read when the run is started again, and then can."""
-    own = Setting(setting.folder / "own.txt", setting.losses, setting.folder)
+    own = replace(setting, text=setting.folder / "own.txt")
     shutil.copy(setting.text, own.text)
     saved_run(own)
     whole = own.text.read_bytes()

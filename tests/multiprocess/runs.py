@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.multiprocess.children import free_port, joined, kill, start
+from tests import warm
+from tests.multiprocess.children import COLD, free_port, joined, kill, start
 
 MODEL = [
     *("--preset", "test", "--model", "vocab=256", "--seq", "16", "--global-batch", "8"),
@@ -80,6 +81,8 @@ class Setting:
     text: Path
     losses: Sequence[float]
     folder: Path
+    interpreter: Sequence[str] = COLD
+    """Of the starts that go on, whose times a case tells."""
 
     @property
     def out(self) -> Path:
@@ -120,6 +123,7 @@ def running(
     num_processes: int = 1,
     words: Sequence[str] = PLAIN,
     save_every: int = 2,
+    interpreter: Sequence[str] = COLD,
 ) -> Iterator[list[Child]]:
     """The processes of a run, none of which outlives what is inside."""
     common = [*MODEL, "--save-every", str(save_every), "--text", str(setting.text)]
@@ -133,7 +137,10 @@ def running(
             with paths[0].open("w") as output, paths[1].open("w") as error:
                 streams = {"stdout": output, "stderr": error}
                 process = start(
-                    [*words, *common, *hand], streams=streams, PYTHONUNBUFFERED="1"
+                    [*words, *common, *hand],
+                    interpreter=interpreter,
+                    streams=streams,
+                    PYTHONUNBUFFERED="1",
                 )
             children.append(Child(process, *paths))
         yield children
@@ -201,7 +208,8 @@ def gone_on(setting: Setting, *, after: int, says: str = "") -> tuple[int, float
         is_new = setting.log.exists() and setting.log.stat().st_mtime > began
         return is_new and bool(rows) and rows[-1]["step"] >= after
 
-    with running(setting, "--stop-after", str(steps)) as (child,):
+    stop, words = ("--stop-after", str(steps)), setting.interpreter
+    with running(setting, *stop, interpreter=words) as (child,):
         recovered_s = wait(is_on, [])
         child.ended(0)
         said = child.said()
@@ -214,7 +222,8 @@ def gone_on(setting: Setting, *, after: int, says: str = "") -> tuple[int, float
 
 def saved_run(setting: Setting) -> None:
     """A run with checkpoints of steps 2, 4 and 6 that ended by itself."""
-    with running(setting, "--stop-after", "6", "--keep", "3") as (child,):
+    options = ("--stop-after", "6", "--keep", "3")
+    with running(setting, *options, interpreter=warm.words()) as (child,):
         child.ended(0)
     assert newest(setting.out) == 6
 
@@ -223,6 +232,7 @@ def whole_run(text: Path, folder: Path) -> list[float]:
     """The losses of a run that nothing happens to."""
     setting = Setting(text, [], folder)
     stop = ["--stop-after", str(MOST_STEPS)]
-    with running(setting, *stop, save_every=MOST_STEPS) as (child,):
+    quick = dict(save_every=MOST_STEPS, interpreter=warm.words())
+    with running(setting, *stop, **quick) as (child,):
         child.ended(0)
     return [row["loss"] for row in rows_of(setting.log)]

@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from tests import warm
 from tests.marks import slow
 from tests.multiprocess.kill_cases import CASES, Row, sigkill
 from tests.multiprocess.kill_matrix import table_of
@@ -20,13 +21,15 @@ def losses(tmp_path_factory, small_text):
 def test_a_run_goes_on_or_stops_with_a_reason(name, losses, small_text, tmp_path):
     if name == "full-disk" and os.geteuid():
         pytest.skip("only root may mount a small disk")
-    CASES[name](Setting(small_text, losses, tmp_path))  # Raises where it does not.
+    setting = Setting(small_text, losses, tmp_path, interpreter=warm.words())
+    CASES[name](setting)  # Raises where it does not.
 
 
 def test_a_run_killed_while_it_saves_goes_on_from_the_checkpoint_before(
     losses, small_text, tmp_path
 ):
-    row = sigkill(Setting(small_text, losses, tmp_path), num_runs=1, num_kills=1)
+    setting = Setting(small_text, losses, tmp_path, interpreter=warm.words())
+    row = sigkill(setting, num_runs=1, num_kills=1)
     # The new start has done four more steps, and saved the last.
     assert newest(tmp_path / "0" / "run") == row.resumed + 4 >= 5
 

@@ -12,8 +12,8 @@ from meshpar.recipes.joined import agreed, agreed_stop, refuse_different
 from meshpar.recipes.pretrain import pretrain
 from meshpar.train.interrupt import StopRequest
 from tests.conftest import rows
-from tests.marks import slow
 from tests.multiprocess.children import (
+    COLD,
     ends_of,
     free_port,
     joined,
@@ -21,6 +21,9 @@ from tests.multiprocess.children import (
     start,
 )
 from tests.refusals import names
+from tests.run_steps import shared_steps as shared_steps
+
+pytestmark = pytest.mark.usefixtures("shared_steps")
 
 MODEL = dict(preset="test", model="vocab=256,layers=4", seq=16, global_batch=8)
 OPTIONS = [
@@ -31,10 +34,10 @@ OPTIONS = [
 STEPS = 5
 
 
-def processes_of(number, devices, *options):
+def processes_of(number, devices, *options, **how):
     """Starts `meshpar train` in several processes of so many devices each."""
     command = ["-m", "meshpar", "train", *OPTIONS, "--emulate", str(devices), *options]
-    return [start([*command, *one]) for one in joined(number, free_port())]
+    return [start([*command, *one], **how) for one in joined(number, free_port())]
 
 
 def train(number, devices, *options, timeout_s=300):
@@ -46,11 +49,11 @@ def train(number, devices, *options, timeout_s=300):
 
 
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory, small_text):
+def one_process(tmp_path_factory, small_text, shared_steps):
     """The losses of a run of this process, and its last look at the validation text."""
     out = tmp_path_factory.mktemp("one")
     config = RunConfig(
-        **MODEL, layout="data=4", steps=STEPS, text=small_text, out=out, sample_tokens=0
+        **MODEL, layout="data=2", steps=STEPS, text=small_text, out=out, sample_tokens=0
     )
     result = pretrain(config)
     return rows(out / "metrics.jsonl", "loss"), result.validation_loss
@@ -83,14 +86,15 @@ def test_two_processes_have_the_losses_of_one_which_goes_on_from_their_checkpoin
     assert rows(log, "step_s")[:3] == times_s  # Those steps were not done again.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "devices", "layout"),
     [
-        slow(2, 4, "data=2,stage=2,tensor=2,microbatches=2"),
-        slow(2, 4, "stage=2,fsdp=2,tensor=2,microbatches=4,zero=2"),
-        slow(4, 2, "fsdp=4,tensor=2"),
-        slow(4, 2, "data=2,stage=4,microbatches=4,schedule=gpipe"),
-        slow(4, 2, "data=8,zero=1"),
+        (2, 4, "data=2,stage=2,tensor=2,microbatches=2"),
+        (2, 4, "stage=2,fsdp=2,tensor=2,microbatches=4,zero=2"),
+        (4, 2, "fsdp=4,tensor=2"),
+        (4, 2, "data=2,stage=4,microbatches=4,schedule=gpipe"),
+        (4, 2, "data=8,zero=1"),
     ],
 )
 def test_processes_train_as_one_and_resume_with_others(
@@ -153,11 +157,12 @@ def one_process_with_experts(tmp_path_factory, small_text):
     return rows(out / "metrics.jsonl", "loss")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "devices", "lines"),
     [
         (2, 2, ["context=2,fsdp=2"]),
-        slow(
+        (
             2,
             4,
             [
@@ -166,7 +171,7 @@ def one_process_with_experts(tmp_path_factory, small_text):
                 "context=4,tensor=2,attention=allgather",
             ],
         ),
-        slow(4, 2, ["context=4,fsdp=2,zero=2", "context=2,data=4,attention=ulysses"]),
+        (4, 2, ["context=4,fsdp=2,zero=2", "context=2,data=4,attention=ulysses"]),
     ],
 )
 def test_processes_split_sequences_as_one_does(
@@ -178,12 +183,13 @@ def test_processes_split_sequences_as_one_does(
         np.testing.assert_allclose(losses, one_process[0], rtol=1e-5, err_msg=line)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "devices", "lines"),
     [
         (2, 2, ["expert=4"]),
-        slow(2, 4, ["expert=8", "fsdp=2,expert=4", "stage=2,expert=4,microbatches=2"]),
-        slow(4, 2, ["expert=8", "expert=4,tensor=2"]),
+        (2, 4, ["expert=8", "fsdp=2,expert=4", "stage=2,expert=4,microbatches=2"]),
+        (4, 2, ["expert=8", "expert=4,tensor=2"]),
     ],
 )
 def test_processes_split_experts_as_one_does(
@@ -314,7 +320,7 @@ def test_sigterm_of_one_process_saves_and_stops_all_after_the_same_step(long_run
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_process_that_is_killed_ends_the_other_which_says_so(dead, long_run):
     options, log = long_run
-    children = processes_of(2, 1, *options)
+    children = processes_of(2, 1, *options, interpreter=COLD)
     with killed_if_raised(children):
         wait_for_steps(log, 7)
         children[dead].kill()

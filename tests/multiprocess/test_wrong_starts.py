@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.marks import slow
 from tests.multiprocess.children import (
     ends_of,
     free_port,
@@ -11,8 +12,6 @@ from tests.multiprocess.children import (
 )
 from tests.multiprocess.test_train import OPTIONS, wait_for_steps
 from tests.refusals import names
-
-pytestmark = pytest.mark.slow
 
 ELSEWHERE = """
 import os, sys
@@ -44,12 +43,14 @@ def check_line(end, status, *values):
     assert all(names(lines[0], value) for value in values), lines[0]
 
 
+@pytest.mark.slow
 def test_three_of_four_name_the_one_that_did_not_come(options):
     hands = joined(4, free_port())[:3]
     for end in ends_of(started(hands, options), timeout_s=60):
         check_line(end, 75, "20 s", "process 3", 4)
 
 
+@pytest.mark.slow
 def test_a_second_job_on_the_port_is_told_and_the_first_goes_on(options, tmp_path):
     port = free_port()
     hands = joined(2, port)
@@ -64,6 +65,7 @@ def test_a_second_job_on_the_port_is_told_and_the_first_goes_on(options, tmp_pat
     assert [end.status for end in ends_of(first, timeout_s=100)] == [143, 143]
 
 
+@pytest.mark.slow
 def test_a_text_that_one_host_lacks_is_told_by_that_one(options, small_text):
     path = str(small_text.relative_to("/"))
     options[options.index("--text") + 1] = path
@@ -77,7 +79,7 @@ def test_a_text_that_one_host_lacks_is_told_by_that_one(options, small_text):
     ("words", "values"),
     [
         (["--seq", "8"], ("process 1", "seq=8", "process 0", "seq=16")),
-        (["--num-processes", "3"], ("process 1", "num_processes=3", 2)),
+        slow(["--num-processes", "3"], ("process 1", "num_processes=3", 2)),
     ],
 )
 def test_other_options_on_one_of_them_are_named(words, values, options):
@@ -89,6 +91,7 @@ def test_other_options_on_one_of_them_are_named(words, values, options):
     assert all("Traceback" not in end.error for end in ends)
 
 
+@pytest.mark.slow
 def test_a_run_too_large_for_the_machine_ends_before_it_takes_memory(options):
     options = [*options, "--preset", "mixtral-8x7b", "--model", "vocab=32000"]
     for end in ends_of(started(joined(2, free_port()), options), timeout_s=60):
