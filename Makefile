@@ -6,10 +6,13 @@ DOCS := .mkdocs.yml
 SITE := site
 VENV := .venv
 NEWEST_VENV := .venv-newest
-PYTEST := -m pytest -n 2
+# A file is of one worker, which makes its fixtures and programs once.
+PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 PIP := -m pip --disable-pip-version-check install --quiet --editable
 
 export PYTHONPATH := .
+# Bytecode is kept, whatever the shell says: hundreds of processes read it in the tests.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: train test test-full test-newest words lint docs screenshots clean
 

@@ -53,8 +53,10 @@ def pytest_testnodedown(node: Any) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Print the share of programs in the seconds of all tests."""
-    costs, tests_s = config.stash[_COSTS], max(_tests_s[0], 1e-9)
+    costs, tests_s = config.stash[_COSTS], _tests_s[0]
     made_s = costs[LOWERING] + costs[COMPILING]
+    if not tests_s:  # Nothing has run, as with --collect-only.
+        return
     terminalreporter.write_line(
         f"{tests_s:.0f} s of tests, of which {made_s:.0f} s ({made_s / tests_s:.0%}) "
         f"lowered and compiled {costs['programs']} programs"
