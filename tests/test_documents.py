@@ -19,7 +19,7 @@ ALL = {document: [*blocks(document)] for document in documents()}
 
 # A block that no test runs says why, in a comment before it, and is counted here.
 NOT_RUN = {
-    "CONTRIBUTING.md": 1,  # the tests themselves
+    "CONTRIBUTING.md": 2,  # the tests themselves, a part of a test
     "README.md": 1,
     "docs/guides/many_hosts.md": 2,  # a process on every host
     "docs/guides/training.md": 1,  # an account elsewhere
