@@ -12,13 +12,15 @@ from flax import nnx
 from meshpar import Parameter, from_nnx, pipeline_value_and_grad
 from meshpar.model.scope import Scope
 from meshpar.model.single import loss
+from tests.kept_gradients import KEEPING
+from tests.marks import slow
 from tests.pipelined import (
     QUICK,
-    assert_equal_to_plain,
+    assert_close,
     batch_of,
+    mlp_of,
     model_of,
     params_of,
-    plain,
     state_of,
     step_of,
 )
@@ -36,10 +38,10 @@ COEFFICIENTS = {"router_z": 0.3, "balance": 0.05}
 
 @functools.cache
 def with_router(layers):
-    """A small Llama whose blocks have a router's z-loss and balance loss."""
-    model = model_of(layers)
+    """A small model whose blocks have a router's z-loss and balance loss."""
+    model = mlp_of(layers)
     (group,) = model.groups
-    hidden = model.parameters["token_embed"].shape[1]
+    hidden = model.parameters["table"].shape[1]
     router = Parameter(
         shape=(hidden, 4),
         dtype=jnp.float32,
@@ -67,65 +69,107 @@ def with_router(layers):
     )
 
 
+ALL_AXES = "data=2,fsdp=2,tensor=2,sequence_parallel=true"
+
+
 @pytest.mark.parametrize(
     ("layers", "line"),
     [
-        (4, "data=2,fsdp=2,tensor=2,sequence_parallel=true"),
-        (4, "fsdp=4,remat=full"),
-        (3, "data=2,microbatches=3"),
-        (4, "data=2,stage=2,tensor=2,microbatches=3"),
-        (7, "fsdp=2,stage=4,microbatches=2"),
-        (7, "stage=2,schedule=interleaved_1f1b,chunks=2,microbatches=3,remat=stage"),
+        (4, ALL_AXES),
+        slow(4, "fsdp=4,remat=full"),
+        slow(3, "data=2,microbatches=3"),
+        slow(4, "data=2,stage=2,tensor=2,microbatches=3"),
+        slow(7, "fsdp=2,stage=4,microbatches=2"),
+        slow(
+            7, "stage=2,schedule=interleaved_1f1b,chunks=2,microbatches=3,remat=stage"
+        ),
     ],
 )
 def test_loss_and_gradients_equal_those_of_the_model_alone(layers, line):
-    assert_equal_to_plain(with_router(layers), line)
+    assert_trained_as_alone(with_router(layers), line)
 
 
 def test_auxiliary_losses_count():
-    with_loss, without = with_router(4), model_of(4)
-    assert float(plain(with_loss)[0]) > float(plain(without)[0]) + 0.1
-    gradient = plain(with_loss)[1]["blocks"]["router"]
-    assert np.abs(gradient).max() > 0
+    (value, means), gradients = alone(with_router(4))
+    added = sum(coefficient * means[name] for name, coefficient in COEFFICIENTS.items())
+    assert added > 0.1
+    without = jax.jit(lambda params: loss(mlp_of(4), params, batch_of(), SCOPE))
+    assert float(value) == pytest.approx(
+        float(without(without_router(params_of(with_router(4))))) + added, rel=1e-5
+    )
+    assert np.abs(gradients["blocks"]["router"]).max() > 0
 
 
-def means_alone(model):
-    """The mean of each auxiliary loss, by changing its coefficient in the loss."""
+def without_router(params):
+    blocks = {**params["blocks"]}
+    del blocks["router"]
+    return {**params, "blocks": blocks}
+
+
+SCOPE = Scope(batch=batch_of())
+
+
+@functools.cache
+def alone(model):
+    """Loss with the mean of each auxiliary loss, and gradients, on one device.
+
+    A mean is what the loss gains when its coefficient grows by 1.
+    """
     (group,) = model.groups
 
-    def total(name):
-        one = replace(group, auxiliary={**dict.fromkeys(COEFFICIENTS, 0.0), name: 1.0})
-        none = replace(group, auxiliary=dict.fromkeys(COEFFICIENTS, 0.0))
-        values = [
-            loss(
-                replace(model, groups=(each,)),
-                params_of(model),
-                batch_of(),
-                Scope(batch=batch_of()),
-            )
-            for each in (one, none)
-        ]
-        return float(values[0] - values[1])
+    def weighted(params, coefficients):
+        groups = (replace(group, auxiliary=coefficients),)
+        return loss(replace(model, groups=groups), params, batch_of(), SCOPE)
 
-    return {f"auxiliary.{name}": total(name) for name in COEFFICIENTS}
+    program = jax.jit(jax.value_and_grad(weighted, (0, 1)), compiler_options=QUICK)
+    given = {name: np.float32(value) for name, value in group.auxiliary.items()}
+    value, (gradients, means) = jax.device_get(program(params_of(model), given))
+    return (value, means), gradients
 
 
-@pytest.mark.parametrize("line", ["fsdp=2", "data=2,stage=2,microbatches=2"])
+@functools.cache
+def step_with(model, line):
+    """The step of a model and layout that two tests ask, compiled once."""
+    return step_of(model, line, KEEPING)
+
+
+@functools.cache
+def updated(model, line):
+    """Metrics and gradients of a step: the latter are its optimizer's state."""
+    step = step_with(model, line)
+    state, metrics = step(state_of(step, model), batch_of())
+    return jax.device_get(metrics), step.in_layer_order(state.opt_state[0])
+
+
+def assert_trained_as_alone(model, line):
+    (value, _), wanted = alone(model)
+    metrics, gradients = updated(model, line)
+    assert abs(metrics["loss"] - value) <= 1e-5 * abs(value)
+    assert_close(gradients, wanted)
+    assert_reports_means(model, line)
+
+
+def assert_reports_means(model, line):
+    (_, means), _ = alone(model)
+    metrics, _ = updated(model, line)
+    for name, value in means.items():
+        found = float(metrics[f"auxiliary.{name}"])
+        assert found == pytest.approx(float(value), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "line", [ALL_AXES, slow("fsdp=2"), slow("data=2,stage=2,microbatches=2")]
+)
 def test_a_step_reports_each_mean_and_evaluates_without_them(line):
     model = with_router(4)
-    step = step_of(model, line)
+    assert_reports_means(model, line)
+    (_, means), _ = alone(model)
+    beside = sum(value * means[name] for name, value in COEFFICIENTS.items())
+    step = step_with(model, line)
     state = state_of(step, model)
     loss_sum, weight_sum = step.evaluate(state, batch_of())
-    _, metrics = step(state, batch_of())
-    wanted = means_alone(model)
-    for name, value in wanted.items():
-        assert float(metrics[name]) == pytest.approx(value, rel=1e-4)
-    beside = sum(
-        coefficient * wanted[f"auxiliary.{name}"]
-        for name, coefficient in COEFFICIENTS.items()
-    )
-    alone = float(metrics["loss"]) - beside
-    assert float(loss_sum / weight_sum) == pytest.approx(alone, rel=1e-4)
+    without = updated(model, line)[0]["loss"] - beside
+    assert float(loss_sum / weight_sum) == pytest.approx(float(without), rel=1e-4)
 
 
 # From Flax NNX.
@@ -152,16 +196,16 @@ class Block(nnx.Module):
         return y, {"size": (y**2).sum()}
 
 
-@pytest.mark.parametrize("line", ["data=2", "stage=3,microbatches=2"])
+@pytest.mark.parametrize("line", [slow("data=2"), "stage=3,microbatches=2"])
 def test_an_nnx_block_may_return_sums(line):
     model = from_nnx(ends=Ends, block=Block, num_layers=4, auxiliary={"size": 0.1})
-    assert_equal_to_plain(model, line)
+    assert_trained_as_alone(model, line)
 
 
 # Of the pipeline alone.
 
 
-@pytest.mark.parametrize("sizes", [dict(stage=3), dict(data=2, stage=2)])
+@pytest.mark.parametrize("sizes", [slow(dict(stage=3)), dict(data=2, stage=2)])
 def test_the_pipeline_alone_adds_them_to_the_loss(sizes):
     num_microbatches = 3
     run = pipeline_value_and_grad(
@@ -222,7 +266,8 @@ def test_a_block_that_returns_other_sums_is_refused(
 def test_their_sums_are_taken_in_fp32():
     model = with_router(4)
     (group,) = model.groups
-    half = jax.tree.map(lambda w: w[0].astype(jnp.bfloat16), params_of(model)["blocks"])
-    x = jnp.ones((24, 16, model.parameters["token_embed"].shape[1]), jnp.bfloat16)
-    _, sums = group.run(half, x, Scope(batch=batch_of()))
+    blocks = params_of(model)["blocks"]
+    half = jax.tree.map(lambda w: w[0].astype(jnp.bfloat16), blocks)
+    x = jax.ShapeDtypeStruct((24, 16, half["up"].shape[0]), jnp.bfloat16)
+    _, sums = jax.eval_shape(lambda x: group.run(half, x, SCOPE), x)
     assert {value.dtype for value in sums.values()} == {jnp.dtype("float32")}

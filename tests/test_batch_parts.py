@@ -19,6 +19,7 @@ from meshpar.model.single import loss
 from meshpar.models.presets import build
 from meshpar.parallel.mean_loss import random_key
 from meshpar.rules.presets import DATA_PARALLEL, TENSOR_SEQUENCE
+from tests import pipelined
 from tests.test_audit_targets import needs_gpu_compiler, needs_tpu_compiler
 from tests.test_train_step import (
     BATCH,
@@ -27,8 +28,8 @@ from tests.test_train_step import (
     batch_of,
     gradients_of,
     model_of,
-    params_of,
     plain,
+    small_ids,
 )
 from tests.zoo.batch_statistics import BATCH_NORM
 
@@ -49,18 +50,21 @@ def parts_on_cpu(monkeypatch):
     return taken
 
 
+FULL_REMAT = "data=2,tensor=2,sequence_parallel=true,remat=full"
+
+
+def test_parts_of_a_small_block_have_the_gradients_of_one_device(parts_on_cpu):
+    pipelined.assert_equal_to_plain(pipelined.mlp_of(2), FULL_REMAT)
+    assert set(parts_on_cpu) == {4}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "num_parts"),
     [
-        ("data=2,tensor=2,sequence_parallel=true,remat=full", 4),
-        pytest.param(
-            "fsdp=4,tensor=2,sequence_parallel=true", 2, marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "data=2,stage=2,tensor=2,microbatches=2,sequence_parallel=true",
-            2,
-            marks=pytest.mark.slow,
-        ),
+        (FULL_REMAT, 4),
+        ("fsdp=4,tensor=2,sequence_parallel=true", 2),
+        ("data=2,stage=2,tensor=2,microbatches=2,sequence_parallel=true", 2),
     ],
 )
 def test_parts_have_the_loss_and_gradients_of_one_device(line, num_parts, parts_on_cpu):
@@ -80,9 +84,9 @@ def test_each_example_draws_the_same_numbers_in_parts(parts_on_cpu):
         random=random_key(jnp.uint32(3), jnp.int32(0)),
         training=True,
     )
-    expected = float(loss(model, params_of(model), batch_of(), scope))
+    expected = float(loss(model, pipelined.params_of(model), small_ids(), scope))
     line = "data=2,tensor=2,sequence_parallel=true"
-    got, _ = gradients_of(model, line, batch_of())
+    got, _ = gradients_of(model, line, small_ids())
     assert set(parts_on_cpu) == {4}
     assert got == pytest.approx(expected, rel=1e-5)
 

@@ -9,15 +9,13 @@ from jax.sharding import PartitionSpec
 
 from meshpar import Layout, make_mesh, make_train_step
 from meshpar.audit.report import audit
-from meshpar.models.presets import build
 from meshpar.parallel.by_host import host_groups, sum_by_host
-from meshpar.testing.batches import random_batch
-from meshpar.testing.quick_compile import quick_compile_options
 from tests.conftest import rows
+from tests.marks import slow
 from tests.multiprocess.test_train import train
+from tests.pipelined import QUICK, batch_of, mlp_of
 
-QUICK = quick_compile_options("cpu")
-MODEL = build("test")
+MODEL = mlp_of(2)
 
 
 def hosts_in(layout, per_host):
@@ -103,20 +101,19 @@ def step_of(line, **options):
     )
 
 
-@pytest.mark.parametrize("line", ["data=8", "data=4,stage=2,microbatches=2"])
+@pytest.mark.parametrize("line", ["data=8", slow("data=4,stage=2,microbatches=2")])
 def test_a_step_by_host_has_the_gradients_of_a_flat_one(line, two_hosts):
-    batch = random_batch(MODEL, 16, 16, seed=0)
+    batch = batch_of()
     flat, by_host = step_of(line), step_of(line, gradient_reduction="by_host")
-    found = [
-        step.loss_and_gradients(step.init(seed=0), batch) for step in (by_host, flat)
-    ]
+    state = flat.init(seed=0)
+    found = [step.loss_and_gradients(state, batch) for step in (by_host, flat)]
     for one, other in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_a_hosts_devices_send_a_share_each_across(two_hosts):
     step = step_of("data=8", gradient_reduction="by_host")
-    report = audit(step.gradient_program, random_batch(MODEL, 8, 16, seed=0))
+    report = audit(step.gradient_program, batch_of())
     assert not report.surprises
     reasons = {
         "reduce-scatter": "gradients summed inside a host, a share each",

@@ -1,5 +1,7 @@
 """A run resumes under another `param_dtype`, and all that a state counts survives."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,14 +10,16 @@ import pytest
 
 from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.precision import Mastered
+from tests.marks import slow
 from tests.test_precision import BATCH, PARAM_DTYPES, SEQ, batch_of, model_of, step_of
 
 SPLIT = "fsdp=2,zero=2"
 STAGED = "stage=2,microbatches=2,schedule=interleaved_1f1b,chunks=2"
 ON_HOST = STAGED + ",optimizer_memory=host"
-UNEVEN = "fsdp=2,stage=3,microbatches=2"
+UNEVEN = "fsdp=2,stage=3,microbatches=2,optimizer_memory=host"
 
 
+@functools.cache
 def step_in(line, param_dtype):
     line += f",precision=bf16,param_dtype={param_dtype}"
     return step_of(line, optax.adam(1e-3), model_of(layers=4))
@@ -61,23 +65,21 @@ def assert_equal(one, other):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Folder, step and state of a checkpoint in each `param_dtype`, made once."""
-    made = {}
+    """Folder, step and state of each checkpoint, made once."""
 
-    def in_dtype(param_dtype):
-        if param_dtype not in made:
-            folder = tmp_path_factory.mktemp(param_dtype)
-            made[param_dtype] = (folder, *saved_under(folder, SPLIT, param_dtype))
-        return made[param_dtype]
+    @functools.cache
+    def on(line, param_dtype):
+        folder = tmp_path_factory.mktemp(param_dtype)
+        return folder, *saved_under(folder, line, param_dtype)
 
-    return in_dtype
+    return on
 
 
-@pytest.mark.parametrize("there", PARAM_DTYPES)
+@pytest.mark.parametrize("there", ["fp32", "bf16", slow("bf16_stochastic")])
 @pytest.mark.parametrize("here", PARAM_DTYPES)
 def test_a_run_resumes_in_another_param_dtype_on_another_layout(there, here, saved):
     """fp32 values become the master and its rounding; bf16 values are kept as such."""
-    folder, step_there, state_there = saved(there)
+    folder, step_there, state_there = saved(SPLIT, there)
     step, state = restored_under(folder, ON_HOST, here)
     assert_lies_as_said(step, state)
     assert (int(state.step), int(state.skipped)) == (2, 1)
@@ -91,12 +93,11 @@ def test_a_run_resumes_in_another_param_dtype_on_another_layout(there, here, sav
         assert_equal(step.in_layer_order(state.params), as_stored)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("here", PARAM_DTYPES)
-def test_a_master_copy_on_the_host_of_uneven_stages_survives(here, tmp_path):
-    there, state_there = saved_under(
-        tmp_path, UNEVEN + ",optimizer_memory=host", "bf16"
-    )
-    step, state = restored_under(tmp_path, SPLIT, here)
+def test_a_master_copy_on_the_host_of_uneven_stages_survives(here, saved):
+    folder, there, state_there = saved(UNEVEN, "bf16")
+    step, state = restored_under(folder, SPLIT, here)
     assert_lies_as_said(step, state)
     params, *moments = values_of(there, state_there)
     if here == "bf16_stochastic":
@@ -106,8 +107,9 @@ def test_a_master_copy_on_the_host_of_uneven_stages_survives(here, tmp_path):
     assert (int(state.step), int(metrics["skipped"])) == (3, 1)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_fp32_from_bf16_and_its_master_as_before(saved):
-    folder, step, state = saved("bf16")
+    folder, step, state = saved(SPLIT, "bf16")
     in_fp32, restored = restored_under(folder, STAGED, "fp32")
     expected = step.loss_and_gradients(state, batch_of(2))[0]
     loss = in_fp32.loss_and_gradients(restored, batch_of(2))[0]

@@ -1,7 +1,9 @@
 """The chunked loss of a head equals the plain one and never holds all logits."""
 
 import functools
+import itertools
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,8 @@ from meshpar.model.single import loss
 from meshpar.model.tracing import batch_shapes
 from meshpar.models.presets import build
 from meshpar.parallel.head_loss import head_cross_entropy
+from tests import pipelined
+from tests.marks import slow
 
 BATCH, SEQ, VOCAB, EMBED = 3, 8, 40, 6
 ROW_BYTES = 4 * VOCAB
@@ -58,8 +62,7 @@ def placed(mesh, array, *spec):
 
 @functools.cache
 def expected():
-    x, table, targets, weights = arrays()
-    return jax.value_and_grad(plain, (0, 1, 3))(x, table, targets, weights)
+    return jax.jit(jax.value_and_grad(plain, (0, 1, 3)))(*arrays())
 
 
 def found(tensor, rules, tokens_of_a_chunk, platform="cpu", dtype=np.float32):
@@ -80,9 +83,19 @@ def found(tensor, rules, tokens_of_a_chunk, platform="cpu", dtype=np.float32):
         )
 
 
-@pytest.mark.parametrize("rules", RULES)
-@pytest.mark.parametrize("tensor", [1, 2, 4, 8])
-@pytest.mark.parametrize("tokens_of_a_chunk", [0, 1, 4, 5, 7, 100])
+QUICKLY = (
+    *((1, "tensor", 5), (2, "tensor", 100), (4, "tensor", 0), (4, "tensor", 5)),
+    *((4, "sequence", 7), (8, "sequence", 1)),
+)
+"""Devices, rules and tokens of a chunk that are not left to `make test-full`."""
+
+CASES = [
+    case if case in QUICKLY else slow(*case)
+    for case in itertools.product((1, 2, 4, 8), RULES, (0, 1, 4, 5, 7, 100))
+]
+
+
+@pytest.mark.parametrize(("tensor", "rules", "tokens_of_a_chunk"), CASES)
 def test_value_and_gradients_equal_those_of_all_logits_at_once(
     tensor, rules, tokens_of_a_chunk
 ):
@@ -110,12 +123,21 @@ def test_bf16_inputs_keep_fp32_statistics(tensor):
     value, gradients = found(tensor, "tensor", 5, dtype=jnp.bfloat16)
     x, table, targets, weights = arrays()
     rounded = [array.astype(jnp.bfloat16).astype(np.float32) for array in (x, table)]
-    wanted = jax.value_and_grad(plain, (0, 1))(*rounded, targets, weights)
+    wanted = jax.jit(jax.value_and_grad(plain, (0, 1)))(*rounded, targets, weights)
     np.testing.assert_allclose(value, wanted[0], rtol=1e-5)
     for got, other in zip(gradients, wanted[1], strict=False):
         assert got.dtype == jnp.bfloat16
         error = np.linalg.norm(got.astype(np.float32) - other) / np.linalg.norm(other)
         assert error < 4 * 2**-9  # logits' gradient, its sum and the scaling rounded
+
+
+@functools.cache
+def value_and_gradient_of_x():
+    """One program of chunks for all targets and weights."""
+    function = functools.partial(
+        chunked, scope=Scope(rules=TENSOR), logits_bytes=4 * ROW_BYTES
+    )
+    return jax.jit(jax.value_and_grad(function))
 
 
 @pytest.mark.parametrize("tensor", [1, 4])
@@ -128,13 +150,7 @@ def test_a_target_outside_the_vocabulary_counts_as_nan_or_not_at_all(
     targets[0, 1], weights[0, 1] = target, weight
     mesh = make_mesh(Layout(tensor=tensor), jax.devices()[:tensor])
     with jax.set_mesh(mesh):
-        total, dx = jax.jit(
-            jax.value_and_grad(
-                functools.partial(
-                    chunked, scope=Scope(rules=TENSOR), logits_bytes=4 * ROW_BYTES
-                )
-            )
-        )(x, table, targets, weights)
+        total, dx = value_and_gradient_of_x()(x, table, targets, weights)
     assert np.isnan(total) == (weight > 0)
     assert not np.isnan(dx).any()
     assert not dx[0, 1].any()
@@ -156,7 +172,7 @@ def test_the_tables_gradient_is_added_up_in_fp32():
 
 def test_it_works_without_any_mesh():
     function = functools.partial(chunked, scope=Scope(), logits_bytes=5 * ROW_BYTES)
-    value, gradients = jax.value_and_grad(function, (0, 1, 3))(*arrays())
+    value, gradients = jax.jit(jax.value_and_grad(function, (0, 1, 3)))(*arrays())
     np.testing.assert_allclose(value, expected()[0], rtol=1e-6)
     for got, wanted in zip(gradients, expected()[1], strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
@@ -179,12 +195,12 @@ def test_a_sequence_split_throughout_stays_split():
             place(targets, None, "context"),
             place(weights, None, "context"),
         )
-        value, gradients = program(*args)
-        text = program.lower(*args).compile().as_text()
+        compiled = program.lower(*args).compile()
+        value, gradients = compiled(*args)
     np.testing.assert_allclose(value, expected()[0], rtol=1e-6)
     for got, wanted in zip(gradients, expected()[1], strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
-    assert "all-gather(" not in text
+    assert "all-gather(" not in compiled.as_text()
 
 
 def test_a_limit_below_one_tokens_logits_is_refused_with_both_numbers(refuses):
@@ -207,11 +223,11 @@ def report_of(line, logits_bytes):
 @pytest.mark.parametrize(
     "line",
     [
-        "data=2",
         "fsdp=2,tensor=2",
-        "tensor=4,sequence_parallel=true",
-        "stage=2,tensor=2,microbatches=2",
-        "microbatches=4",
+        slow("data=2"),
+        slow("tensor=4,sequence_parallel=true"),
+        slow("stage=2,tensor=2,microbatches=2"),
+        slow("microbatches=4"),
     ],
 )
 def test_no_array_of_a_step_is_larger_than_the_logits_allowed(line):
@@ -235,28 +251,58 @@ def test_no_array_of_a_step_is_larger_than_the_logits_allowed(line):
     assert math.isclose(at_once.flops, report.flops, rel_tol=0.001)
 
 
-@pytest.mark.parametrize("preset", ["tied", "untied"])
-@pytest.mark.parametrize(
-    "line", ["fsdp=2,tensor=2,sequence_parallel=true", "stage=2,data=2,microbatches=2"]
+SPLIT, STAGED = (
+    "fsdp=2,tensor=2,sequence_parallel=true",
+    "stage=2,data=2,microbatches=2",
 )
+
+
+@pytest.mark.parametrize("line", [SPLIT, STAGED])
+def test_a_head_of_chunks_gives_a_step_the_loss_and_gradients_of_another(line):
+    model = pipelined.mlp_of(2)
+
+    def head(params, x, batch, scope):
+        targets, weights = batch["targets"], batch["weights"]
+        return head_cross_entropy(
+            x, params["table"], targets, weights, scope, logits_bytes=6 * 4 * 64
+        )
+
+    step, value, gradients = pipelined.pipelined(replace(model, head=head), line)
+    wanted, other = pipelined.plain(model)
+    assert value == pytest.approx(float(wanted), rel=1e-5)
+    pipelined.assert_close(step.in_layer_order(gradients), other)
+
+
+@functools.cache
+def model_of(preset, logits_bytes):
+    return build("test", tied=preset == "tied", logits_bytes=logits_bytes)
+
+
+@functools.cache
+def whole(preset):
+    """Loss and gradients of the model alone, of all logits at once."""
+    model = model_of(preset, 0)
+    program = jax.value_and_grad(lambda params, batch: loss(model, params, batch))
+    return jax.device_get(jax.jit(program)(pipelined.params_of(model), tokens()))
+
+
+def tokens():
+    ids = np.random.default_rng(0).integers(0, 64, (8, 17), np.int32)
+    return dict(tokens=ids[:, :-1], targets=ids[:, 1:], weights=np.ones((8, 16)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["tied", "untied"])
+@pytest.mark.parametrize("line", [SPLIT, STAGED])
 def test_a_step_with_chunks_has_the_models_own_loss_and_gradients(preset, line):
-    tokens = np.random.default_rng(0).integers(0, 64, (8, 17), np.int32)
-    batch = dict(tokens=tokens[:, :-1], targets=tokens[:, 1:], weights=np.ones((8, 16)))
-    sizes = dict(tied=preset == "tied", logits_bytes=6 * 4 * 64)
-    layout = Layout.parse(line)
-    devices = jax.devices()[: layout.num_devices]
-    step = make_train_step(
-        build("test", **sizes), optax.sgd(1.0), layout, devices=devices
-    )
-    state = step.init(3)
-    value, gradients = step.loss_and_gradients(state, batch)
-    whole = build("test", **{**sizes, "logits_bytes": 0})
-    wanted, other = jax.value_and_grad(lambda params: loss(whole, params, batch))(
-        step.in_layer_order(state.params)
-    )
+    model = model_of(preset, 6 * 4 * 64)
+    step = pipelined.step_of(model, line)
+    state = pipelined.state_of(step, model)
+    value, gradients = step.loss_and_gradients(state, tokens())
+    wanted, other = whole(preset)
     assert float(value) == pytest.approx(float(wanted), rel=1e-5)
     jax.tree.map(
         lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6),
         step.in_layer_order(gradients),
-        jax.device_get(other),
+        other,
     )

@@ -1,5 +1,7 @@
 """The state of any optimizer follows its parameter, and no layout changes a number."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,13 +9,37 @@ import optax
 import pytest
 from optax import contrib
 
-from meshpar.models.presets import build
 from meshpar.train.optimizer_state import LARGE_BYTES
 from tests.marks import slow
+from tests.pipelined import mlp_of
 from tests.test_precision import batch_of
 from tests.test_precision import step_of as step_of_model
 
-MODEL = build(layers=4, hidden=64, heads=8, kv_heads=8, ffn=128, vocab=64, gated=True)
+
+def with_scales(layers):
+    """A small model of matrices whose blocks have a vector each besides."""
+    model = mlp_of(layers)
+    (group,) = model.groups
+    blocks = model.parameters["blocks"]
+    scale = replace(
+        blocks["up"],
+        shape=(32,),
+        logical_axes=("mlp",),
+        initial=lambda key: 1 + 0.3 * jax.random.normal(key, (32,)),
+    )
+
+    def block(params, x, scope):
+        up = params["up"] * params["scale"]
+        return group.block({"up": up, "down": params["down"]}, x, scope)
+
+    return replace(
+        model,
+        parameters={**model.parameters, "blocks": {**blocks, "scale": scale}},
+        groups=(replace(group, block=block),),
+    )
+
+
+MODEL = with_scales(4)
 
 
 def average_of_parameters(decay):
@@ -45,18 +71,21 @@ OPTIMIZERS = {
     ),
     "scheduled": optax.inject_hyperparams(optax.adam)(learning_rate=1e-3, eps=EPS),
 }
-SMALL = 4 * 64 * 2
+SMALL = 4 * 32
 """Values of the largest factor of Adafactor's that lacks the dim which is split."""
 
 SPLIT = "fsdp=4,zero=2"
+ON_HOST = SPLIT + ",optimizer_memory=host"
 STAGED = "stage=2,tensor=2,microbatches=2"
 UNEVEN = "fsdp=2,stage=3,microbatches=2"
+QUICKLY = [("muon", SPLIT), ("two optimizers", ON_HOST)]
+"""Not left to `make test-full`."""
+
 CASES = [
     *((name, SPLIT) for name in OPTIMIZERS),
-    *((name, STAGED) for name in ("adafactor", "average")),
-    *(slow(name, STAGED) for name in ("adam", "muon")),
-    ("muon", UNEVEN),
-    *(slow(name, UNEVEN) for name in ("adam", "average")),
+    ("two optimizers", ON_HOST),
+    *((name, STAGED) for name in ("adafactor", "average", "adam", "muon")),
+    *((name, UNEVEN) for name in ("muon", "adam", "average")),
 ]
 
 
@@ -89,12 +118,40 @@ def alone():
     return by
 
 
-@pytest.mark.parametrize(("name", "line"), CASES)
+@pytest.mark.parametrize(
+    ("name", "line"), [one if one in QUICKLY else slow(*one) for one in CASES]
+)
 def test_the_state_of_any_optimizer_follows_its_parameter(name, line, alone):
     """As on one device after two steps, and nothing large is whole."""
     step, params = after_two_steps(line, OPTIMIZERS[name])
     for one, other in zip(*map(jax.tree.leaves, (params, alone(name))), strict=True):
         assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other)
+    assert_nothing_large_is_whole(step)
+
+
+@pytest.mark.parametrize(("name", "line"), CASES)
+def test_the_state_of_any_optimizer_is_split(name, line):
+    assert_nothing_large_is_whole(step_of(line, OPTIMIZERS[name]))
+
+
+def test_optimizer_state_is_said_to_lie_in_the_hosts_memory():
+    shapes, shardings = (
+        getattr(step_of(ON_HOST), name) for name in ("state_shapes", "shardings")
+    )
+    kinds = {
+        sharding.memory_kind
+        for leaf, sharding in zip(
+            jax.tree.leaves(shapes.opt_state),
+            jax.tree.leaves(shardings.opt_state),
+            strict=True,
+        )
+        if leaf.ndim
+    }
+    assert kinds == {"pinned_host"}
+    assert jax.tree.leaves(shardings.params)[0].memory_kind != "pinned_host"
+
+
+def assert_nothing_large_is_whole(step):
     for leaf, sharding in zip(
         jax.tree.leaves(step.state_shapes.opt_state),
         jax.tree.leaves(step.shardings.opt_state),
@@ -121,6 +178,7 @@ def test_large_state_of_no_parameter_is_refused_where_states_are_split(line, ref
     step_of("data=2", larger)
 
 
+@pytest.mark.slow
 def test_optimizer_state_in_the_hosts_memory_stays_there_and_changes_no_number():
     steps = [step_of("fsdp=4"), step_of("fsdp=4,optimizer_memory=host")]
     states = []

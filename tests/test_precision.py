@@ -1,6 +1,7 @@
 """Parameters in bf16: what is kept in fp32, and how values are rounded."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,28 +11,35 @@ import pytest
 
 from meshpar import Layout, lint, make_train_step
 from meshpar.model.parameter import is_parameter
-from meshpar.models.presets import build
 from meshpar.testing.quick_compile import quick_compile_options
 from meshpar.train.precision import stochastic_round
+from tests.kept_gradients import keeping_gradients
+from tests.marks import slow
+from tests.pipelined import mlp_of
 
 BATCH, SEQ = 8, 16
 PARAM_DTYPES = ("fp32", "bf16", "bf16_stochastic")
 IN_BF16 = ",precision=bf16,param_dtype="
 INTERLEAVED = "stage=2,microbatches=2,schedule=interleaved_1f1b,chunks=2"
 UNEVEN = "fsdp=2,stage=3,microbatches=2"
-ROUNDED = ("fsdp=2,zero=3", "fsdp=2,tensor=2,zero=2", INTERLEAVED, UNEVEN)
+ROUNDED = (
+    "fsdp=2,tensor=2,zero=2",
+    slow(UNEVEN),
+    slow("fsdp=2,zero=3"),
+    slow(INTERLEAVED),
+)
 SKIPPING = (
-    "fsdp=4,zero=1",
-    "fsdp=2" + IN_BF16 + "bf16,optimizer_memory=host",
     "fsdp=2,zero=2" + IN_BF16 + "bf16_stochastic",
-    UNEVEN + IN_BF16 + "bf16",
-    INTERLEAVED + IN_BF16 + "bf16_stochastic",
+    slow(UNEVEN + IN_BF16 + "bf16"),
+    slow("fsdp=4,zero=1"),
+    slow("fsdp=2" + IN_BF16 + "bf16,optimizer_memory=host"),
+    slow(INTERLEAVED + IN_BF16 + "bf16_stochastic"),
 )
 
 
-def model_of(dtype=jnp.float32, **sizes):
+def model_of(dtype=jnp.float32, layers=2):
     """A model whose initial values are of that dtype."""
-    model = build("test", **sizes)
+    model = mlp_of(layers)
     parameters = jax.tree.map(
         lambda parameter: dataclasses.replace(parameter, dtype=dtype),
         model.parameters,
@@ -63,25 +71,46 @@ def step_of(line, optimizer, model=None, **options):
     )
 
 
+def dtypes_of(opt_state):
+    return {x.dtype for x in jax.tree.leaves(opt_state) if x.dtype != jnp.int32}
+
+
+def step_of_bf16_values(param_dtype):
+    line = f"data=2,precision=bf16,param_dtype={param_dtype}"
+    return step_of(line, optax.adam(1e-3), model_of(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("param_dtype", PARAM_DTYPES)
+def test_the_optimizers_state_of_bf16_values_is_fp32(param_dtype):
+    step = step_of_bf16_values(param_dtype)
+    assert dtypes_of(step.state_shapes.opt_state) == {np.dtype(np.float32)}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("param_dtype", PARAM_DTYPES)
 def test_a_model_of_bf16_values_is_updated_in_fp32(param_dtype):
-    line = f"data=2,precision=bf16,param_dtype={param_dtype}"
-    step = step_of(line, optax.adam(1e-3), model_of(jnp.bfloat16))
+    step = step_of_bf16_values(param_dtype)
     state, _ = step(step.init(0), batch_of(0))
+    assert_as_described(step, state)
+    assert dtypes_of(state.opt_state) == {np.dtype(np.float32)}
+
+
+def assert_as_described(step, state):
     described = [(x.shape, x.dtype) for x in jax.tree.leaves(step.state_shapes)]
     assert [(x.shape, x.dtype) for x in jax.tree.leaves(state)] == described
-    floats = {x.dtype for x in jax.tree.leaves(state.opt_state) if x.dtype != jnp.int32}
-    assert floats == {np.dtype(np.float32)}
 
 
 def test_a_small_update_moves_the_master_of_bf16_values():
     """A step of 1e-5 is far below what bf16 of values near 1 can tell apart."""
     line = "data=1" + IN_BF16 + "bf16"
-    step = step_of(line, optax.sgd(1e-5), model_of(jnp.bfloat16))
+    optimizer = optax.chain(keeping_gradients(), optax.sgd(1e-5))
+    step = step_of(line, optimizer, model_of(jnp.bfloat16))
     state = step.init(0)
     before = jax.device_get(state.opt_state.master)
-    gradients = jax.device_get(step.loss_and_gradients(state, batch_of(0))[1])
-    after = jax.device_get(step(state, batch_of(0))[0].opt_state.master)
+    state, _ = step(state, batch_of(0))
+    assert_as_described(step, state)
+    after = jax.device_get(state.opt_state.master)
+    gradients = jax.device_get(state.opt_state.inner[0])
     for one, other, gradient in zip(
         *map(jax.tree.leaves, (before, after, gradients)), strict=True
     ):
@@ -119,6 +148,7 @@ def adding(amount):
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
+@functools.cache
 def rounded_at_random(line):
     """Parameters before and after two additions that bf16 can only make at random."""
     step = step_of(line + IN_BF16 + "bf16_stochastic", adding(1e-4), model_of(layers=4))
@@ -130,16 +160,16 @@ def rounded_at_random(line):
     return [[np.float32(leaf) for leaf in jax.tree.leaves(tree)] for tree in trees]
 
 
-def test_random_rounding_does_not_depend_on_the_layout():
+@pytest.mark.parametrize("line", ROUNDED)
+def test_random_rounding_does_not_depend_on_the_layout(line):
     before, expected = rounded_at_random("data=2")
     moved = jax.tree.map(lambda one, other: (other - one).ravel(), before, expected)
     moved = np.concatenate(moved)
     assert np.mean(moved == np.float32(2e-4)) < 0.1  # nearly all had to be rounded
     assert moved.mean() == pytest.approx(2e-4, rel=0.05)
-    for line in ROUNDED:
-        _, params = rounded_at_random(line)
-        for one, other in zip(params, expected, strict=True):
-            np.testing.assert_array_equal(one, other, err_msg=line)
+    _, params = rounded_at_random(line)
+    for one, other in zip(params, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("line", SKIPPING)

@@ -1,5 +1,6 @@
 """FSDP's prefetch: the same numbers and bytes, hidden behind matmuls."""
 
+import dataclasses
 import functools
 
 import jax
@@ -21,38 +22,62 @@ from meshpar.parallel import zero
 from meshpar.parallel.prefetch_choice import prefetch_notes
 from meshpar.parallel.zero import Stored, gradient_in_loop, reduce_scatter
 from meshpar.testing import assert_overlapped
-from tests.marks import slow
-from tests.pipelined import assert_equal_to_plain, model_of, step_of
+from tests.pipelined import assert_equal_to_plain, mlp_of, model_of, step_of
 from tests.test_audit_targets import needs_gpu_compiler, needs_tpu_compiler
 
 
+@pytest.mark.parametrize(
+    ("layers", "line"),
+    [
+        (3, "fsdp=4,remat=full"),
+        (1, "fsdp=2"),
+        (3, "data=2,fsdp=2,tensor=2,sequence_parallel=true,remat=save:hidden"),
+    ],
+)
+def test_small_blocks_have_the_loss_and_gradients_of_the_model_alone(layers, line):
+    assert_equal_to_plain(mlp_of(layers), f"{line},fsdp_prefetch=on")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "dropout", "line"),
     [
         (3, 0.0, "fsdp=4,remat=full"),
         (1, 0.0, "fsdp=2"),
-        slow(2, 0.1, "data=2,fsdp=2,tensor=2,sequence_parallel=true,remat=selective"),
-        slow(3, 0.0, "fsdp=8"),
-        slow(3, 0.1, "data=2,fsdp=2,remat=dots"),
-        slow(3, 0.0, "fsdp=4,remat=save:attention_qkv/mlp_hidden"),
-        slow(3, 0.0, "fsdp=2,tensor=2,remat=none"),
-        slow(2, 0.0, "data=2,fsdp=2,zero=2"),
-        slow(2, 0.0, "data=4,zero=2,remat=full"),
-        slow(2, 0.0, "data=2,fsdp=2,zero_axes=data/fsdp"),
+        (2, 0.1, "data=2,fsdp=2,tensor=2,sequence_parallel=true,remat=selective"),
+        (3, 0.0, "fsdp=8"),
+        (3, 0.1, "data=2,fsdp=2,remat=dots"),
+        (3, 0.0, "fsdp=4,remat=save:attention_qkv/mlp_hidden"),
+        (3, 0.0, "fsdp=2,tensor=2,remat=none"),
+        (2, 0.0, "data=2,fsdp=2,zero=2"),
+        (2, 0.0, "data=4,zero=2,remat=full"),
+        (2, 0.0, "data=2,fsdp=2,zero_axes=data/fsdp"),
     ],
 )
 def test_loss_and_gradients_equal_those_of_the_model_alone(layers, dropout, line):
     assert_equal_to_plain(model_of(layers, dropout), f"{line},fsdp_prefetch=on")
 
 
+@pytest.mark.slow
 def test_a_head_of_its_own_has_its_gradients():
     model = build("test", layers=2, tied=False)
     assert_equal_to_plain(model, "fsdp=4,fsdp_prefetch=on,remat=full")
 
 
+def test_a_small_models_head_of_its_own_has_its_gradients():
+    model = mlp_of(2)
+    ends = {"out": model.parameters["table"], **model.parameters}
+
+    def head(params, *rest):
+        return model.head({"table": params["out"]}, *rest)
+
+    untied = dataclasses.replace(model, parameters=ends, head=head)
+    assert_equal_to_plain(untied, "fsdp=4,fsdp_prefetch=on,remat=full")
+
+
 @functools.cache
 def totals(line):
-    report = audit(step_of(model_of(4), line), batch_shapes(8, 16))
+    report = audit(step_of(mlp_of(4), line), batch_shapes(8, 16))
     assert not report.surprises
     return report.totals()
 
@@ -75,7 +100,7 @@ def test_the_bytes_on_the_wire_are_those_without():
     ],
 )
 def test_a_loop_that_does_not_prefetch_is_noted(line, words):
-    notes = prefetch_notes(step_of(model_of(2), line).placement)
+    notes = prefetch_notes(step_of(mlp_of(2), line).placement)
     assert [note[: len(one)] for note, one in zip(notes, words, strict=True)] == words
 
 
@@ -90,7 +115,7 @@ def test_a_loop_that_does_not_prefetch_is_noted(line, words):
 )
 def test_a_key_without_effect_is_refused(line, key, refuses):
     with refuses(key, "fsdp_prefetch=on"):
-        step_of(model_of(2), f"{line},fsdp_prefetch=on")
+        step_of(mlp_of(2), f"{line},fsdp_prefetch=on")
 
 
 @pytest.mark.parametrize("most, scatters", [(2**29, 2), (100, 3)])
@@ -179,7 +204,7 @@ def test_tpus_hide_nine_tenths_of_the_bytes_and_gather_and_scatter_them():
 @pytest.mark.parametrize(("key", "count"), [("on", 2), ("off", 0)])
 def test_gpus_join_a_blocks_gathers_where_they_prefetch(key, count):
     step = make_train_step(
-        model_of(2),
+        mlp_of(2),
         optax.sgd(0.1),
         f"fsdp=2,fsdp_prefetch={key}",
         mesh=absent_mesh("fsdp=2"),

@@ -19,6 +19,8 @@ from meshpar.models.presets import build
 from meshpar.parallel.remat import rematerialised, residuals_of
 from meshpar.parallel.residuals import restore_vjp, vjp_without
 from meshpar.residual_names import ResidualNames
+from tests import pipelined
+from tests.states import zeros_of
 from tests.test_audit_targets import needs_gpu_compiler, needs_tpu_compiler
 
 SIZES = dict(layers=4, hidden=32, heads=4, vocab=64, max_seq=32)
@@ -105,7 +107,7 @@ def test_a_model_that_needs_more_than_tokens_is_checked_when_it_is_traced(refuse
 def test_a_model_that_needs_more_than_tokens_has_its_names_where_it_is_traced():
     batch = {**batch_of(), "mask": np.ones((8, 16), np.float32)}
     step = step_of("remat=save:masked", groups_of(masked, masked))
-    assert np.isfinite(step(step.init(0), batch)[1]["loss"])
+    assert np.isfinite(step(zeros_of(step), batch)[1]["loss"])
 
 
 def groups_of(*blocks):
@@ -138,7 +140,8 @@ def test_a_name_need_not_be_given_in_every_group_of_blocks():
     values = []
     for remat in ("none", "save:router"):
         step = step_of(f"data=2,remat={remat}", model)
-        values.append(float(step(step.init(0), batch_of())[1]["loss"]))
+        state = pipelined.state_of(step, model)
+        values.append(float(step(state, batch_of())[1]["loss"]))
     assert values[0] == pytest.approx(values[1], rel=1e-6)
 
 
@@ -167,6 +170,18 @@ def batch_of():
     return dict(tokens=tokens[:, :-1], targets=tokens[:, 1:], weights=np.ones((8, 16)))
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "fsdp=2,tensor=2,sequence_parallel=true,remat=save:hidden",
+        "stage=2,tensor=2,microbatches=2,remat=save:hidden",
+    ],
+)
+def test_keeping_a_name_of_a_small_block_changes_no_number(line):
+    pipelined.assert_equal_to_plain(pipelined.mlp_of(4), line)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line",
     [
@@ -234,10 +249,11 @@ def test_a_block_s_input_is_moved_to_the_host_and_nothing_else_is_kept():
     jax.tree.map(np.testing.assert_allclose, gradients, vjp(jnp.ones((2, 3))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "target",
     [
-        pytest.param("tpu:v5e:2x2", marks=[needs_tpu_compiler, pytest.mark.slow]),
+        pytest.param("tpu:v5e:2x2", marks=needs_tpu_compiler),
         pytest.param("gpu:h100:1x4", marks=needs_gpu_compiler),
     ],
 )

@@ -1,5 +1,6 @@
 """ZeRO 0 to 3: what devices hold, what moves, and that no number changes."""
 
+import functools
 from collections import Counter
 
 import jax
@@ -11,15 +12,13 @@ from meshpar import Layout, audit, lint, make_train_step
 from meshpar.audit.hlo import parse_program
 from meshpar.models.presets import build
 from meshpar.testing.quick_compile import quick_compile_options
+from tests.marks import slow
+from tests.pipelined import mlp_of
 
-MODEL = build(layers=2, hidden=64, heads=8, kv_heads=8, ffn=128, vocab=64, gated=True)
+MODEL = mlp_of(2)
 NUM_PARAMETERS = MODEL.num_parameters
 BATCH, SEQ = 8, 16
-DEGREES = [
-    pytest.param(2, marks=pytest.mark.slow),
-    4,
-    pytest.param(8, marks=pytest.mark.slow),
-]
+DEGREES = [slow(2), 4, slow(8)]
 
 
 def batch_of(seed, batch=BATCH):
@@ -74,8 +73,8 @@ def zero_0():
 
 
 @pytest.mark.parametrize("degree", DEGREES)
-@pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize("axis", ["fsdp", "data"])
+@pytest.mark.parametrize("zero", [1, slow(2), slow(3)])
+@pytest.mark.parametrize("axis", ["fsdp", slow("data")])
 def test_five_steps_are_those_of_zero_0(axis, zero, degree, zero_0):
     if (axis, zero) == ("data", 3):
         pytest.skip("devices that split parameters are called fsdp")
@@ -90,7 +89,8 @@ def test_five_steps_are_those_of_zero_0(axis, zero, degree, zero_0):
 
 @pytest.mark.parametrize("degree", DEGREES)
 @pytest.mark.parametrize(
-    ("zero", "split"), [(0, ()), (1, ("m",)), (2, ("m", "g")), (3, ("m", "g", "p"))]
+    ("zero", "split"),
+    [slow(0, ()), slow(1, ("m",)), (2, ("m", "g")), slow(3, ("m", "g", "p"))],
 )
 def test_states_take_the_bytes_of_the_zero_paper(zero, split, degree):
     """2 bytes of parameters, 2 of gradients and 12 of Adam with its master copy."""
@@ -113,6 +113,7 @@ def test_states_take_the_bytes_of_the_zero_paper(zero, split, degree):
     assert 0.9 * expected <= gradients <= 1.1 * expected
 
 
+@functools.cache
 def moved(line):
     """Kind -> bytes on the wire of parameters and gradients, over the batch axes."""
     report = audit(step_of(line), batch_of(0))
@@ -127,7 +128,7 @@ def moved(line):
     return wire
 
 
-@pytest.mark.parametrize("axis", ["fsdp", "data"])
+@pytest.mark.parametrize("axis", ["fsdp", slow("data")])
 def test_zero_1_and_2_move_no_more_than_one_all_reduce(axis):
     all_reduce = moved(f"{axis}=4,zero=0")
     assert set(all_reduce) == {"all-reduce"}
