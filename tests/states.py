@@ -28,6 +28,24 @@ def zeros(shapes: Any, shardings: Any) -> Any:
     return jax.tree.map(placed, shapes, shardings)
 
 
+def normal_values(shapes: Any, *, scale: float = 0.3, seed: int = 0) -> Any:
+    """Return arrays of NumPy: normal, and zeros where they hold no floats."""
+    rng = np.random.default_rng(seed)
+
+    def values(one: jax.ShapeDtypeStruct) -> np.ndarray:
+        if not jnp.issubdtype(one.dtype, jnp.floating):
+            return np.zeros(one.shape, one.dtype)
+        return (scale * rng.standard_normal(one.shape)).astype(one.dtype)
+
+    return jax.tree.map(values, shapes)
+
+
+def with_parameters(step: Any, params: Any) -> TrainState:
+    """Return a state of zeros but for its parameters, given as the step stores them."""
+    params = jax.device_put(params, step.shardings.params)
+    return replace(zeros_of(step), params=params)
+
+
 def drawn(step: Any, *, scale: float, steps_done: int = 0) -> TrainState:
     """Return a state of normal values, of the moments too, after so many steps."""
     rng = np.random.default_rng(0)
