@@ -1,5 +1,6 @@
 """Weights of others: logits as theirs, round trips, and what is read."""
 
+import functools
 import json
 import math
 from types import SimpleNamespace
@@ -8,17 +9,24 @@ import jax
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
 
-from meshpar import make_train_step
+from meshpar import Layout, Scope, default_rules, make_mesh, make_train_step
 from meshpar.cli.main import main
+from meshpar.model.parameter import is_parameter
+from meshpar.model.single import forward
 from meshpar.models.convert import export, writing
 from meshpar.models.convert.families import json_of
 from meshpar.models.convert.hf_config import config_from_json
 from meshpar.models.convert.safetensors_folder import SafetensorsFolder
 from meshpar.models.convert.weights import read_config, read_weights
 from meshpar.models.convert.writing import write_weights
+from meshpar.parallel.pipeline.program import arranged_for
+from meshpar.parallel.placement import Placement
+from meshpar.rules.sharding import path_name
 from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.given_values import values_at
+from tests.marks import slow
 from tests.transformers_cases import CONFIGS, inputs_of, stored, write_model
 
 pytest.importorskip("safetensors")
@@ -39,6 +47,12 @@ def folders(tmp_path_factory):
     return {family: write_model(above / family, family) for family in FAMILIES}
 
 
+@pytest.fixture(scope="session")
+def theirs(folders):
+    """Family -> what is read of its folder, once."""
+    return functools.cache(lambda family: read_weights(folders[family]))
+
+
 def step_of(model, layout, count=8):
     return make_train_step(model, optax.sgd(0.1), layout, devices=jax.devices()[:count])
 
@@ -57,20 +71,54 @@ def altered(folder, to, **values):
     return to
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_transformers(family, folders):
-    weights = read_weights(folders[family])
-    step = step_of(weights.model, "fsdp=2,tensor=2", 4)
-    state = step.init(params=weights.params, model_state=weights.model_state)
-    logits = np.asarray(step.logits(state, inputs_of(family)))
+def check_logits(logits, family):
     kept = logits if family == "vit" else logits[:, -3:]
     wanted = np.array(stored(family)["logits"]).reshape(kept.shape)
     np.testing.assert_allclose(kept, wanted, atol=1e-4, rtol=0)
 
 
+OF_STEP = "qwen3_moe"
+"""The family whose logits are asked of a step, too."""
+
+
+@pytest.mark.parametrize(
+    "family", [slow(one) if one == OF_STEP else one for one in FAMILIES]
+)
+def test_logits_are_those_of_transformers(family, theirs):
+    """Of the model alone, in one program that reads all parameters whole."""
+    weights, inputs = theirs(family), inputs_of(family)
+    model = weights.model
+    params = jax.tree.map(lambda leaf: leaf[...], weights.params)
+    given = by_path(weights.model_state)
+
+    def started(path, one):
+        name = path_name(path)
+        return given[name][...] if name in given else np.zeros(one.stacked_shape)
+
+    state = jax.tree.map_with_path(started, model.state, is_leaf=is_parameter)
+
+    @jax.jit
+    def run(params, state):
+        ends, (of_ends, _) = model.split(params)[0], model.split(state)
+        x = forward(model, params, inputs, state=state)
+        return model.logits(ends, x, Scope(batch=inputs, state=of_ends))
+
+    check_logits(np.asarray(run(params, state)), family)
+
+
+@pytest.mark.parametrize(
+    "family", [one if one == OF_STEP else slow(one) for one in FAMILIES]
+)
+def test_a_step_that_starts_from_weights_has_their_logits(family, theirs):
+    weights = theirs(family)
+    step = step_of(weights.model, "fsdp=2,tensor=2", 4)
+    state = step.init(params=weights.params, model_state=weights.model_state)
+    check_logits(np.asarray(step.logits(state, inputs_of(family))), family)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_round_trip_gives_the_same_bytes(family, folders, tmp_path):
-    weights = read_weights(folders[family])
+def test_a_round_trip_gives_the_same_bytes(family, folders, theirs, tmp_path):
+    weights = theirs(family)
     write_weights(tmp_path, weights.config, weights.params, weights.model_state)
     before, after = SafetensorsFolder(folders[family]), SafetensorsFolder(tmp_path)
     assert set(before.names) == set(after.names)
@@ -82,14 +130,13 @@ def test_a_round_trip_gives_the_same_bytes(family, folders, tmp_path):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_device_reads_its_share_and_no_more(family, layout, folders):
-    weights = read_weights(folders[family])
-    step = step_of(weights.model, layout)
+def test_a_device_reads_its_share_and_no_more(family, layout, theirs):
+    weights = theirs(family)
+    model, shardings = laid_out(weights.model, layout)
     whole = {path: leaf[...] for path, leaf in by_path(weights.params).items()}
-    shardings = by_path(step.shardings.params)
     for device in (jax.devices()[0], jax.devices()[5]):
         read_before, share = weights.source.bytes_read, 0
-        for path, parameter in step.model.flat_parameters().items():
+        for path, parameter in model.flat_parameters().items():
             places = shardings[path].devices_indices_map(parameter.stacked_shape)
             spans = zip(places[device], parameter.stacked_shape, strict=True)
             spans = tuple(part.indices(size)[:2] for part, size in spans)
@@ -105,6 +152,26 @@ def test_a_device_reads_its_share_and_no_more(family, layout, folders):
         assert share <= read <= 1.2 * share
 
 
+def laid_out(model, line):
+    """The model as a step of a layout has it, and path -> the sharding at rest."""
+    layout = Layout.parse(line)
+    placement = Placement(
+        model=arranged_for(model, layout),
+        layout=layout,
+        rules=default_rules(layout),
+        mesh=make_mesh(layout),
+        platform="cpu",
+    )
+    specs = by_path(placement.specs(lambda stored: stored.spec))
+    found = {path: NamedSharding(placement.mesh, spec) for path, spec in specs.items()}
+    return placement.model, found
+
+
+def test_a_layout_lies_as_its_step_lays_it_out(theirs):
+    model, line = theirs("deepseek_v3").model, LAYOUTS[2]
+    assert laid_out(model, line)[1] == by_path(step_of(model, line).shardings.params)
+
+
 def by_path(tree, above=""):
     found = {}
     for key, value in tree.items():
@@ -115,9 +182,9 @@ def by_path(tree, above=""):
     return found
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gemma3"])
-def test_every_stage_split_gets_the_same_values(family, folders):
-    weights = read_weights(folders[family])
+@pytest.mark.parametrize("family", [slow("llama"), "deepseek_v3", slow("gemma3")])
+def test_every_stage_split_gets_the_same_values(family, theirs):
+    weights = theirs(family)
     step = step_of(weights.model, "data=2,stage=2,tensor=2,microbatches=2")
     state = step.init(params=weights.params, model_state=weights.model_state)
     found = by_path(step.in_layer_order(jax.tree.map(np.asarray, state.params)))
@@ -125,8 +192,8 @@ def test_every_stage_split_gets_the_same_values(family, folders):
         np.testing.assert_array_equal(found[path], leaf[...])
 
 
-def test_several_files_have_an_index_that_is_read(folders, tmp_path, refuses):
-    weights = read_weights(folders["llama"])
+def test_several_files_have_an_index_that_is_read(theirs, tmp_path, refuses):
+    weights = theirs("llama")
     files = write_weights(tmp_path, weights.config, weights.params, shard_bytes=4000)
     assert len(files) > 2
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -142,8 +209,8 @@ def test_several_files_have_an_index_that_is_read(folders, tmp_path, refuses):
 
 
 @pytest.mark.parametrize("dtype, digits", [("bf16", 8), ("fp16", 11)])
-def test_what_is_stored_in_fewer_bits_is_read_as_fp32(dtype, digits, folders, tmp_path):
-    weights = read_weights(folders["qwen2"])
+def test_what_is_stored_in_fewer_bits_is_read_as_fp32(dtype, digits, theirs, tmp_path):
+    weights = theirs("qwen2")
     write_weights(tmp_path, weights.config, weights.params, dtype=dtype)
     again = read_weights(tmp_path)
     for one, other in zip(leaves(again.params), leaves(weights.params), strict=True):
@@ -252,8 +319,8 @@ def test_an_exported_config_says_what_theirs_says(family, folders):
     assert {name: ours.get(name) for name in theirs} == theirs
 
 
-def test_a_checkpoint_is_exported(folders, tmp_path, capsys, refuses_command):
-    weights = read_weights(folders["llama"])
+def test_a_checkpoint_is_exported(folders, theirs, tmp_path, capsys, refuses_command):
+    weights = theirs("llama")
     (folders["llama"] / "tokenizer.json").write_text("{}")
     step = step_of(weights.model, "stage=2,tensor=2,microbatches=2", 4)
     state = step.init(params=weights.params)
@@ -290,9 +357,9 @@ EXPORTED = [
 
 @pytest.mark.parametrize("said, wanted, has_others", EXPORTED)
 def test_the_tokenizer_that_a_run_was_trained_with_is_exported(
-    said, wanted, has_others, folders, tmp_path, monkeypatch
+    said, wanted, has_others, folders, theirs, tmp_path, monkeypatch
 ):
-    weights = read_weights(folders["llama"])
+    weights = theirs("llama")
     started = altered(folders["llama"], tmp_path / "started", eos_token_id=5)
     (started / "tokenizer_config.json").write_text("{}")
     paths = {OWN: tmp_path / "own.json", "alike": tmp_path / "alike.json"}
@@ -348,8 +415,8 @@ def test_what_no_model_of_theirs_has_is_not_exported(tmp_path, refuses):
         write_weights(tmp_path, PRESETS["test"], {})
 
 
-def test_an_array_without_a_place_in_their_files_is_refused(folders, tmp_path, refuses):
-    weights = read_weights(folders["llama"])
+def test_an_array_without_a_place_in_their_files_is_refused(theirs, tmp_path, refuses):
+    weights = theirs("llama")
     mixer = {"blocks": {"mixer": {"A": np.zeros(2)}}}
     given = dict(weights.params), {}
     given[0]["lora"] = {"A": np.zeros(2)}
@@ -377,9 +444,9 @@ def test_an_array_without_a_place_in_their_files_is_refused(folders, tmp_path, r
     ],
 )
 def test_a_like_that_cannot_be_read_is_refused(
-    make, refusal, folders, tmp_path, refuses
+    make, refusal, theirs, tmp_path, refuses
 ):
-    weights = read_weights(folders["llama"])
+    weights = theirs("llama")
     like = tmp_path / "typo"
     make(like)
     words = refusal[0] != "weights.unreadable_json"  # Python's json's.
