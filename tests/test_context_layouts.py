@@ -1,6 +1,7 @@
 """Layouts that split the sequence train the model that one device trains."""
 
 import functools
+import itertools
 import re
 from dataclasses import replace
 
@@ -9,7 +10,8 @@ import numpy as np
 import optax
 import pytest
 
-from meshpar import Layout, RuleError, default_rules, lint, make_train_step
+from meshpar import Layout, RuleError, Scope, default_rules, lint, make_train_step
+from meshpar.model.single import forward, loss
 from meshpar.model.token_mixing import mixes_tokens
 from meshpar.model.token_order import TokenOrder
 from meshpar.models.llama import LlamaConfig, llama
@@ -19,6 +21,9 @@ from meshpar.parallel.context.ulysses import heads_here
 from meshpar.parallel.sequence_checks import check_token_wise
 from meshpar.schedules import SCHEDULES
 from meshpar.testing import check_layouts
+from tests.marks import slow
+from tests.pipelined import assert_close
+from tests.states import normal_values, with_parameters
 from tests.zoo.denoising import DENOISING
 from tests.zoo.sequence import SEQUENCE
 from tests.zoo.vision import VIT
@@ -29,6 +34,7 @@ CUTS = (0, 5, 12, 20)
 """Where documents of the packed example begin, and padding after the last."""
 
 
+@functools.cache
 def model(kv_heads=2, window=0, layers=2):
     return llama(
         LlamaConfig(
@@ -43,6 +49,7 @@ def model(kv_heads=2, window=0, layers=2):
     )
 
 
+@functools.cache
 def latent_model():
     """Latent attention, as in DeepSeek-V3, and two experts, without their losses."""
     latent = dict(qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4, kv_lora_rank=8)
@@ -71,6 +78,59 @@ def step_of(layout, made=None, **sizes):
     return make_train_step(made, optax.sgd(0.1), layout, devices=devices)
 
 
+@functools.cache
+def params_of(made):
+    return normal_values(jax.eval_shape(made.init, 0))
+
+
+def state_of(step, made):
+    """A first state of those values; stages have the layers in their own order."""
+    return with_parameters(step, params_of(made))
+
+
+def rows_of_documents():
+    """Each document of the packed batch by itself, at the start of its own row."""
+    batch = packed_batch()
+    del batch["segment_ids"]
+    cut = [(0, slice(*pair)) for pair in itertools.pairwise(CUTS)]
+    documents = [*cut, (2, slice(SEQ)), (3, slice(SEQ))]
+    found = {
+        name: np.zeros((len(documents), SEQ), x.dtype) for name, x in batch.items()
+    }
+    for row, (example, places) in enumerate(documents):
+        for name, x in batch.items():
+            document = x[example, places]
+            found[name][row, : len(document)] = document
+    return found
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "fsdp=2,context=2,remat=full",
+        "stage=2,context=2,microbatches=2,attention=ulysses",
+        slow("stage=2,context=2,microbatches=2"),
+    ],
+)
+def test_packed_documents_have_loss_and_gradients_of_each_by_itself(layout):
+    """On one device, where a document has no segments and attention another code."""
+    made = model()
+    step = step_of(layout, made)
+    value, gradients = step.loss_and_gradients(state_of(step, made), packed_batch())
+    wanted, wanted_gradients = loss_of_documents(made)
+    assert float(value) == pytest.approx(wanted, rel=1e-5)
+    assert_close(step.in_layer_order(gradients), wanted_gradients)
+
+
+@functools.cache
+def loss_of_documents(made):
+    """Loss and gradients of one device."""
+    batch = rows_of_documents()
+    run = jax.jit(jax.value_and_grad(lambda params: loss(made, params, batch)))
+    value, gradients = run(params_of(made))
+    return float(value), jax.device_get(gradients)
+
+
 FEW = [
     "fsdp=2,context=2,tensor=2,sequence_parallel=true,attention=allgather,remat=full",
     "stage=2,context=2,tensor=2,microbatches=2",
@@ -78,6 +138,7 @@ FEW = [
 ]
 
 
+@pytest.mark.slow
 def test_a_layout_trains_as_one_device_does():
     assert check_layouts(model(), packed_batch(), FEW).ok
 
@@ -144,16 +205,20 @@ def test_sequences_that_do_not_divide_are_padded(layout, seq):
     "layout",
     [
         "context=4",
-        pytest.param("context=4,attention=allgather", marks=pytest.mark.slow),
-        pytest.param("context=4,attention=ulysses", marks=pytest.mark.slow),
-        pytest.param("context=2,stage=2,microbatches=1", marks=pytest.mark.slow),
+        slow("context=4,attention=allgather"),
+        slow("context=4,attention=ulysses"),
+        slow("context=2,stage=2,microbatches=1"),
     ],
 )
 def test_a_token_changes_the_later_ones_of_its_document_alone(layout):
-    step = step_of(layout)
-    state, batch = step.init(0), packed_batch()
+    """Of a sequence of 22, which divides into no 8 chunks, in its own order."""
+    made, batch = model(), packed_batch(seq=22)
+    step = step_of(layout, made)
+    state = state_of(step, made)
     batch = {name: batch[name] for name in ("tokens", "segment_ids")}
     before = np.asarray(step.logits(state, batch))
+    wanted = plain_logits(made)(params_of(made), batch)
+    np.testing.assert_allclose(before, wanted, rtol=1e-5, atol=2e-6)
     changed = batch["tokens"].copy()
     at = CUTS[1] + 2  # in the second document
     changed[0, at] = (changed[0, at] + 1) % VOCAB
@@ -162,6 +227,19 @@ def test_a_token_changes_the_later_ones_of_its_document_alone(layout):
     assert moved == [[0, place] for place in range(at, CUTS[2])]
 
 
+@functools.cache
+def plain_logits(made):
+    """(params, batch) -> logits on one device."""
+
+    @jax.jit
+    def run(params, batch):
+        x = forward(made, params, batch)
+        return made.logits(made.split(params)[0], x, Scope(batch=batch))
+
+    return run
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("made", [model(), latent_model()], ids=["llama", "latent"])
 def test_packed_documents_have_the_loss_of_each_by_itself(made):
     """By itself a document has no segments, and attention another code."""
@@ -171,7 +249,7 @@ def test_packed_documents_have_the_loss_of_each_by_itself(made):
     found, counted = step.evaluate(state, batch)
     assert counted == batch["weights"].sum()
     total = 0.0
-    rows = [(0, slice(*pair)) for pair in zip(CUTS, CUTS[1:], strict=False)]
+    rows = [(0, slice(*pair)) for pair in itertools.pairwise(CUTS)]
     for row, places in [*rows, (2, slice(SEQ)), (3, slice(SEQ))]:
         document = {name: batch[name][row : row + 1, places] for name in batch}
         del document["segment_ids"]
@@ -179,6 +257,7 @@ def test_packed_documents_have_the_loss_of_each_by_itself(made):
     np.testing.assert_allclose(found, total, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_logits_are_in_the_order_of_the_sequence():
     tokens = packed_batch(seq=22)["tokens"]  # 22 divides into no 4 chunks
     wanted = step_of("data=1")

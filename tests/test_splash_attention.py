@@ -12,6 +12,7 @@ import pytest
 
 from meshpar.parallel.context.mask import Mask
 from meshpar.parallel.context.splash import splash_attention
+from tests.marks import slow
 
 BATCH, SEQ, HEADS, BOUND = 2, 384, 4, 1e-5
 CAUSAL = Mask()
@@ -54,7 +55,7 @@ def arrays(kv_heads, head_dim, keys=SEQ):
     rng = np.random.default_rng(0)
     shapes = (SEQ, HEADS), (keys, kv_heads), (keys, kv_heads), (SEQ, HEADS)
     return [
-        jnp.asarray(rng.normal(size=(BATCH, *shape, head_dim)), jnp.float32)
+        rng.normal(size=(BATCH, *shape, head_dim)).astype(np.float32)
         for shape in shapes
     ]
 
@@ -83,10 +84,10 @@ def errors(mask, kv_heads, head_dim=64, *, segments=None, keys=SEQ):
 @pytest.mark.parametrize(
     "mask, kv_heads",
     [
-        (CAUSAL, 4),
+        slow(CAUSAL, 4),
         (CAUSAL, 1),
-        (Mask(causal=False), 2),
-        (Mask(window=100), 2),
+        slow(Mask(causal=False), 2),
+        slow(Mask(window=100), 2),
         (Mask(window=70, causal=False), 2),
     ],
 )
@@ -94,7 +95,9 @@ def test_the_kernel_equals_a_dense_softmax(mask, kv_heads):
     assert max(errors(mask, kv_heads)) < BOUND
 
 
-@pytest.mark.parametrize("mask", [CAUSAL, Mask(window=50), Mask(causal=False)])
+@pytest.mark.parametrize(
+    "mask", [slow(CAUSAL), Mask(window=50), slow(Mask(causal=False))]
+)
 def test_documents_see_themselves_alone_and_padding_nothing(mask):
     assert max(errors(mask, 2, segments=packed())) < BOUND
 
