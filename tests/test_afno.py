@@ -14,7 +14,7 @@ from meshpar import (
 from meshpar.models.presets import build, configure
 from tests.marks import slow
 from tests.zoo import grids
-from tests.zoo.beside import deviating, plain_run, step_of
+from tests.zoo.beside import deviating, deviating_gradients, plain_run, step_of
 
 ENTRIES = {
     "whole": grids.AFNO,
@@ -26,20 +26,21 @@ ENTRIES = {
 plain = plain_run(grids.AFNO)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, layout",
     [
         ("both", "context=2,tensor=4"),
-        slow("whole", "data=8"),
-        slow("whole", "data=2,fsdp=2,tensor=2"),
-        slow("whole", "data=2,stage=2,tensor=2,microbatches=4"),
-        slow("whole", "fsdp=2,stage=2,microbatches=4,schedule=1f1b"),
-        slow("rows", "data=2,tensor=4,microbatches=2"),
-        slow("rows", "fsdp=4,tensor=2,remat=full"),
-        slow("columns", "fsdp=4,tensor=2"),
-        slow("both", "data=2,context=2,tensor=2,remat=selective"),
-        slow("both", "fsdp=2,context=2,tensor=2,zero=2"),
-        slow("beside_tensor", "context=4,tensor=2"),
+        ("whole", "data=8"),
+        ("whole", "data=2,fsdp=2,tensor=2"),
+        ("whole", "data=2,stage=2,tensor=2,microbatches=4"),
+        ("whole", "fsdp=2,stage=2,microbatches=4,schedule=1f1b"),
+        ("rows", "data=2,tensor=4,microbatches=2"),
+        ("rows", "fsdp=4,tensor=2,remat=full"),
+        ("columns", "fsdp=4,tensor=2"),
+        ("both", "data=2,context=2,tensor=2,remat=selective"),
+        ("both", "fsdp=2,context=2,tensor=2,zero=2"),
+        ("beside_tensor", "context=4,tensor=2"),
     ],
 )
 def test_an_afno_trains_as_plain_flax_and_optax_train_it(name, layout):
@@ -50,14 +51,32 @@ def test_an_afno_trains_as_plain_flax_and_optax_train_it(name, layout):
     "name, layout",
     [("both", "context=2,tensor=4"), slow("beside_tensor", "context=4,tensor=2")],
 )
-def test_a_step_sends_halos_and_transforms_and_gathers_nothing(name, layout):
+def test_a_step_has_plain_gradients_and_sends_halos_and_transforms_alone(
+    name, layout, monkeypatch
+):
     entry = ENTRIES[name]
-    report = audit(step_of(entry, layout), entry.batch())
+    step = step_of(entry, layout, layers=1, optimizer=optax.sgd(1.0))
+    report, program = audited(step, entry.batch(), monkeypatch)
     assert not report.surprises
     assert not [row for row in report.rows if row.collective.kind == "all-gather"]
     reasons = {row.reason for row in report.rows}
     assert "asked by fft: a split dim made whole, or back" in reasons
     assert "asked by a convolution: halo of the grid" in reasons
+    assert not deviating_gradients(entry, step, program)
+
+
+def audited(step, batch, monkeypatch):
+    """An audit's report, and the program that it compiled."""
+    programs, compile_ = [], jax.stages.Lowered.compile
+
+    def compiled(*given):
+        programs.append(compile_(*given))
+        return programs[-1]
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compiled)
+    report = audit(step, batch)
+    [program] = programs
+    return report, program
 
 
 @pytest.mark.parametrize(
