@@ -1,6 +1,7 @@
 """A Diffusion Transformer equals the plain one, and its planner knows its sizes."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +22,15 @@ from meshpar.planner.search.refusals import layout_problems
 from meshpar.planner.workload.dit_workload import DIT_SHAPES
 from tests import test_zoo
 from tests.marks import slow
-from tests.zoo.diffusion import CLASSES, DIT, DIT_V, batch, config, model
+from tests.states import normal_values
+from tests.zoo import diffusion
+from tests.zoo.diffusion import CLASSES, DIT, DIT_V, batch, config
 
-SMALL = dict(layers=2, embed=16, heads=4)
+model = functools.cache(diffusion.model)
+
+
+def params_of(made):
+    return jax.device_put(normal_values(jax.eval_shape(made.init, 0), scale=0.2))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +125,7 @@ def test_patches_are_cut_row_by_row_and_put_back():
 
 def test_labels_are_dropped_in_training_alone_and_as_often_as_said():
     made = model(1)
-    params, given = jax.jit(made.init)(0), batch()
+    params, given = params_of(made), batch()
     given["times"] = np.linspace(0, 1, 8, dtype=np.float32)
     known = dict(examples=jnp.arange(8), random=jax.random.key(1))
 
@@ -141,7 +148,7 @@ def test_labels_are_dropped_in_training_alone_and_as_often_as_said():
 
 def test_an_image_of_weight_0_does_not_count():
     made = model(1)
-    params, given = jax.jit(made.init)(0), batch()
+    params, given = params_of(made), batch()
     given |= {"times": np.full(8, 0.5, np.float32), "targets": given["patches"] / 2}
     mean = jax.jit(lambda batch: loss(made, params, batch))
     changed = {**given, "patches": given["patches"].copy()}
@@ -161,8 +168,9 @@ def test_times_or_targets_alone_have_no_loss(name, key, refuses):
     both = {"times": np.zeros(8, np.float32), "targets": given["patches"]}
     scope = Scope(examples=jnp.arange(8), random=jax.random.key(0))
     alone = {**given, name: both[name]}
+    params = jax.eval_shape(model(1).init, 0)
     with refuses(key, "'times'", "'targets'"):
-        jax.eval_shape(lambda: loss(model(1), model(1).init(0), alone, scope))
+        jax.eval_shape(lambda params: loss(model(1), params, alone, scope), params)
 
 
 def test_images_of_another_size_are_refused_by_name(refuses):
@@ -181,11 +189,16 @@ def test_the_planner_counts_the_parameters_of_a_preset(name):
     assert known.seq == configure(name).tokens
 
 
+@functools.cache
+def traced_small(seq):
+    return traced_workload(build("dit-s2"), seq=seq)
+
+
 @pytest.mark.parametrize("remat", ["none", "selective", "dots", "full"])
 def test_a_block_does_and_keeps_what_the_planner_says(remat):
     """As traced here, without a GPU's fused attention; the condition is left out."""
-    made, known = build("dit-s2"), DIT_SHAPES["dit-s2"]
-    traced = traced_workload(made, seq=known.seq)
+    known = DIT_SHAPES["dit-s2"]
+    traced = traced_small(known.seq)
     assert traced.model_flops(global_batch=1, seq=256) == pytest.approx(
         known.model_flops(global_batch=1, seq=256), rel=0.01
     )

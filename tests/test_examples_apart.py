@@ -11,6 +11,8 @@ from flax import nnx
 
 from meshpar import Input, Layout, from_nnx, make_train_step
 from meshpar.model.examples_apart import check_examples_apart
+from tests.marks import slow
+from tests.states import normal_values
 from tests.zoo.plain import normal
 
 EXAMPLES, SEQ, EMBED = 8, 4, 16
@@ -58,7 +60,8 @@ def evaluated(loss, layout):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(EXAMPLES, SEQ, EMBED)).astype(np.float32)
     label = rng.integers(0, EMBED, EXAMPLES).astype(np.int32)
-    loss_sum, weight_sum = step.evaluate(step.init(0), {"x": x, "label": label})
+    state = jax.device_put(normal_values(step.state_shapes), step.shardings)
+    loss_sum, weight_sum = step.evaluate(state, {"x": x, "label": label})
     return float(loss_sum / weight_sum)
 
 
@@ -131,12 +134,21 @@ SHAPES = {
 SPLITS = ["data=2", "fsdp=2,zero=1", "microbatches=2", "stage=2,microbatches=2"]
 
 
+def refused(layout, loss, operation):
+    """One split finds every loss, and every split the first and one with a name."""
+    is_quick = layout == SPLITS[0] or loss in (contrastive, of_the_worst_example)
+    marks = () if is_quick else pytest.mark.slow
+    return pytest.param(
+        layout, loss, operation, marks=marks, id=f"{layout}-{loss.__name__}"
+    )
+
+
 @pytest.mark.parametrize(
-    ("loss", "operation"), JOINED, ids=[one.__name__ for one, _ in JOINED]
+    ("layout", "loss", "operation"),
+    [refused(layout, *joined) for layout in SPLITS for joined in JOINED],
 )
-@pytest.mark.parametrize("layout", SPLITS)
 def test_what_joins_examples_is_refused_by_its_line_where_they_are_split(
-    refuses, loss, operation, layout
+    refuses, layout, loss, operation
 ):
     step = step_of(loss, layout)
     values, words = (repr(str(step.layout)), *operation), layout == SPLITS[0]
@@ -281,11 +293,14 @@ def watched(x, batch, scope):
 
 
 APART = [
-    *(plain, a_mean_of_weight_one, rows_of_all_examples, one_example_after_another),
-    *(each_by_itself, noise_of_each_example, of_all_pairs_of_tokens),
-    *(of_its_label, mask_tiled, pairs, sorted_for_experts),
+    *(plain, one_example_after_another, each_by_itself, noise_of_each_example),
+    *(of_its_label, pairs, sorted_for_experts),
+]
+APART_TOO = [
+    *(a_mean_of_weight_one, rows_of_all_examples, of_all_pairs_of_tokens, mask_tiled),
 ]
 TAKEN = [
+    *APART_TOO,
     *(by_flat_places, written_at_its_label, positions_looked_up, angles_by_einsum),
     *(positions_of_the_scope_looked_up, angles_joined, mask_stacked, alike_noise),
     *(signs_of_pairs, sum_of_the_sorted, in_two_parts, stable_exponential, guarded),
@@ -293,7 +308,9 @@ TAKEN = [
 ]
 
 
-@pytest.mark.parametrize("loss", APART, ids=[one.__name__ for one in APART])
+@pytest.mark.parametrize(
+    "loss", [*APART, *map(slow, APART_TOO)], ids=lambda loss: loss.__name__
+)
 def test_what_treats_each_example_by_itself_is_as_on_one_device(loss):
     found, alone = (evaluated(loss, layout) for layout in ("data=2", "data=1"))
     assert found == pytest.approx(alone, rel=1e-5)

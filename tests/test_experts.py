@@ -160,12 +160,18 @@ def test_values_and_gradients_are_those_of_all_experts_of_all_tokens(
 
 def test_rounds_send_every_assignment_once_to_the_device_of_its_expert():
     experts = jnp.asarray(LOADS["all to two experts, none to the others"][0])
-    routes, room = routes_of(experts, EXPERTS, 4), 3
-    assert most_for_one(routes) == SEQ * TOP_K
+    room = 3
+
+    @jax.jit
+    def in_round(first):
+        routes = routes_of(experts, EXPERTS, 4)
+        of_round = sent(routes, first, room), slots(routes, first, room)
+        return most_for_one(routes), *of_round
+
+    assert in_round(0)[0] == SEQ * TOP_K
     seen = []
-    for first in range(0, int(most_for_one(routes)), room):
-        assignment, valid = sent(routes, first, room)
-        at = np.asarray(slots(routes, first, room))
+    for first in range(0, SEQ * TOP_K, room):
+        _, (assignment, valid), at = jax.device_get(in_round(first))
         for device, row in zip(*np.nonzero(valid), strict=True):
             number = int(assignment[device, row])
             assert experts.reshape(-1)[number] // 2 == device
@@ -176,16 +182,24 @@ def test_rounds_send_every_assignment_once_to_the_device_of_its_expert():
 
 def test_what_a_round_has_no_room_for_has_no_slot_of_the_next_device():
     experts = jnp.array([[0], [1], [0], [2], [3]])  # Two a device: three rows and two.
-    routes = routes_of(experts, num_experts=4, num_devices=2)
+
+    @jax.jit
+    def slots_of(first):
+        routes = routes_of(experts, num_experts=4, num_devices=2)
+        return slots(routes, first, room=2)
+
     none = 2 * 2
-    assert slots(routes, 0, room=2).tolist() == [0, none, 1, 2, 3]
-    assert slots(routes, 2, room=2).tolist() == [none, 0, none, none, none]
+    assert slots_of(0).tolist() == [0, none, 1, 2, 3]
+    assert slots_of(2).tolist() == [none, 0, none, none, none]
+
+
+cut = jax.jit(tiles.cut, static_argnums=(1, 2))
 
 
 @pytest.mark.parametrize("counts", [(5, 0, 11, 16), (0, 0, 0, 0), (0, 0, 0, 32)])
 def test_tiles_cover_each_experts_rows_and_at_most_one_each_is_not_full(counts):
     tile = 4
-    found = tiles.cut(jnp.array(counts, jnp.int32), 32, tile)
+    found = jax.device_get(cut(np.array(counts, np.int32), 32, tile))
     assert found.number == sum(math.ceil(count / tile) for count in counts)
     rows = {expert: 0 for expert in range(len(counts))}
     starts = np.cumsum((0, *counts))
@@ -212,7 +226,18 @@ def chosen(config, logits, **batch):
     with nnx.use_eager_sharding(False):
         router = Router(logits.shape[-1], config, init_std=0.02, rngs=nnx.Rngs(0))
     router.scores[...] = jnp.eye(logits.shape[-1])
-    return router, *router(jnp.asarray(logits, jnp.float32), Scope(batch=batch))
+    return router, *routed_by(router, logits, **batch)
+
+
+def routed_by(router, logits, **batch):
+    """Its experts, weights and sums, in one program."""
+    graph, state = nnx.split(router)
+
+    @jax.jit
+    def run(state, logits, batch):
+        return nnx.merge(graph, state)(logits, Scope(batch=batch))
+
+    return run(state, jnp.asarray(logits, jnp.float32), batch)
 
 
 def test_an_expert_takes_first_choices_first_then_earlier_tokens():
@@ -235,7 +260,7 @@ def test_a_bias_moves_the_choice_and_not_the_weights_and_goes_to_the_idle():
     assert router.bias[...].tolist() == [-0.25, 0.25, 0.25]
     assert router.tokens[...].tolist() == [3.0, 0.0, 0.0]
     router.update(sums)
-    experts, weights, _ = router(jnp.asarray(logits, jnp.float32), Scope())
+    experts, weights, _ = routed_by(router, logits)
     assert experts.ravel().tolist() == [1, 1, 1]
     np.testing.assert_allclose(weights.ravel(), jax.nn.softmax(logits[0, 0])[1])
 

@@ -52,7 +52,8 @@ def rms_normed(x, scale):
 
 def test_rms_norm_is_its_formula():
     x, layer = 3 * normal(9, 2, 5, 8), made(RMSNorm, 8, epsilon=EPSILON)
-    np.testing.assert_allclose(layer(x), rms_normed(x, value(layer.scale)), **CLOSE)
+    found = jax.jit(layer)(x)
+    np.testing.assert_allclose(found, rms_normed(x, value(layer.scale)), **CLOSE)
 
 
 def test_layer_norm_is_its_formula():
@@ -60,7 +61,7 @@ def test_layer_norm_is_its_formula():
     std = np.sqrt(x.var(-1, keepdims=True) + EPSILON)
     centred = x - x.mean(-1, keepdims=True)
     expected = centred / std * value(layer.scale) + value(layer.bias)
-    np.testing.assert_allclose(layer(x), expected, **CLOSE)
+    np.testing.assert_allclose(jax.jit(layer)(x), expected, **CLOSE)
 
 
 @pytest.mark.parametrize("norm", [RMSNorm, LayerNorm])
@@ -81,7 +82,8 @@ def test_the_gated_mlp_is_its_formula():
     gate, up = np.moveaxis(value(layer.gate_up), 1, 0)
     gated = x @ gate
     expected = (gated / (1 + np.exp(-gated)) * (x @ up)) @ value(layer.down)
-    np.testing.assert_allclose(layer(x, Scope()), expected, **CLOSE)
+    found = jax.jit(lambda x: layer(x, Scope()))(x)
+    np.testing.assert_allclose(found, expected, **CLOSE)
 
 
 def test_the_plain_mlp_is_its_formula():
@@ -89,7 +91,8 @@ def test_the_plain_mlp_is_its_formula():
     h = x @ value(layer.up) + value(layer.up_bias)
     gelu = h / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
     expected = gelu @ value(layer.down) + value(layer.down_bias)
-    np.testing.assert_allclose(layer(x, Scope()), expected, **CLOSE)
+    found = jax.jit(lambda x: layer(x, Scope()))(x)
+    np.testing.assert_allclose(found, expected, **CLOSE)
 
 
 # Rotary positions.
@@ -97,8 +100,13 @@ def test_the_plain_mlp_is_its_formula():
 FREQUENCIES = rope_frequencies(16, 10_000.0)
 
 
+@jax.jit
+def turned(x, positions):
+    return apply_rope(x, positions, FREQUENCIES)
+
+
 def rotated(x, positions):
-    return np.asarray(apply_rope(x, jnp.asarray([positions]), FREQUENCIES))
+    return np.asarray(turned(x, np.asarray([positions])))
 
 
 def test_rotary_frequencies_fall_from_1_to_nearly_1_over_theta():
@@ -178,8 +186,8 @@ def naive_attention(layer, x, kv_heads, frequencies=None):
         q = rms_normed(q, value(layer.q_norm.scale))
         k = rms_normed(k, value(layer.k_norm.scale))
     if frequencies is not None:
-        positions = jnp.arange(x.shape[1])[None]
-        q, k = (np.asarray(apply_rope(each, positions, frequencies)) for each in (q, k))
+        at = jax.jit(lambda x: apply_rope(x, np.arange(x.shape[1])[None], frequencies))
+        q, k = (np.asarray(at(each)) for each in (q, k))
     scores = np.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(HEAD_DIM)
     scores[..., ~np.tri(x.shape[1], dtype=bool)] = -np.inf
     weights = np.exp(scores - scores.max(-1, keepdims=True))
@@ -209,10 +217,11 @@ def test_grouped_attention_equals_repeated_heads_in_a_plain_softmax(kv_heads, op
 
 def test_positions_of_the_batch_replace_the_default_ones():
     layer = attention(2, frequencies=rope_frequencies(HEAD_DIM, 100.0))
-    x, first = 0.3 * normal(9, 1, SEQ, EMBED), jnp.arange(SEQ)[None]
-    default = layer(x, Scope())
-    shifted = layer(x, Scope(batch={"positions": first + 50}))
-    stretched = layer(x, Scope(batch={"positions": 3 * first}))
+    x, first = 0.3 * normal(9, 1, SEQ, EMBED), np.arange(SEQ)[None]
+    attended = jax.jit(lambda x, batch: layer(x, Scope(batch=batch)))
+    default = attended(x, {})
+    shifted = attended(x, {"positions": first + 50})
+    stretched = attended(x, {"positions": 3 * first})
     np.testing.assert_allclose(shifted, default, rtol=1e-3, atol=1e-4)
     assert not np.allclose(stretched, default, rtol=1e-3, atol=1e-4)
 

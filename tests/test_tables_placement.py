@@ -1,6 +1,7 @@
 """Tables, ids and placements refuse what makes no sense, and are even."""
 
 import dataclasses
+import functools
 import math
 from types import SimpleNamespace
 
@@ -29,6 +30,8 @@ from meshpar.tables.placement import placements_of
 from meshpar.tables.programs import TableFunctions
 from meshpar.tables.stores import stores_of
 from meshpar.tables.table import COLUMN_WISE, KINDS, REPLICATED, ROW_WISE, TABLE_WISE
+from tests.marks import slow
+from tests.states import normal_values
 
 
 def table(**options):
@@ -226,7 +229,8 @@ def test_narrow_ids_name_the_rows_that_wide_ones_do(dtype):
     one = table(rows=8 * 2**13)
     (store,) = stores_of(placements_of([one], 8, {"film": 64}, ROW_WISE))
     ids = np.asarray([[7], [127], [0]])
-    codes, _ = positions(store, {"film": jnp.asarray(ids, dtype)})
+    looked_up = jax.jit(lambda batch: positions(store, batch))
+    codes, _ = looked_up({"film": ids.astype(dtype)})
     np.testing.assert_array_equal(codes, store.codes(store.members[0], ids[:, 0]))
     shares = Shares(mesh_axes=(), beside=(), sizes={})
     local = LocalTables(stores=(), shares=shares, optimizer=SGD(0.1), outputs={})
@@ -284,8 +288,15 @@ def test_hashed_ids_spread_evenly_over_all_rows():
     assert counts.min() > 800 and counts.max() < 1200  # of 1,000; sigma is 32
 
 
-@pytest.mark.parametrize("kind", [ROW_WISE, TABLE_WISE])
-@pytest.mark.parametrize("room", [1, 3, 64])
+@pytest.mark.parametrize(
+    "room, kind",
+    [
+        (1, ROW_WISE),
+        (3, TABLE_WISE),
+        (64, ROW_WISE),
+        *(slow(1, TABLE_WISE), slow(3, ROW_WISE), slow(64, TABLE_WISE)),
+    ],
+)
 def test_nothing_is_dropped_where_a_device_wants_more_than_there_is_room(kind, room):
     """All ids on one holder, in as many rounds as it takes; sums of all devices."""
     mesh = make_mesh(Layout(data=4), jax.devices()[:4])
@@ -328,6 +339,7 @@ def test_nothing_is_dropped_where_a_device_wants_more_than_there_is_room(kind, r
     np.testing.assert_array_equal(counts, wanted)
 
 
+@functools.cache
 def dense_step(layout="data=8", **inputs):
     model = build("tiny-dlrm", features=1)
     if inputs:
@@ -425,8 +437,9 @@ def test_a_gradient_of_an_input_that_is_not_finite_skips_the_step():
     )
     batch = {**dense_batch(4), "embedded": np.zeros((4, 1, 16), np.float32)}
     batch["numbers"] += 1
-    state = step.init(0)
-    before = jax.device_get(state.params)
+    state = normal_values(step.state_shapes)
+    before = state.params
+    state = jax.device_put(state, step.shardings)
     state, metrics = step(state, batch)
     assert np.isfinite(metrics["loss"]) and np.isfinite(metrics["grad_norm"])
     assert metrics["skipped"] == 1

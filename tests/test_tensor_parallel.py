@@ -36,9 +36,26 @@ def tokens_of(seed=0):
     return tokens
 
 
-def lookup_value_and_gradient(table, tokens, cotangent, scope):
-    value, vjp = jax.vjp(lambda table: vocab_lookup(table, tokens, scope), table)
-    return value, vjp(cotangent)[0]
+@functools.cache
+def lookup_value_and_gradient(rules):
+    """(table, tokens, cotangent) -> the rows, and the gradient of the table."""
+    scope = Scope(rules=rules)
+
+    def run(table, tokens, cotangent):
+        value, vjp = jax.vjp(lambda table: vocab_lookup(table, tokens, scope), table)
+        return value, vjp(cotangent)[0]
+
+    return jax.jit(run)
+
+
+def looked_up(table, tokens, cotangent, tensor, rules=TENSOR):
+    """The rows and the table's gradient on that many devices."""
+    mesh = mesh_of(tensor)
+    spec = rules.spec(("vocab", "embed"), mesh_shape=dict(mesh.shape))
+    with jax.set_mesh(mesh):
+        return lookup_value_and_gradient(rules)(
+            put(mesh, table, *spec), put(mesh, tokens), put(mesh, cotangent)
+        )
 
 
 @pytest.mark.parametrize("rules", [TENSOR, DATA_PARALLEL], ids=["split", "whole"])
@@ -51,41 +68,29 @@ def test_the_lookup_equals_indexing_in_values_and_gradients(tensor, rules):
     )
     expected_gradient = np.zeros_like(table)
     np.add.at(expected_gradient, tokens, cotangent)
-    mesh, scope = mesh_of(tensor), Scope(rules=rules)
-    spec = rules.spec(("vocab", "embed"), mesh_shape=dict(mesh.shape))
-    with jax.set_mesh(mesh):
-        value, gradient = jax.jit(
-            functools.partial(lookup_value_and_gradient, scope=scope)
-        )(put(mesh, table, *spec), put(mesh, tokens), put(mesh, cotangent))
+    value, gradient = looked_up(table, tokens, cotangent, tensor, rules)
     np.testing.assert_array_equal(value, table[tokens])
     np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("tensor", [2, 8])
 def test_the_lookup_leaves_the_gradient_in_the_tables_shards(tensor):
-    mesh, scope = mesh_of(tensor), Scope(rules=TENSOR)
-    with jax.set_mesh(mesh):
-        _, gradient = jax.jit(
-            functools.partial(lookup_value_and_gradient, scope=scope)
-        )(
-            put(mesh, normal(0, VOCAB, EMBED), "tensor"),
-            put(mesh, tokens_of()),
-            put(mesh, normal(1, BATCH, SEQ, EMBED)),
-        )
+    given = normal(0, VOCAB, EMBED), tokens_of(), normal(1, BATCH, SEQ, EMBED)
+    _, gradient = looked_up(*given, tensor)
     assert gradient.sharding.shard_shape(gradient.shape) == (VOCAB // tensor, EMBED)
 
 
 @pytest.mark.parametrize("axes", [("context", "tensor"), ("tensor", "context")])
 def test_a_vocabulary_over_two_mesh_axes_is_looked_up(axes):
     mesh = make_mesh(Layout(context=2, tensor=4))
-    scope = Scope(rules=TENSOR.with_rules(vocab=axes))
+    rules = TENSOR.with_rules(vocab=axes)
     table, cotangent = normal(0, VOCAB, EMBED), normal(1, BATCH, SEQ, EMBED)
     expected_gradient = np.zeros_like(table)
     np.add.at(expected_gradient, tokens_of(), cotangent)
     with jax.set_mesh(mesh):
-        value, gradient = jax.jit(
-            functools.partial(lookup_value_and_gradient, scope=scope)
-        )(put(mesh, table, axes), put(mesh, tokens_of()), put(mesh, cotangent))
+        value, gradient = lookup_value_and_gradient(rules)(
+            put(mesh, table, axes), put(mesh, tokens_of()), put(mesh, cotangent)
+        )
     np.testing.assert_array_equal(value, table[tokens_of()])
     np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-6, atol=1e-6)
 
@@ -99,13 +104,10 @@ def test_the_lookup_works_without_any_mesh():
 @pytest.mark.parametrize("tensor", TENSOR_SIZES)
 @pytest.mark.parametrize("token", [-1, VOCAB])
 def test_a_token_outside_the_vocabulary_is_nan_on_every_layout(tensor, token):
-    mesh, scope = mesh_of(tensor), Scope(rules=TENSOR)
     tokens = tokens_of()
     tokens[0, 1] = token
-    with jax.set_mesh(mesh):
-        found = jax.jit(functools.partial(vocab_lookup, scope=scope))(
-            put(mesh, normal(0, VOCAB, EMBED), "tensor"), put(mesh, tokens)
-        )
+    given = normal(0, VOCAB, EMBED), tokens, normal(1, BATCH, SEQ, EMBED)
+    found, _ = looked_up(*given, tensor)
     unknown = np.zeros(tokens.shape, bool)
     unknown[0, 1] = True
     np.testing.assert_array_equal(np.isnan(found).all(axis=-1), unknown)
@@ -122,7 +124,7 @@ def test_a_target_outside_the_vocabulary_counts_as_nan_or_not_at_all(
     weights = np.ones((BATCH, SEQ), np.float32)
     weights[0, 1] = weight
     with jax.set_mesh(mesh):
-        loss, _ = jax.jit(cross_entropy_on("cpu"))(
+        (loss, _), _ = value_and_gradient_on("cpu")(
             put(mesh, normal(2, BATCH, SEQ, VOCAB), None, None, "tensor"),
             put(mesh, targets),
             put(mesh, weights),
@@ -136,15 +138,15 @@ def reference_loss(logits, targets, weights):
     return -jnp.sum(log_probabilities * one_hot * weights[..., None]), jnp.sum(weights)
 
 
-def value_and_gradient(function):
-    return jax.jit(jax.value_and_grad(function, has_aux=True))
+reference = jax.jit(jax.value_and_grad(reference_loss, has_aux=True))
 
 
-def cross_entropy_on(platform):
+@functools.cache
+def value_and_gradient_on(platform):
     """The loss as it runs on a platform: on the CPU, collectives follow one another."""
-    return functools.partial(
-        cross_entropy, scope=Scope(rules=TENSOR, platform=platform)
-    )
+    scope = Scope(rules=TENSOR, platform=platform)
+    function = functools.partial(cross_entropy, scope=scope)
+    return jax.jit(jax.value_and_grad(function, has_aux=True))
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
@@ -154,14 +156,10 @@ def test_the_loss_equals_log_softmax_in_values_and_gradients(tensor, scale, plat
     logits, targets = scale * normal(2, BATCH, SEQ, VOCAB), tokens_of(3)
     weights = np.ones((BATCH, SEQ), np.float32)
     weights[0, 1] = 0.0
-    (loss, weight_sum), gradient = value_and_gradient(reference_loss)(
-        logits, targets, weights
-    )
+    (loss, weight_sum), gradient = reference(logits, targets, weights)
     mesh = mesh_of(tensor)
     with jax.set_mesh(mesh):
-        (found, found_weights), found_gradient = value_and_gradient(
-            cross_entropy_on(platform)
-        )(
+        (found, found_weights), found_gradient = value_and_gradient_on(platform)(
             put(mesh, logits, None, None, "tensor"),
             put(mesh, targets),
             put(mesh, weights),
@@ -185,7 +183,6 @@ def test_the_loss_gathers_no_logits(tensor, platform):
         ]
     )
     with jax.set_mesh(mesh):
-        step = value_and_gradient(cross_entropy_on(platform))
-        text = step.lower(*shapes).compile().as_text()
+        text = value_and_gradient_on(platform).lower(*shapes).compile().as_text()
     assert "all-gather(" not in text
     assert "all-reduce(" in text

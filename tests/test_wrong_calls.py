@@ -168,7 +168,7 @@ COMMANDS = [
         *("command.option_without_failures", "--restart-s", "--mtbf"),
     ),
     (
-        f"{PLAN} --tokens 1e12 --mtbf 1e-9",
+        f"{PLAN} --keep fsdp=8 --tokens 1e12 --mtbf 1e-9",
         *("plan.training_never_ends", "3.6e-06", 600, "--mtbf"),
     ),
     (f"{PLAN} --measure 0", NOT_WHOLE, "--measure", "'0'", 1),
@@ -674,7 +674,7 @@ def test_a_misspelt_enter_is_told_with_the_methods_of_the_ends(refuses_in_a_line
 
 def test_a_module_in_place_of_its_class_is_told(refuses_in_a_line):
     with nnx.use_eager_sharding(False):
-        block = Block(nnx.Rngs(0))
+        block = nnx.eval_shape(lambda: Block(nnx.Rngs(0)))
     with refuses_in_a_line("model.module_already_built", "from_nnx(block=Block(...))"):
         built(block=block)
 
