@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh
 from meshpar import pipeline_value_and_grad
 from meshpar.parallel.context.splash import over_root
 from meshpar.parallel.mean_loss import scaled
-from tests.pipelined import BATCH, QUICK, SEQ, batch_of, model_of, step_of
+from tests.pipelined import BATCH, QUICK, SEQ, batch_of, mlp_of, step_of
 
 BETWEEN = 1 + 0.9 / 256
 """Almost half-way between 1 and the next number in bf16, which is 1 + 2 / 256."""
@@ -40,7 +40,7 @@ def test_a_scale_is_not_rounded_to_the_bits_of_what_it_scales():
 
 @pytest.mark.parametrize("line", ["data=2", "microbatches=2", "stage=2,microbatches=2"])
 def test_the_mean_over_the_weights_of_a_batch_is_not_rounded(line):
-    model = model_of(2)
+    model = mlp_of(2)
     batch = {**batch_of(), "weights": np.full((BATCH, SEQ), 2 / 3 / BETWEEN)}
     found, wanted = (
         step.in_layer_order(step.loss_and_gradients(step.init(0), batch)[1])
@@ -50,11 +50,11 @@ def test_the_mean_over_the_weights_of_a_batch_is_not_rounded(line):
 
 
 def test_gradients_are_clipped_before_they_are_rounded():
-    step = step_of(model_of(2), "data=2", gradient_dtype="bf16")
+    step = step_of(mlp_of(2), "data=2", gradient_dtype="bf16")
     _, gradients = step.loss_and_gradients(step.init(0), batch_of())
     norm = float(optax.tree.norm(jax.tree.map(np.float32, jax.device_get(gradients))))
     limit = norm / 2 * BETWEEN
-    step = step_of(model_of(2), "data=2", gradient_dtype="bf16", max_grad_norm=limit)
+    step = step_of(mlp_of(2), "data=2", gradient_dtype="bf16", max_grad_norm=limit)
     before = jax.device_get(step.init(0).params)
     after = jax.device_get(step(step.init(0), batch_of())[0].params)
     change = float(optax.tree.norm(jax.tree.map(np.subtract, before, after)))
