@@ -9,6 +9,7 @@ from meshpar import Layout, batch_shapes, make_train_step, memory_report
 from meshpar.models.presets import build
 from meshpar.recipes.bench.memory import memory_table
 from meshpar.schedules import make_schedule
+from tests.marks import slow
 
 SIZES = dict(layers=2, hidden=64, heads=8, kv_heads=8, ffn=128, vocab=64, gated=True)
 MODEL = build(**SIZES)
@@ -41,11 +42,11 @@ def part_of(report, name):
 
 
 LAYOUTS = [
-    "data=2,zero=1,remat=full",
+    slow("data=2,zero=1,remat=full"),
     "fsdp=2,tensor=2,precision=bf16,param_dtype=bf16",
     "stage=2,microbatches=4,remat=full",
-    "data=2,remat=full,optimizer_memory=host",
-    "data=2,tensor=2,remat=full,sync_every=4",
+    slow("data=2,remat=full,optimizer_memory=host"),
+    slow("data=2,tensor=2,remat=full,sync_every=4"),
 ]
 
 
@@ -65,6 +66,7 @@ def test_states_are_those_of_the_compiled_program_and_parts_add_up(line):
     assert report.peak_bytes == pytest.approx(compiled, rel=0.2)
 
 
+@pytest.mark.slow
 def test_a_schedule_of_ones_own_holds_what_it_says():
     line = "stage=2,microbatches=4"
     orders = make_schedule("gpipe", 2, 4)
@@ -82,6 +84,7 @@ def test_logits_are_as_many_as_the_models_head_makes_at_a_time():
     assert whole - chunk == 2 * (8 * 32 * 64 * 4 - 2**14)
 
 
+@pytest.mark.slow
 def test_experts_of_split_sequences_have_a_report():
     small = dict(layers=1, embed=16, heads=2, vocab=32, experts=2, expert_ffn=8)
     model = build("tiny-moe-capacity", kv_heads=2, **small)
