@@ -16,6 +16,7 @@ from meshpar.testing import (
     assert_peak_bytes,
     assert_replicated_bytes_below,
 )
+from tests import warm
 
 TOKENS, EMBED, MLP = 8, 16, 32
 
@@ -143,6 +144,11 @@ def test_memory_that_grows_is_told_with_both_numbers(mesh):
         )
 
 
+def run_pytest(pytester):
+    """As `runpytest_subprocess`, in the warm interpreter."""
+    return pytester.run(*warm.words(), "-m", "pytest", "-q")
+
+
 def test_a_marked_test_gets_its_devices_or_a_clear_failure(pytester):
     pytester.makepyfile(
         """
@@ -169,7 +175,7 @@ def test_a_marked_test_gets_its_devices_or_a_clear_failure(pytester):
             assert sizes() == (4, 4, 4, 4) and mesh.size == 4
         """
     )
-    pytester.runpytest_subprocess("-q").assert_outcomes(passed=3)
+    run_pytest(pytester).assert_outcomes(passed=3)
 
 
 @pytest.mark.parametrize("number", ["0", "n=2"])
@@ -177,7 +183,7 @@ def test_a_marker_of_no_number_is_told(pytester, number):
     pytester.makepyfile(
         f"import pytest\n@pytest.mark.devices({number})\ndef test_one():\n    pass\n"
     )
-    result = pytester.runpytest_subprocess("-q")
+    result = run_pytest(pytester)
     result.stderr.fnmatch_lines(["*write the marker as devices(8), with the number*"])
 
 
@@ -186,6 +192,6 @@ def test_a_marker_above_the_setting_fails_in_words(pytester):
     pytester.makepyfile(
         "import pytest\n@pytest.mark.devices(4)\ndef test_four():\n    pass\n"
     )
-    result = pytester.runpytest_subprocess("-q")
+    result = run_pytest(pytester)
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines(["*needs 4 devices, but there are 2*"])

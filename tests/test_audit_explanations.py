@@ -272,6 +272,7 @@ PIPELINE = "data=2,stage=2,tensor=2,microbatches=4,sequence_parallel=true"
 ZERO_2 = "data=2,fsdp=2,tensor=2,microbatches=2,zero=2,sequence_parallel=true"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "target, line",
     [

@@ -16,6 +16,7 @@ from meshpar.audit import targets
 from meshpar.audit.flops import UncountedCall, flops_of
 from meshpar.audit.hlo import parse_program
 from meshpar.audit.report import AuditReport, audit
+from meshpar.hardware.splash_flops import scope_of, splash_flops
 from tests.test_audit_counts import array
 from tests.test_audit_surprises import line_with
 from tests.test_audit_targets import needs_gpu_compiler, needs_tpu_compiler
@@ -81,6 +82,14 @@ def test_an_instruction_that_breaks_inside_of_an_attribute_is_read_whole():
     assert body.root.name == "new"
 
 
+def test_splash_kernels_make_two_three_and_four_matmuls_of_the_pairs():
+    pairs, size = 66 * 128**2, 64
+    matmuls = {"fwd": 2, "dq": 3, "dkv": 4}
+    for kernel, count in matmuls.items():
+        path = f"jit(f)/{scope_of(pairs, size, size)}/splash_mha_{kernel}_x/pallas_call"
+        assert splash_flops(path) == count * 2 * pairs * size
+
+
 # The real compilers.
 
 
@@ -111,6 +120,7 @@ def multiply(estimate: pallas.CostEstimate | None):
 
 
 @needs_tpu_compiler
+@pytest.mark.slow
 @pytest.mark.parametrize("is_estimated", [True, False])
 def test_a_matmul_by_a_kernel_is_counted_or_said_not_to_be(is_estimated):
     operations = 2 * SIZE**3
@@ -128,6 +138,7 @@ def test_a_matmul_by_a_kernel_is_counted_or_said_not_to_be(is_estimated):
 
 
 @needs_tpu_compiler
+@pytest.mark.slow
 def test_the_flops_of_a_ragged_dot_on_a_tpu_are_those_of_its_rows():
     experts = 8
     report = on_shards(
@@ -150,6 +161,7 @@ def exchanged(target: str) -> AuditReport:
     return on_shards(exchange, rows, rows, *4 * (count,), target=target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "target",
     [

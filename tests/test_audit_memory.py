@@ -47,6 +47,7 @@ def test_a_device_needs_what_its_compiler_goes_by(
 
 
 @needs_tpu_compiler
+@pytest.mark.slow
 def test_a_program_that_compiles_for_a_chip_takes_no_more_than_the_chip_has():
     """17.7 GB by libtpu's own sum of arguments and temporaries."""
     rows, width, steps = 44_032, 8192, 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -16,8 +17,10 @@ from jax.sharding import PartitionSpec as P
 
 from meshpar import FSDP_TENSOR, make_mesh, make_train_step
 from meshpar.audit.report import audit
+from meshpar.audit.targets import TargetError
 from meshpar.models.layers import mlp
 from meshpar.models.presets import build
+from tests.marks import slow
 from tests.test_audit_counts import array, mesh_of
 
 SIZES = {"data": 2, "tensor": 4}
@@ -257,6 +260,18 @@ def test_a_gather_of_split_logits_in_a_partly_manual_region_is_a_hazard(mesh):
     assert report.rows
 
 
+@pytest.fixture(params=["traced", slow("compiled")])
+def hazardous(request, monkeypatch):
+    """XLA may abort on the program: traced alone, the child that compiles it dies."""
+
+    def dies(*_, **options):
+        raise TargetError("not compiled", key="audit.compiler_failed")
+
+    if request.param == "traced":
+        monkeypatch.setattr(sys.modules[audit.__module__], "compile_for", dies)
+
+
+@pytest.mark.usefixtures("hazardous")
 def test_it_is_one_too_where_the_weight_is_split_by_its_argument(mesh):
     def loss(x, targets, table):
         def local(x, targets, table):
@@ -284,6 +299,7 @@ def test_it_is_one_too_where_the_weight_is_split_by_its_argument(mesh):
     assert hazard.source == line_with(loss, "take_along_axis")
 
 
+@pytest.mark.usefixtures("hazardous")
 @pytest.mark.parametrize("from_slices", [True, False])
 def test_it_is_one_too_inside_a_loop(from_slices, mesh):
     def local(logits, targets):
@@ -310,6 +326,7 @@ def test_it_is_one_too_inside_a_loop(from_slices, mesh):
     assert report.hazards[0].source == line_with(local, "take_along_axis")
 
 
+@pytest.mark.usefixtures("hazardous")
 @pytest.mark.parametrize(
     "change",
     [
@@ -355,6 +372,7 @@ REDUCTIONS = {
 }
 
 
+@pytest.mark.usefixtures("hazardous")
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_a_bfloat16_reduction_in_a_partly_manual_region_is_a_hazard(name, mesh):
     reduce = REDUCTIONS[name]

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import sys
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax import lax
+from jax import export, lax
+from jax.experimental import pallas
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshpar import batch_shapes, make_train_step
-from meshpar.audit import targets
+from meshpar.audit import child, targets
 from meshpar.audit.child import program_text
+from meshpar.audit.memory import MemoryUse
 from meshpar.audit.report import AuditReport, audit
 from meshpar.audit.targets import Target, TargetError
+from meshpar.hardware.compiler_options import compiler_options_for
 from meshpar.models.presets import build
 from tests.test_step_collectives import counts, place
 
@@ -176,27 +181,60 @@ def test_a_compiler_that_fails_gives_one_clear_error(
     assert "\n" not in str(error.value)
 
 
-def test_what_the_compiler_answers_is_what_is_reported(monkeypatch):
-    text = (Path(__file__).parent / "data" / "programs" / "gpu_kinds.txt").read_text()
-    sizes = dict(argument=5, output=7, temp=11, alias=2, peak=30)
-    memory = {f"{name}_bytes": size for name, size in sizes.items()}
+MEMORY = MemoryUse(
+    argument_bytes=5, output_bytes=7, temp_bytes=11, alias_bytes=2, peak_bytes=30
+)
 
-    def answer(folder: Path, **limits: float) -> str:
-        found = {"problem": "", "memory": memory}
-        (folder / "answer.json").write_text(json.dumps(found))
+
+def answered(monkeypatch, **answer) -> AuditReport:
+    """The report of what a compiler is made to answer."""
+    text = (Path(__file__).parent / "data" / "programs" / "gpu_kinds.txt").read_text()
+
+    def run(folder: Path, **limits: float) -> str:
+        (folder / "answer.json").write_text(json.dumps(answer))
         (folder / "program.txt").write_text(text)
         return ""
 
     monkeypatch.setattr(targets, "_is_installed", lambda module: True)
     monkeypatch.setattr(targets, "_export", lambda target, subject, path: ())
-    monkeypatch.setattr(targets, "_run", answer)
-    report = sum_of(8, "gpu:h100:1x8")
+    monkeypatch.setattr(targets, "_run", run)
+    return sum_of(8, "gpu:h100:1x8")
+
+
+def test_what_the_compiler_answers_is_what_is_reported(monkeypatch):
+    report = answered(monkeypatch, problem="", memory=asdict(MEMORY))
     assert len(report.rows) == 5
     assert report.memory.peak_bytes == 30  # No sum of the others.
     assert (report.fits, report.capacity_bytes) == (True, 84_942_979_072)
 
 
-# The real compilers.
+def test_what_the_compiler_finds_too_large_does_not_fit(monkeypatch):
+    refused = answered(monkeypatch, problem="does not fit: 9 of 3", memory=None)
+    assert (refused.fits, refused.problem) == (False, "does not fit: 9 of 3")
+    large = {**asdict(MEMORY), "peak_bytes": 84_942_979_073}
+    report = answered(monkeypatch, problem="", memory=large)
+    assert report.fits is False and report.to_json()["fits"] is False
+
+
+def test_memory_that_a_compiler_lacks_is_its_answer(monkeypatch, tmp_path):
+    exported = export.export(jax.jit(jnp.sin))(jax.ShapeDtypeStruct((8,), jnp.float32))
+    (tmp_path / "program.bin").write_bytes(exported.serialize())
+    request = {"target": "cpu:virtual:8", "mesh_shape": {"data": 8}, "donated": []}
+    request |= {"is_layout": True, "axis_types": [], "compiler_options": {}}
+    (tmp_path / "request.json").write_text(json.dumps(request))
+
+    def compiled(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 32 GiB\nof 16")
+
+    monkeypatch.setattr(child, "_compile", compiled)
+    child.main(tmp_path)
+    problem = "does not fit: RESOURCE_EXHAUSTED: 32 GiB of 16"
+    answer = json.loads((tmp_path / "answer.json").read_text())
+    assert answer == {"problem": problem, "memory": None}
+
+
+# The real compilers. `make test` compiles one program for a GPU and one for a TPU, with
+# what a small program can have; steps of ours are left to `make test-full`.
 
 TINY = [
     *("gpu:h100:1x8", "gpu:a100:1x8", "gpu:h200:1x8", "gpu:b200:2x4"),
@@ -207,27 +245,100 @@ TINY = [
 def _tiny(text: str) -> pytest.param:
     is_gpu = text.startswith("gpu")
     marks = [needs_gpu_compiler if is_gpu else needs_tpu_compiler]
-    if text not in ("gpu:h100:1x8", "tpu:v4:2x2x2"):
+    if text not in ("gpu:h100:1x8", "tpu:v5e:2x4"):
         marks.append(pytest.mark.slow)
     return pytest.param(text, marks=marks)
 
 
+ROWS, COLUMNS, TIMES = 64, 256, 5
+
+
+def one_of_each(x, platform: str):
+    """A device's: a sum in a loop, a ragged exchange, and on TPUs two kernels."""
+
+    def body(x, _):
+        return x - lax.psum(x * x, "data") / 8, None
+
+    x, _ = lax.scan(body, x, length=TIMES)
+    part = ROWS // 8
+    sizes = jnp.full(8, part, jnp.int32)
+    starts = part * jnp.arange(8, dtype=jnp.int32)
+    there = jnp.full(8, part * lax.axis_index("data"), jnp.int32)
+    places = starts, sizes, there, sizes
+    x = lax.ragged_all_to_all(x, jnp.zeros_like(x), *places, axis_name="data")
+    if platform == "tpu":
+        x = doubled(x, flops=ROWS * COLUMNS, name="estimated")
+        x = doubled(x, flops=None, name="plain")
+    return x
+
+
+def doubled(x, *, flops: int | None, name: str):
+    def kernel(x, result):
+        result[...] = 2 * x[...]
+
+    estimate = flops and pallas.CostEstimate(
+        flops=flops, bytes_accessed=2 * x.nbytes, transcendentals=0
+    )
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pallas.pallas_call(kernel, shape, cost_estimate=estimate, name=name)(x)
+
+
 @pytest.mark.parametrize("target", [_tiny(text) for text in TINY])
 def test_every_target_compiles_and_counts_the_same_bytes(target):
-    report = sum_of(8, target)
-    [row] = report.rows
-    size = 64 * 256 * 4
-    found = row.collective
-    assert (found.kind, found.mesh_axes) == ("all-reduce", ("data",))
-    assert (found.payload_bytes, found.wire_bytes) == (size, 2 * size * 7 // 8)
-    assert found.source.startswith(__file__)
-    assert row.reason == "written in the program as psum"
-    assert report.memory.argument_bytes == report.memory.output_bytes == size
-    assert report.fits
+    platform = Target.parse(target).platform
+    mesh = absent_mesh(8)
+    mapped = jax.shard_map(
+        lambda x: one_of_each(x, platform),
+        mesh=mesh,
+        in_specs=P("data"),
+        out_specs=P("data"),
+        check_vma=False,
+    )
+    # The compiler knows each option that a step may be compiled with.
+    options = compiler_options_for(platform, prefetching=True, sequence_parallel=True)
+    report = audit(
+        jax.jit(mapped, donate_argnums=0),
+        jax.ShapeDtypeStruct((8 * ROWS, COLUMNS), jnp.float32),
+        mesh=mesh,
+        target=target,
+        compiler_options=options,
+    )
+    size = ROWS * COLUMNS * 4
+    rows = {row.collective.kind: row for row in report.rows}
+    assert len(rows) == len(report.rows)
+    moved = {
+        "all-reduce": (2 * size * 7 // 8, TIMES, "psum"),
+        "ragged-all-to-all": (size * 7 // 8, 1, "ragged_all_to_all"),
+    }
+    assert rows.keys() == moved.keys()
+    for kind, (wire_bytes, executions, written) in moved.items():
+        found = rows[kind].collective
+        assert found.mesh_axes == ("data",)
+        assert (found.payload_bytes, found.wire_bytes) == (size, wire_bytes)
+        assert (found.executions, found.in_loop) == (executions, executions > 1)
+        assert found.source.startswith(__file__)
+        assert rows[kind].reason == f"written in the program as {written}"
+        assert not rows[kind].surprise
+    memory = report.memory
+    assert memory.argument_bytes == memory.output_bytes == memory.alias_bytes == size
+    assert size + memory.temp_bytes <= memory.peak_bytes < report.capacity_bytes
+    assert report.fits and not report.hazards
     assert report.target == target
+    on_tpu = platform == "tpu"
+    assert report.flops == (ROWS * COLUMNS if on_tpu else 0)
+    assert [call.name for call in report.uncounted] == ["plain"] * on_tpu
+    assert all(call.source == line_of_kernels() for call in report.uncounted)
+
+
+def line_of_kernels() -> str:
+    """Where `doubled` calls its kernel."""
+    lines, first = inspect.getsourcelines(doubled)
+    [at] = [at for at, line in enumerate(lines) if "pallas_call" in line]
+    return f"{__file__}:{first + at}"
 
 
 @needs_tpu_compiler
+@pytest.mark.slow
 def test_a_program_that_does_not_fit_says_so():
     report = sum_of(4, "tpu:v5e:2x2", rows=32 * 2**20)  # 32 GiB each, of 16.
     assert report.fits is False
@@ -235,6 +346,7 @@ def test_a_program_that_does_not_fit_says_so():
 
 
 @needs_gpu_compiler
+@pytest.mark.slow
 def test_a_gpu_program_larger_than_its_memory_does_not_fit():
     report = sum_of(1, "gpu:h100:1x1", rows=128 * 2**20)  # 128 GiB, of 79.
     assert report.fits is False
@@ -242,6 +354,7 @@ def test_a_gpu_program_larger_than_its_memory_does_not_fit():
 
 
 @needs_tpu_compiler
+@pytest.mark.slow
 def test_a_torus_that_is_none_is_the_compilers_own_error(refuses):
     values = ("audit.compiler_failed", "tpu:v5p:3x3x3", "divisible")
     with refuses(*values, kind=TargetError, words=False):
@@ -249,6 +362,7 @@ def test_a_torus_that_is_none_is_the_compilers_own_error(refuses):
 
 
 @needs_gpu_compiler
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_a_donated_argument_and_shardings_reach_the_compiler(kind):
     mesh = Mesh(jax.devices()[:8], ("data",), axis_types=(kind,))
@@ -293,6 +407,7 @@ SEQUENCE = f"{WHOLE},sequence_parallel=true"
 
 
 @needs_gpu_compiler
+@pytest.mark.slow
 def test_sequence_parallel_gathers_and_scatters_what_is_split_and_no_more():
     report = step_on("gpu:h100:1x8", SEQUENCE)
     assert_clean(report)
@@ -321,6 +436,7 @@ def moved_over_tensor(rows, where: str) -> dict[str, int]:
 
 
 @needs_tpu_compiler
+@pytest.mark.slow
 @pytest.mark.parametrize("line", [WHOLE, SEQUENCE])
 def test_a_step_on_tpus_has_no_surprise_and_a_reason_for_every_row(line):
     report = step_on("tpu:v5p:2x2x2", line)

@@ -1,5 +1,7 @@
 """Calibration: fits find known constants; the file is what --hardware reads."""
 
+import contextlib
+import io
 import json
 import math
 from dataclasses import asdict
@@ -24,10 +26,22 @@ SMALL = KernelSizes(
 )
 
 
-@pytest.fixture
-def small(monkeypatch):
-    monkeypatch.setattr(measure.kernels, "CPU_SIZES", SMALL)
-    monkeypatch.setattr(measure.exchanges, "CPU_BYTES", (2**12, 2**14))
+@pytest.fixture(scope="module")
+def small():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure.kernels, "CPU_SIZES", SMALL)
+        patch.setattr(measure.exchanges, "CPU_BYTES", (2**12, 2**14))
+        yield
+
+
+@pytest.fixture(scope="module")
+def file_and_report(small, tmp_path_factory):
+    """What `meshpar calibrate` writes and prints of all devices."""
+    path, printed = tmp_path_factory.mktemp("file") / "mine.toml", io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        argv = ["calibrate", "--output", str(path), "--rounds", "1", "--json"]
+        assert main(argv) == 0
+    return path, json.loads(printed.getvalue())
 
 
 def test_matmuls_of_known_rate_give_that_rate():
@@ -71,10 +85,8 @@ def test_an_exchange_runs_over_every_group(kind):
     assert bool(jax.numpy.all(jax.numpy.isfinite(values)))
 
 
-def test_the_file_is_a_device_that_estimates_use(small, tmp_path, capsys):
-    path = tmp_path / "mine.toml"
-    assert main(["calibrate", "--output", str(path), "--rounds", "1", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+def test_the_file_is_a_device_that_estimates_use(file_and_report, capsys):
+    path, report = file_and_report
     device = load_device(path)
     assert device.name == "mine" and device.domain_devices == 8
     assert device.efficiency.hop_s > 0 and device.efficiency.launch_s > 0
@@ -108,8 +120,8 @@ def test_beside_a_data_sheet_what_was_not_measured_stays(small):
         assert asdict(device.efficiency)[name] == asdict(like.efficiency)[name]
 
 
-def test_a_faster_device_is_predicted_faster(small):
-    device = calibrate(jax.devices(), name="mine", rounds=1).device
+def test_a_faster_device_is_predicted_faster(file_and_report):
+    device = load_device(file_and_report[0])
     found = measure.replace(
         device, peak_flops={key: 2 * peak for key, peak in device.peak_flops.items()}
     )

@@ -17,6 +17,7 @@ from meshpar.audit.memory import Buffer, MemoryUse
 from meshpar.audit.reasons import Explained
 from meshpar.audit.report import AuditReport
 from meshpar.audit.targets import TargetError
+from meshpar.cli import audit as command
 from meshpar.cli.main import main
 from meshpar.cli.parsing import longest_seq
 from meshpar.cli.report.audit_page import audit_page
@@ -83,7 +84,8 @@ SURPRISING = replace(CLEAN, rows=(replace(CLEAN.rows[0], surprise=True),))
 
 @pytest.fixture
 def audit_gives(monkeypatch):
-    """Puts a report, or an error, in place of compiling."""
+    """Puts a report, or an error, in place of making a step and compiling it."""
+    monkeypatch.setattr(command, "_step_of", lambda args, layout: (None, {}))
 
     def put(report: AuditReport | Exception) -> None:
         def audit(*args: object, **options: object) -> AuditReport:
@@ -258,6 +260,7 @@ def test_a_step_compiled_here_is_clean(capsys):
 
 
 @needs_tpu_compiler
+@pytest.mark.slow
 def test_a_step_too_large_for_its_target_ends_with_1(capsys):
     sizes = "layers=1,hidden=2048,heads=16,ffn=2048,vocab=1000000"
     argv = ["audit", "--model", sizes, "--seq", "16", "--layout", "data=-1"]
@@ -283,7 +286,22 @@ def test_a_model_is_compiled_for_sequences_that_it_takes(preset, model, seq):
     assert longest_seq(preset, model, most=1024) == seq
 
 
-def test_the_size_seq_of_a_model_is_what_is_compiled(capsys):
+def test_the_size_seq_of_a_model_is_what_is_compiled(monkeypatch, capsys):
+    audited = []
+
+    def audit(step, batch, **options):
+        audited.append(batch["tokens"].shape)
+        return CLEAN
+
+    monkeypatch.setattr(sys.modules[AUDIT], "audit", audit)
+    sizes = "layers=1,hidden=32,heads=2,vocab=64,seq=16"
+    assert main(["audit", "--model", sizes, "--layout", "data=1"]) == 0
+    assert "compiled for" in capsys.readouterr().out
+    assert [seq for _, seq in audited] == [16]
+
+
+@pytest.mark.slow
+def test_a_model_whose_size_seq_is_given_is_compiled(capsys):
     sizes = "layers=1,hidden=32,heads=2,vocab=64,seq=16"
     assert main(["audit", "--model", sizes, "--layout", "data=1"]) == 0
     assert "compiled for" in capsys.readouterr().out

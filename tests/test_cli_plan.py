@@ -1,11 +1,16 @@
 """`meshpar plan`: what it prints, what it writes, what it refuses, how it ends."""
 
 import argparse
+import contextlib
+import functools
+import io
 import json
 import re
 import shlex
+import tempfile
 import time
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +23,7 @@ from meshpar.layout import Layout
 from meshpar.models.presets import PRESETS
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.workload.shapes import PUBLISHED, SHAPES
+from tests.marks import slow
 
 GOOD = [
     *("plan", "--model", "llama3-8b", "--hardware", "h100-80gb"),
@@ -32,8 +38,19 @@ def report_of(capsys, *words, status=0):
     return json.loads(captured.out)
 
 
-def test_the_keys_that_scripts_rely_on(capsys):
-    report = report_of(capsys, *GOOD)
+@functools.cache
+def report_and_page():
+    """What `--json` prints and `--html` writes of one plan."""
+    with tempfile.TemporaryDirectory() as folder:
+        page, printed = Path(folder) / "plan.html", io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            assert main([*GOOD, "--html", str(page), "--json"]) == 0
+        assert printed.getvalue().count("\n") == 1
+        return json.loads(printed.getvalue()), page.read_text()
+
+
+def test_the_keys_that_scripts_rely_on():
+    report, _ = report_and_page()
     counts = {"rejected_count", "considered_count", "seconds"}
     assert {"plans", "rejected", *counts} <= set(report)
     assert report["considered_count"] > report["rejected_count"] > 100
@@ -84,15 +101,17 @@ def test_the_line_to_paste_says_which_model(capsys, model, words):
 
 def test_a_model_with_experts_has_a_line_to_paste(capsys):
     words = ["--model", "mixtral-8x7b", "--devices", "64", "--seq", "4096"]
-    assert main(["plan", *words, "--global-batch", "1024"]) == 0
+    kept = ["--keep", "stage=1,context=1,microbatches=1,remat=full"]
+    assert main(["plan", *words, "--global-batch", "1024", *kept]) == 0
     printed = capsys.readouterr().out
     (line,) = (row for row in printed.splitlines() if row.startswith("run it: "))
     assert "meshpar train --layout" in line and "--preset mixtral-8x7b" in line
 
 
 def test_a_published_runs_shape_has_no_line_to_paste(capsys):
-    words = ["--model", "megatron-1.7b", "--devices", "32", "--seq", "2048"]
-    assert main(["plan", *words, "--global-batch", "512"]) == 0
+    words = ["--model", "megatron-1.7b", "--devices", "8", "--seq", "2048"]
+    kept = ["--keep", "stage=1,context=1"]
+    assert main(["plan", *words, "--global-batch", "64", *kept]) == 0
     assert "run it: not yet; a published run's shape" in capsys.readouterr().out
 
 
@@ -113,6 +132,7 @@ def test_what_is_kept_forbidden_and_limited_is_obeyed(capsys):
 
 def test_what_fits_nowhere_ends_with_1_and_the_nearest_change(capsys):
     words = ["plan", "--model", "llama3-70b", "--devices", "8", "--global-batch", "16"]
+    words += ["--forbid", "context", "--keep", "microbatches=16"]
     report = report_of(capsys, *words, status=1)
     assert report["plans"] == [] and "nothing fits in 78.1 GB" in report["problem"]
     assert any("2x devices" in change["change"] for change in report["changes"])
@@ -121,7 +141,7 @@ def test_what_fits_nowhere_ends_with_1_and_the_nearest_change(capsys):
 
 
 def test_what_no_layout_has_ends_with_1_and_what_to_give_up(capsys):
-    words = ["--devices", "16", "--keep", "tensor=16"]
+    words = ["--devices", "16", "--keep", "tensor=16,stage=1,context=1"]
     report = report_of(capsys, *GOOD, *words, status=1)
     assert "kv_heads=8 does not divide over tensor=16" in report["problem"]
     (change,) = report["changes"]
@@ -185,10 +205,8 @@ class Tags(HTMLParser):
             self.cells[-1] += data
 
 
-def test_the_report_is_one_file_with_tables_and_a_plot(capsys, tmp_path):
-    path = tmp_path / "plan.html"
-    report = report_of(capsys, *GOOD, "--html", str(path))
-    text = path.read_text()
+def test_the_report_is_one_file_with_tables_and_a_plot():
+    report, text = report_and_page()
     tags = Tags()
     tags.feed(text)
     assert tags.open == []
@@ -274,30 +292,35 @@ def test_clusters_are_targets_of_the_audit(hardware, devices, target):
 
 
 def test_a_machine_without_a_compiler_is_refused(refuses_command):
-    words = [*GOOD, "--hardware", "gb200", "--confirm", "1"]
+    words = [*GOOD, "--keep", "stage=1,context=1"]
+    words += ["--hardware", "gb200", "--confirm", "1"]
     refuses_command(words, "hardware.no_target", "--confirm", 8, "gb200-186gb")
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["llama3-405b", "--hardware", "h100", "--devices", "16384", "--seq", "8192"],
-        ["mixtral-8x7b", "--hardware", "h100", "--devices", "64", "--seq", "4096"],
-        pytest.param(
-            # With the batch of its authors (DeepSeek-AI 2024, section 4.2).
-            [
-                *("deepseek-v3", "--hardware", "h800", "--devices", "2048"),
-                *("--seq", "4096", "--global-batch", "15360"),
-            ],
-            marks=pytest.mark.slow,
-        ),
-        ["llama3-70b", "--hardware", "tpu v5p:8x8x8", "--seq", "8192"],
+LARGE = {
+    "llama3-405b": ["--hardware", "h100", "--devices", "16384", "--seq", "8192"],
+    "mixtral-8x7b": ["--hardware", "h100", "--devices", "64", "--seq", "4096"],
+    # With the batch of its authors (DeepSeek-AI 2024, section 4.2).
+    "deepseek-v3": [
+        *("--hardware", "h800", "--devices", "2048"),
+        *("--seq", "4096", "--global-batch", "15360"),
     ],
-    ids=["llama3-405b", "mixtral-8x7b", "deepseek-v3", "llama3-70b"],
+    "llama3-70b": ["--hardware", "tpu v5p:8x8x8", "--seq", "8192"],
+}
+
+
+@pytest.mark.parametrize(
+    "model, kept",
+    [
+        ("llama3-405b", ["--keep", "tensor=8,stage=16"]),
+        ("mixtral-8x7b", ["--keep", "tensor=1,context=1"]),
+        *(slow(model, []) for model in LARGE),
+    ],
 )
-def test_large_machines_have_a_plan_within_memory(capsys, words):
+def test_large_machines_have_a_plan_within_memory(capsys, model, kept):
     started = time.process_time()
-    report = report_of(capsys, "plan", "--global-batch", "2048", "--model", *words)
+    words = ["--model", model, "--global-batch", "2048", *LARGE[model], *kept]
+    report = report_of(capsys, "plan", *words)
     assert time.process_time() - started < 60  # hangs; the speed is in the docs
     best = report["plans"][0]
     assert best["fits"] and 0.2 < best["mfu"] < 0.8

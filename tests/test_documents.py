@@ -1,5 +1,6 @@
 """Every program in README and in the documentation runs as it stands there."""
 
+import importlib
 import json
 import os
 import re
@@ -12,7 +13,7 @@ import meshpar
 import meshpar.schedules
 import meshpar.testing
 from meshpar.cli.main import SUBCOMMANDS
-from tests import warm
+from tests import marks, warm
 from tests.documents import ROOT, RUN, SHOWN, blocks, documents
 
 ALL = {document: [*blocks(document)] for document in documents()}
@@ -88,23 +89,14 @@ def pages_with(marker):
     ]
 
 
-LONG = {"docs/guides/own_tests.md"}
-"""Pages that take half a minute, and of which README shows the same."""
-
-
-@pytest.mark.parametrize(
-    "document",
-    [
-        pytest.param(document, marks=[pytest.mark.slow] if document in LONG else [])
-        for document in sorted({*pages_with("")} - {COMMANDS})
-    ],
-)
+@pytest.mark.parametrize("document", sorted({*pages_with("")} - {COMMANDS}))
 def test_every_block_of_a_page_runs(document, tmp_path):
     read(document, tmp_path, slow=False)
 
 
-def test_the_page_of_commands_has_each_and_its_output_has_the_keys(tmp_path):
-    read(COMMANDS, tmp_path, slow=False)
+@pytest.mark.parametrize("slow", [False, marks.slow(True)])
+def test_the_page_of_commands_has_each_and_its_output_has_the_keys(slow, tmp_path):
+    read(COMMANDS, tmp_path, slow=slow)
     sections = (ROOT / COMMANDS).read_text().split("\n## meshpar ")[1:]
     assert [section.split()[0] for section in sections] == [*SUBCOMMANDS]
     for section in sections:
@@ -125,7 +117,7 @@ def check_keys(section, found):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("document", pages_with("slow"))
+@pytest.mark.parametrize("document", sorted({*pages_with("slow")} - {COMMANDS}))
 def test_every_slow_block_of_a_page_runs(document, tmp_path):
     read(document, tmp_path, slow=True)
 
@@ -142,35 +134,71 @@ def make_docs(site, **variables):
     )
 
 
+@pytest.mark.slow
 def test_the_documentation_builds_without_a_warning(tmp_path):
     done = make_docs(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     page = (tmp_path / "reference" / "meshpar.html").read_text()
     assert "A training step of" in page  # from the docstring
-    pages = [path.read_text() for path in tmp_path.rglob("*.html")]
+    assert_loads_nothing(tmp_path)
+
+
+def test_pages_build_without_the_reference_and_miss_only_its_names(tmp_path):
+    """Most of the time of the build goes into what becomes of docstrings."""
+    done = built(ROOT / "docs", tmp_path, plugins=[])
+    warnings = [line for line in done.stderr.splitlines() if "WARNING" in line]
+    anchors = [re.search(r"/reference/\w+\.md#([\w.]+)'", line) for line in warnings]
+    assert all(anchors), warnings
+    for name in {anchor[1] for anchor in anchors}:
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
+    assert (tmp_path / "site" / "tutorial.html").is_file(), done.stderr
+    assert_loads_nothing(tmp_path / "site")
+
+
+def assert_loads_nothing(site):
+    """Its pages open without a network."""
+    pages = [path.read_text() for path in site.rglob("*.html")]
     loads = re.compile(r'(?:src|href)="(?:https?:)?//[^"]+\.(?:js|css|woff2?)')
     assert not any(map(loads.search, pages)), "something is loaded from elsewhere"
 
 
+BROKEN = ("[gone](gone.md)", "[gone](index.md#gone)", "![gone](gone.png)")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("link", "status"),
-    [
-        ("[there](index.md#there)", 0),
-        ("[gone](gone.md)", 2),
-        ("[gone](index.md#gone)", 2),
-        ("![gone](gone.png)", 2),
-    ],
+    [("[there](index.md#there)", 0), *((link, 2) for link in BROKEN)],
 )
 def test_a_broken_link_stops_the_build(link, status, tmp_path):
+    done = page_made(link, tmp_path)
+    assert done.returncode == status, done.stdout + done.stderr
+
+
+def test_each_broken_link_of_a_page_is_told(tmp_path):
+    done = page_made("\n".join(BROKEN), tmp_path)
+    assert done.returncode == 2
+    for target in ("gone.md", "index.md#gone", "gone.png"):
+        assert f"'{target}'" in done.stderr, done.stderr
+
+
+def page_made(text, tmp_path):
+    """The build of a documentation of one page."""
     pages = tmp_path / "pages"
     pages.mkdir()
-    (pages / "index.md").write_text(f"# Title\n\n## There\n\n{link}\n")
+    (pages / "index.md").write_text(f"# Title\n\n## There\n\n{text}\n")
+    return built(pages, tmp_path, nav=None, hooks=[], extra_css=[])
+
+
+def built(pages, tmp_path, **changed):
+    """The build of a folder of pages, with settings that differ from the docs'."""
     config = tmp_path / "mkdocs.yml"
-    small = {"docs_dir": str(pages), "nav": None, "hooks": [], "extra_css": []}
-    settings = [f"{name}: {json.dumps(value)}" for name, value in small.items()]
+    hooks = [str(ROOT / "docs" / "mkdocs_hooks.py")]
+    changed = {"docs_dir": str(pages), "hooks": hooks, **changed}
+    settings = [f"{name}: {json.dumps(value)}" for name, value in changed.items()]
     config.write_text("\n".join([f"INHERIT: {ROOT / '.mkdocs.yml'}", *settings]))
-    done = make_docs(tmp_path / "site", DOCS=config)
-    assert done.returncode == status, done.stdout + done.stderr
+    return make_docs(tmp_path / "site", DOCS=config)
 
 
 def test_every_block_says_what_it_is():

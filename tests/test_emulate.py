@@ -9,14 +9,17 @@ import pytest
 
 import meshpar
 from meshpar.emulate import AlreadyStartedError
+from meshpar.models.presets import PRESETS
+from tests import warm
+from tests.marks import slow
 from tests.refusals import check_words
 
 BREADTH_FIRST = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_CONCURRENCY_OPTIMIZED"
 PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds"
 
 
-def run_child(code, **environment):
-    """The JSON object that `code` prints, run in a fresh Python."""
+def run_child(code, python=(), **environment):
+    """The JSON object that `code` prints, in a fork of a warm Python or another one."""
     ours = (
         "XLA_FLAGS",
         "PJRT_NPROC",
@@ -27,7 +30,7 @@ def run_child(code, **environment):
     )
     kept = {name: value for name, value in os.environ.items() if name not in ours}
     child = subprocess.run(
-        [sys.executable, "-c", code],
+        [*(python or warm.words()), "-c", code],
         env={**kept, **environment},
         capture_output=True,
         text=True,
@@ -52,7 +55,8 @@ print(json.dumps({
 
 
 def test_eight_devices_appear_and_the_users_flags_are_kept_beside_ours():
-    found = run_child(EMULATE_TWICE, XLA_FLAGS="--xla_cpu_enable_fast_math=false")
+    flags = "--xla_cpu_enable_fast_math=false"
+    found = run_child(EMULATE_TWICE, [sys.executable], XLA_FLAGS=flags)
     assert found == {
         "flags": [
             "--xla_cpu_enable_fast_math=false",
@@ -76,11 +80,12 @@ print(json.dumps([len(jax.devices()), os.environ["XLA_FLAGS"].split()]))
     "mine",
     [
         "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
-        "--xla_cpu_enable_concurrency_optimized_scheduler=false",
+        slow("--xla_cpu_enable_concurrency_optimized_scheduler=false"),
     ],
 )
 def test_the_environment_variable_works_by_import_and_a_users_own_value_stays(mine):
-    found = run_child(BY_ENVIRONMENT, MESHPAR_EMULATE="4", XLA_FLAGS=mine)
+    variables = {"MESHPAR_EMULATE": "4", "XLA_FLAGS": mine}
+    found = run_child(BY_ENVIRONMENT, [sys.executable], **variables)
     assert found == [4, [mine, f"{PATIENCE}=300"]]
 
 
@@ -157,8 +162,8 @@ def test_the_same_number_again_is_fine():
 BUILD_FIRST = """
 import json
 import meshpar
-from meshpar.models.presets import PRESETS, build
-built = [build(name).num_parameters for name in PRESETS]
+from meshpar.models.presets import build
+built = [build(name).num_parameters for name in {presets}]
 
 import jax, jax.numpy as jnp
 from flax import nnx
@@ -188,5 +193,13 @@ print(json.dumps([min(built) > 0, len(meshpar.emulate(4))]))
 """
 
 
-def test_models_are_built_before_any_device_is_there():
-    assert run_child(BUILD_FIRST) == [True, 4]
+ONE_OF_EACH_KIND = {type(config): name for name, config in PRESETS.items()}
+
+
+@pytest.mark.parametrize(
+    "presets",
+    [[*ONE_OF_EACH_KIND.values()], slow([*PRESETS])],
+    ids=["one of each kind", "all"],
+)
+def test_models_are_built_before_any_device_is_there(presets):
+    assert run_child(BUILD_FIRST.format(presets=presets)) == [True, 4]

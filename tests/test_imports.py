@@ -1,6 +1,7 @@
 """Imports point down, and models know logical axes only: read from the sources."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,7 @@ def module_of(path):
     return name if name.split(".")[0] in ("meshpar", "tests") else f"meshpar.{name}"
 
 
+@functools.cache
 def file_of(module):
     """The source of a module of the library; None if it is a name in one."""
     stem = module.replace(".", "/")
@@ -61,6 +63,7 @@ def file_of(module):
     return next((path for path in found if (ROOT / path).exists()), None)
 
 
+@functools.cache
 def layer_of(module):
     """The longest name in HEIGHT that `module` is or lies in; None for others' code."""
     parts = module.split(".")
@@ -82,59 +85,59 @@ def imported_modules(tree, module, *, is_package=False):
                 yield deeper if deeper in HEIGHT else whole
 
 
-def upward(tree, module, **options):
-    """Imports of a higher layer than the module's own."""
+def higher(imported, module):
+    """Those of a module's imports that are of a higher layer than its own."""
     height = HEIGHT[layer_of(module)]
-    found = imported_modules(tree, module, **options)
-    layers = {name: layer_of(name) for name in found}
+    layers = {name: layer_of(name) for name in imported}
     return {name for name, layer in layers.items() if layer and HEIGHT[layer] > height}
 
 
+@functools.cache
 def parse(path):
     return ast.parse((ROOT / path).read_text(), filename=path)
+
+
+@functools.cache
+def imports_of(path):
+    """The modules that a file of the library imports."""
+    is_package = path.endswith("__init__.py")
+    return {*imported_modules(parse(path), module_of(path), is_package=is_package)}
 
 
 # It warns, and changes nothing, where it does not find what it knows.
 PRIVATE_TO_JAX = {"meshpar/collective_channels.py": {"jax._src.interpreters"}}
 
 
-@pytest.mark.parametrize("path", sources("meshpar", "models", "recipes"))
-def test_every_import_points_down_and_none_is_private_to_jax(path):
-    tree, module = parse(path), module_of(path)
-    is_package = path.endswith("__init__.py")
-    assert upward(tree, module, is_package=is_package) == set()
+def test_every_import_points_down_and_none_is_private_to_jax():
+    paths = sources("meshpar", "models", "recipes")
+    above = {path: higher(imports_of(path), module_of(path)) for path in paths}
+    assert {path: names for path, names in above.items() if names} == {}
     private = {
-        name
-        for name in imported_modules(tree, module, is_package=is_package)
-        if name.startswith("jax._src")
+        path: {name for name in imports_of(path) if name.startswith("jax._src")}
+        for path in paths
     }
-    assert private == PRIVATE_TO_JAX.get(path, set())
+    assert {path: names for path, names in private.items() if names} == PRIVATE_TO_JAX
 
 
-@pytest.mark.parametrize(
-    "path", sources("meshpar/planner", "meshpar/schedules", "meshpar/hardware")
-)
-def test_arithmetic_imports_no_jax(path):
+def test_arithmetic_imports_no_jax():
     """Neither itself nor through the modules of the library that it imports."""
-    seen, reached = set(), [path]
-    while reached:
-        path = reached.pop()
-        is_package = path.endswith("__init__.py")
-        names = set(
-            imported_modules(parse(path), module_of(path), is_package=is_package)
-        )
-        assert not {name for name in names if name.split(".")[0] in NEEDS_JAX}, path
-        more = {file_of(name) for name in names if name.startswith("meshpar.")} - seen
-        seen |= more
-        reached += [path for path in more if path]
+    for first in sources("meshpar/planner", "meshpar/schedules", "meshpar/hardware"):
+        seen, reached = {first}, [first]
+        while reached:
+            path = reached.pop()
+            names = imports_of(path)
+            heavy = {name for name in names if name.split(".")[0] in NEEDS_JAX}
+            assert not heavy, (first, path)
+            own = {file_of(name) for name in names if name.startswith("meshpar.")}
+            more = own - seen - {None}
+            seen |= more
+            reached += more
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in sources("meshpar") if path.count("/") == 1]
-)
-def test_every_module_of_the_library_has_a_layer(path):
-    if path != "meshpar/__init__.py":
-        assert layer_of(module_of(path)) != "meshpar"
+def test_every_module_of_the_library_has_a_layer():
+    paths = {path for path in sources("meshpar") if path.count("/") == 1}
+    paths.remove("meshpar/__init__.py")
+    assert not [path for path in paths if layer_of(module_of(path)) == "meshpar"]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +163,7 @@ def test_every_module_of_the_library_has_a_layer(path):
     ],
 )
 def test_the_reader_of_imports_finds_those_that_point_up(module, line, found):
-    assert upward(ast.parse(line), module) == found
+    assert higher(imported_modules(ast.parse(line), module), module) == found
 
 
 def constants(tree):
@@ -180,9 +183,12 @@ def constants(tree):
     }
 
 
-@pytest.mark.parametrize("path", sources("models"))
-def test_a_model_names_no_mesh_axis(path):
-    assert constants(parse(path)) & MESH_AXIS_NAMES == set()
+def test_a_model_names_no_mesh_axis():
+    named = {
+        path: constants(parse(path)) & MESH_AXIS_NAMES for path in sources("models")
+    }
+    assert named
+    assert {path: names for path, names in named.items() if names} == {}
 
 
 def test_the_reader_of_constants_leaves_docstrings_out():

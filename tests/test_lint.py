@@ -1,6 +1,7 @@
 """Lint finds, without a device, every way in which a layout does less than it says."""
 
 import dataclasses
+import functools
 import math
 from dataclasses import replace
 
@@ -21,9 +22,12 @@ from meshpar import (
     lint,
     make_train_step,
 )
-from meshpar.models.presets import build
+from meshpar.models import presets
 from meshpar.rules.presets import PRESETS
 from tests.refusals import check_words, names
+
+# A model that was linted once is not traced again.
+build = functools.cache(presets.build)
 
 CLEAN_LAYOUTS = [
     "data=8",

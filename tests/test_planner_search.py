@@ -1,5 +1,7 @@
 """Search: bounds settle nothing that estimates would not; every no has its why."""
 
+import functools
+
 import optax
 import pytest
 
@@ -26,6 +28,7 @@ from meshpar.planner.search.space import (
 )
 from meshpar.planner.workload.shapes import SHAPES, workload_of
 from meshpar.train.layout_refusals import layout_errors
+from tests.marks import slow
 
 EIGHT = cluster_of("h100-80gb", devices=8)
 MOE = workload_of(
@@ -43,6 +46,12 @@ def request(**changes):
         **changes,
     }
     return Request(**given)
+
+
+@functools.cache
+def default_search():
+    """What is found where nothing is kept or forbidden."""
+    return search(request())
 
 
 def all_runs(asked):
@@ -63,11 +72,13 @@ def all_runs(asked):
     "asked",
     [
         request(constraints=Constraints.of(forbid=["data"])),
-        request(
-            workload=MOE,
-            cluster=cluster_of("h100-80gb", devices=16),
-            seq=1024,
-            constraints=Constraints.of(keep=["data=1"]),
+        slow(
+            request(
+                workload=MOE,
+                cluster=cluster_of("h100-80gb", devices=16),
+                seq=1024,
+                constraints=Constraints.of(keep=["data=1"]),
+            )
         ),
         request(
             workload=MOE,
@@ -103,8 +114,9 @@ def opened(choices, variant):
         yield choices
 
 
-def test_search_finds_what_estimating_everything_finds():
-    asked = request(constraints=Constraints.of(forbid=["data"], keep=["chunks=1"]))
+@pytest.mark.parametrize("forbidden", [("data", "context"), slow(("data",))])
+def test_search_finds_what_estimating_everything_finds(forbidden):
+    asked = request(constraints=Constraints.of(forbid=forbidden, keep=["chunks=1"]))
     found = search(asked, num_plans=5)
     capacity = asked.cluster.device.usable_bytes
     every = [
@@ -153,7 +165,7 @@ def test_no_schedule_holds_fewer_microbatches_than_the_bound(
 
 
 def test_plans_are_layouts_that_the_step_takes_and_the_text_form_holds():
-    found = search(request())
+    found = default_search()
     for plan in (*found.plans, *found.front):
         line = str(plan.run.layout)
         assert Layout.parse(line) == plan.run.layout
@@ -166,12 +178,21 @@ def test_plans_are_layouts_that_the_step_takes_and_the_text_form_holds():
 
 
 @pytest.mark.parametrize(
-    "preset, kept",
-    [("tiny", []), ("tiny-gpt2", ["chunks=1"]), ("test", ["microbatches=2"])],
+    "preset, kept, forbidden",
+    [
+        ("test", ["microbatches=2"], ["data"]),
+        slow("test", ["microbatches=2"], []),
+        slow("tiny", [], []),
+        slow("tiny-gpt2", ["chunks=1"], []),
+    ],
 )
-def test_no_layout_of_the_space_is_refused_by_the_step_or_the_lint(preset, kept):
+def test_no_layout_of_the_space_is_refused_by_the_step_or_the_lint(
+    preset, kept, forbidden
+):
     asked = request(
-        workload=SHAPES[preset], seq=64, constraints=Constraints.of(keep=kept)
+        workload=SHAPES[preset],
+        seq=64,
+        constraints=Constraints.of(keep=kept, forbid=forbidden),
     )
     model, linted = build(preset), set()
     for _, _, _, run in all_runs(asked):
@@ -187,7 +208,7 @@ def test_no_layout_of_the_space_is_refused_by_the_step_or_the_lint(preset, kept)
 
 
 def test_every_rejected_layout_has_a_reason_with_both_numbers():
-    found = search(request())
+    found = default_search()
     reasons = {str(other.layout): other.reason for other in found.rejected}
     too_large = [reason for reason in reasons.values() if "> 78.1 GB" in reason]
     too_slow = [reason for reason in reasons.values() if "a step takes" in reason]
@@ -255,9 +276,10 @@ def test_sizes_that_do_not_divide_the_devices_are_refused(refuses):
 
 
 def test_expert_is_used_for_models_with_experts_alone():
-    found = search(request(workload=MOE, seq=1024))
+    constraints = Constraints.of(keep=["chunks=1,context=1"])
+    found = search(request(workload=MOE, seq=1024, constraints=constraints))
     assert any(plan.run.layout.expert > 1 for plan in found.plans)
-    assert all(plan.run.layout.expert == 1 for plan in search(request()).plans)
+    assert all(plan.run.layout.expert == 1 for plan in default_search().plans)
 
 
 def test_every_mesh_axis_is_one_that_the_step_takes():
@@ -269,7 +291,7 @@ def test_where_nothing_fits_the_nearest_change_does():
     asked = request(
         workload=SHAPES["llama3-70b"],
         cluster=cluster_of("h100-80gb", devices=16),
-        constraints=Constraints.of(keep=["remat=none"], forbid=["fsdp"]),
+        constraints=Constraints.of(keep=["remat=none"], forbid=["fsdp", "context"]),
     )
     assert search(asked).plans == ()
     why, changes = nearest_fit(asked)
@@ -297,14 +319,17 @@ def test_a_faster_network_helps_what_waits_for_it():
     found = {change.change: change for change in sensitivities(waits)}
     assert found["network"].faster > 0.2
     assert found["network"].text.startswith("twice the network: ")
-    alone = search(request()).plans[0]
+    alone = default_search().plans[0]
     alone = {change.change: change for change in sensitivities(alone)}
     assert alone["network"].faster == 0.0
 
 
+@pytest.mark.parametrize("kept", [("tensor=2,microbatches=2,remat=full",), slow(())])
 @pytest.mark.parametrize("name", sorted(EXECUTIONS))
-def test_programs_of_others_are_planned_too(name):
-    found = search(request(execution=EXECUTIONS[name]), num_plans=2)
+def test_programs_of_others_are_planned_too(name, kept):
+    constraints = Constraints.of(keep=kept)
+    asked = request(execution=EXECUTIONS[name], constraints=constraints)
+    found = search(asked, num_plans=2)
     assert len(found.plans) == 2 or name == MESHPAR.name
 
 

@@ -11,11 +11,31 @@ from meshpar.planner.published.measured import published
 from meshpar.planner.published.megatron import megatron_sc21_flops
 from meshpar.planner.workload.shapes import SHAPES, workload_of
 from meshpar.planner.workload.workload import Workload
+from tests.marks import slow
 
 GPT = {"layers": 24, "hidden": 2304, "heads": 24, "vocab": 51_200, "tied": True}
 
 
-@pytest.mark.parametrize("name", sorted(PRESETS))
+# Of each family one is initialised by `make test`, or one of each kind of layer.
+LARGER = {
+    *("tiny-8", "tiny-moe-capacity", "gpt2-medium", "gpt2-large", "gpt2-xl"),
+    *("smollm2-1.7b", "llama2-7b", "llama3-8b", "llama3-70b", "llama3-405b"),
+    *("qwen2-7b", "qwen3-8b", "qwen3-235b-a22b"),
+}
+
+
+def test_a_named_shape_has_the_sizes_of_the_preset():
+    """A size of 0 follows from others."""
+    other_words = {"embed": "hidden", "max_seq": "seq"}
+    for name, config in PRESETS.items():
+        for word, size in vars(config).items():
+            size_here = getattr(SHAPES[name], other_words.get(word, word), None)
+            assert size_here in (None, size) or not size, (name, word)
+
+
+@pytest.mark.parametrize(
+    "name", [slow(name) if name in LARGER else name for name in sorted(PRESETS)]
+)
 def test_a_named_shape_has_the_parameters_of_the_preset(name):
     shapes = jax.eval_shape(build(name).init, jax.numpy.uint32(0))
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))

@@ -8,6 +8,7 @@ import pytest
 
 from meshpar.cli.main import main
 from meshpar.schedules import make_schedule, to_csv
+from tests.marks import slow
 
 SMALL = ["schedule", "--schedule", "1f1b", "--stages", "4", "--microbatches", "6"]
 KEYS = {"schedule", "stages", "microbatches", "chunks", "bubble_fraction", "span_s"}
@@ -141,7 +142,7 @@ def test_an_svg_has_a_box_for_every_action_and_says_what_is_what(tmp_path, capsy
 
 @pytest.mark.parametrize(
     "name, stages, microbatches, chunks",
-    [("1f1b", 8, 64, 1), ("interleaved_1f1b", 4, 8, 2), ("gpipe", 1, 1, 1)],
+    [slow("1f1b", 8, 64, 1), ("interleaved_1f1b", 4, 8, 2), ("gpipe", 1, 1, 1)],
 )
 def test_a_png_grows_with_the_schedule(name, stages, microbatches, chunks, tmp_path):
     path = tmp_path / "timeline.png"

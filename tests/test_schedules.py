@@ -20,6 +20,7 @@ from meshpar.schedules import (
     tick_table,
     zero_bubble_paper_hop,
 )
+from tests.marks import slow
 
 PUBLISHED = json.loads(
     (Path(__file__).parent / "data" / "zero_bubble_bubbles.json").read_text()
@@ -164,20 +165,27 @@ def test_bubbles_are_the_closed_forms_exactly_without_latency(
     assert timeline.bubble_fraction == (length - work) / length
 
 
-@pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row['p']}-{row['m']}")
+published = pytest.mark.parametrize(
+    "row",
+    [*PUBLISHED[:4], *map(slow, PUBLISHED[4:])],
+    ids=lambda row: f"{row['p']}-{row['m']}",
+)
+
+
+@published
 def test_published_bubbles_of_1f1b_come_out_of_the_replay(row):
     bubble = published_replay(row, "1f1b", 1, row["Tcomm"])
     assert round(bubble, 4) == row["bubble"]["1F1B"]
 
 
-@pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row['p']}-{row['m']}")
+@published
 def test_published_interleaved_bubbles_wait_for_one_wrap_a_group(row):
     hop = zero_bubble_paper_hop(row["p"], exact(row["Tcomm"]))
     bubble = published_replay(row, "interleaved_1f1b", row["chunks"], hop)
     assert round(bubble, 4) == row["bubble"]["1F1B-I"]
 
 
-@pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row['p']}-{row['m']}")
+@published
 def test_with_every_hop_paid_interleaved_shows_a_way_up_and_down_all_stages(row):
     ranks, chunks = row["p"], row["chunks"]
     times = published_times(row, chunks)

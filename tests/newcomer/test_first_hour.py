@@ -31,13 +31,13 @@ print(*sys.path, sep="\\n")
 
 def check_first_steps(machine):
     """Imports, README's first program and the commands, from the wheel alone."""
-    origin, absent, *path = machine.python(WHERE).splitlines()
+    program = f"{blocks(README, 'python')[0]}print(metrics['loss'])\n"
+    loss, origin, absent, *path = machine.python(program + WHERE).splitlines()
+    assert 0 < float(loss) < 20
     assert origin == str(machine.site_packages / "meshpar" / "__init__.py")
     assert absent == "None None"
     assert not [entry for entry in path if entry.startswith(str(ROOT / "meshpar"))]
     assert str(ROOT) not in path
-    first = blocks(README, "python")[0]
-    assert 0 < float(machine.python(f"{first}print(metrics['loss'])\n")) < 20
     machine.shell("meshpar lint --preset tiny --layout fsdp=8")  # Status 0: none found.
 
 

@@ -29,6 +29,7 @@ def checked(folder: Path, *command: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_mypy_finds_no_error(scripts, quick):
     """optax has neither annotations that mypy reads nor stubs."""
     (scripts / "mypy.ini").write_text(
