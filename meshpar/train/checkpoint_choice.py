@@ -129,13 +129,12 @@ class Choice:
 
     def _of_any_process(self, error: CheckpointError | None) -> CheckpointError | None:
         """This process's error, or another's: what one cannot read none does."""
-        told = self._processes.gather(None if error is None else str(error))
-        other = next(filter(None, told), None)
-        return error or (
-            None
-            if other is None
-            else CheckpointError(other, key="checkpoint.unreadable")
-        )
+        here = None if error is None else (str(error), error.key)
+        other = next(filter(None, self._processes.gather(here)), None)
+        if error is not None or other is None:
+            return error
+        message, key = other
+        return CheckpointError(message, key=key)
 
     def _tell_damaged(self, step: int) -> None:
         for other, why in self.damaged.items():
