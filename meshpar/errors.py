@@ -61,4 +61,4 @@ def nearest(word: str, known: Iterable[str]) -> str:
     known = sorted(known)
     close = difflib.get_close_matches(word, known, n=2, cutoff=0.5)
     hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
-    return f"{hint}known: {', '.join(known)}"
+    return f"{hint}known: {', '.join(known) or 'none'}"
