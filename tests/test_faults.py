@@ -42,7 +42,7 @@ def watched(watch, losses, first=0):
 def test_skipped_steps_go_on_unless_many_come_in_a_row(refuses):
     watch = StepWatch("skip", patience=3)
     watched(watch, [np.nan, np.nan, 2.0, np.inf, np.nan])
-    with refuses("run.gradients_not_finite", 7, "3th", kind=BadStepError):
+    with refuses("run.gradients_not_finite", 7, 3, kind=BadStepError):
         watched(watch, [np.nan], first=7)
 
 

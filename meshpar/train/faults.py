@@ -107,7 +107,7 @@ class StepWatch:
         if self._in_a_row >= self._patience:
             raise BadStepError(
                 step,
-                f"the {self._in_a_row}th in a row whose gradients are not finite, so "
+                f"the gradients of {self._in_a_row} steps in a row are not finite, so "
                 "that nothing is learned any more; go on from an earlier checkpoint "
                 "with on_bad_step='rollback', or lower the learning rate",
                 key="run.gradients_not_finite",
