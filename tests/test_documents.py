@@ -233,7 +233,7 @@ def test_files_and_tests_that_a_document_names_exist(document):
     text = (ROOT / document).read_text()
     named = re.findall(r"`((?:docs|meshpar|models|recipes|tests)/[\w/.]+)`", text)
     missing = [path for path in named if not (ROOT / path).exists()]
-    for path, test in re.findall(r"`(tests/\w+\.py)::(\w+)`", text):
+    for path, test in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text):
         if f"def {test}(" not in (ROOT / path).read_text():
             missing.append(f"{path}::{test}")
     assert not missing
