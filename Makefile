@@ -6,15 +6,15 @@ DOCS := .mkdocs.yml
 SITE := site
 VENV := .venv
 NEWEST_VENV := .venv-newest
-# A file is of one worker, which makes its fixtures and programs once.
+# All tests of a file run on one worker, which makes their fixtures and programs once.
 PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 PIP := -m pip --disable-pip-version-check install --quiet --editable
 
 export PYTHONPATH := .
-# Bytecode is kept, whatever the shell says: hundreds of processes read it in the tests.
+# Write bytecode, even if the shell says not to: the tests start hundreds of processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-full test-newest words lint docs screenshots clean
+.PHONY: train test test-full test-newest words mutants lint docs screenshots clean
 
 train: $(VENV)/train.installed
 	$(VENV)/bin/python -m recipes.pretrain
@@ -25,14 +25,14 @@ test: lint
 test-full: lint
 	$(VENV)/bin/python $(PYTEST) -m "slow or not slow"
 
-# Writes the sentences of errors anew, into tests/__snapshots__: read its diff.
+# Rewrite the snapshots of error messages in tests/__snapshots__; read the diff.
 words: $(VENV)/test.installed
 	$(VENV)/bin/python $(PYTEST) -m words --snapshot-update
 
 test-newest: $(NEWEST_VENV)/test.installed
 	$(NEWEST_VENV)/bin/python $(PYTEST)
 
-# One fault after another in copies of the library: the tests have to find each.
+# Put one fault after another into copies of the library; the tests must find each.
 mutants: $(VENV)/test.installed
 	$(VENV)/bin/python -m tests.mutants
 
