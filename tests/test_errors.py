@@ -107,6 +107,28 @@ def test_every_key_is_of_a_documented_room(constructions):
     assert wrong == []
 
 
+REASONS = {"Finding": None, "Problem": 2, "Rejected": 2}
+"""Kinds that carry a key -> its position among the arguments; None is `key=`."""
+
+
+def test_every_finding_and_reason_has_a_key_of_a_documented_room():
+    calls = [
+        node
+        for text in TEXTS.values()
+        if any(f"{kind}(" in text for kind in REASONS)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call) and name_of(node.func) in REASONS
+    ]
+    keys = [
+        key_of(call) if at is None else call.args[at]
+        for call in calls
+        for at in [REASONS[name_of(call.func)]]
+    ]
+    assert len(keys) > 30 and None not in keys
+    rooms = {key.partition(".")[0] for one in keys for key in spelled(one)}
+    assert rooms <= DOCUMENTED.keys()
+
+
 def test_every_documented_key_is_of_its_room_and_in_the_sources():
     assert {key.partition(".")[0]: key for key in DOCUMENTED.values()} == DOCUMENTED
     text = "\n".join(TEXTS.values())
