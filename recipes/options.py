@@ -179,7 +179,7 @@ def _parse(words: Sequence[str], command: str) -> CommandLine:
 
 
 def _reason(text: str, end: SystemExit) -> InputError:
-    """The error of what is wrong, of the box that tyro draws around it."""
+    """Return the error that tyro tells, without the box that it draws around it."""
     error = end.__context__
     while error is not None:
         if isinstance(error, InputError):

@@ -158,7 +158,7 @@ def _export(target: Target, subject: Subject, path: Path) -> tuple[int, ...]:
 
 
 def _run(folder: Path, *, timeout_s: float, memory_bytes: int) -> TargetError:
-    """Runs the child; returns the error of its last words, for want of an answer."""
+    """Run the child; return the error to raise if it wrote no answer."""
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",

@@ -112,7 +112,7 @@ def run_joined(
 
 
 def _is_first(args: argparse.Namespace) -> bool:
-    """Whether this is process 0, as options or the scheduler say; any pod is."""
+    """Return whether this is process 0; True in every pod, which does not know."""
     by_hand = (args.coordinator, args.num_processes, args.process_id)
     if any(one is not None for one in by_hand):
         return not args.process_id

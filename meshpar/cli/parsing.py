@@ -36,7 +36,7 @@ _SHOWN = 40
 
 
 class OptionsError(SystemExit):
-    """The end of a command by options that argparse refuses, once the line is printed.
+    """Ends a command whose options argparse refuses, after the line is printed.
 
     Attributes:
         error: What is wrong with them.
@@ -64,7 +64,7 @@ class OneLineParser(argparse.ArgumentParser):
 
         Args:
             message: What is wrong.
-            key: Of the error; as argparse's own error says when absent.
+            key: Key of the error; by default that of the option's own error.
         """
         print(f"{self.prog}: {message}; see {self.prog} --help", file=sys.stderr)
         raise OptionsError(InputError(message, key=key or _key_of(message)))
@@ -83,7 +83,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def _key_of(message: str) -> str:
-    """The key of what argparse refuses: that of an option's own error, if any."""
+    """Return the key of the option's own error, or of what argparse refuses."""
     error = sys.exception()
     if isinstance(error, argparse.ArgumentError) and error.__context__ is not None:
         cause = error.__context__.__cause__
@@ -256,7 +256,7 @@ def one_line(error: Exception) -> str:
 
 
 def print_error(error: Exception, *, as_json: bool) -> None:
-    """Prints what ends a command as the one JSON object on stdout, if asked for.
+    """Print the error of a command as one JSON object on stdout, if asked for.
 
     Args:
         error: What is wrong; its line is on stderr already.
@@ -268,7 +268,7 @@ def print_error(error: Exception, *, as_json: bool) -> None:
 
 
 def asks_json(words: Sequence[str]) -> bool:
-    """Whether `--json` is among the words of a command line that cannot be parsed.
+    """Return whether a command line that cannot be parsed has `--json`.
 
     Example:
         >>> asks_json(["lint", "--js"]), asks_json(["lint", "--", "x"])

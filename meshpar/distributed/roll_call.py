@@ -133,7 +133,7 @@ def _refuse_late(place: Place, job: str, listener: socket.socket) -> None:
 
 
 def late_refusal(place: Place, job: str, greeting: Greeting) -> DistributedError:
-    """The error of a process that comes too late to the job of process 0."""
+    """Return the error of a process that comes too late to the job of process 0."""
     if greeting.job != job:
         return _of_another_job(place, job, greeting)
     return DistributedError(
@@ -224,7 +224,7 @@ def _refuse(lines: Lines, refused: DistributedError) -> None:
 def refusal(
     place: Place, job: str, greeting: Greeting, hosts: dict[int, str]
 ) -> DistributedError | None:
-    """The error of a process that is not of process 0's job; None where it is."""
+    """Return the error if a process does not belong to process 0's job, else None."""
     if greeting.job != job:
         return _of_another_job(place, job, greeting)
     process, number = greeting.process_id, greeting.num_processes

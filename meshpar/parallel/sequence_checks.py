@@ -66,7 +66,7 @@ def check_per_token(model: Model, layout: Layout) -> None:
 def context_errors(
     model: Model, layout: Layout, rules: Rules, seq: int
 ) -> Iterator[InputError]:
-    """The error of a model, or of its sequences of `seq` tokens, under a layout."""
+    """Yield the error if a model, or its sequences of `seq` tokens, do not suit it."""
     if not splits_tokens(model, layout, rules):
         return
     try:

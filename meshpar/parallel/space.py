@@ -72,7 +72,7 @@ def splits_tokens(model: Model, layout: Layout, rules: Rules) -> bool:
 
 
 def space_errors(model: Model, layout: Layout, rules: Rules) -> Iterator[InputError]:
-    """The errors of a layout that cannot split the space of a model's inputs."""
+    """Yield the errors of a layout that cannot split the space of a model's inputs."""
     axes, sizes = space_axes(model, rules), layout.mesh_shape
     at_work = [axis for axis in axes if sizes[axis] > 1]
     if layout.stage > 1:

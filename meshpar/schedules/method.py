@@ -94,7 +94,7 @@ class ScheduleMethod:
     def refusals(
         self, num_ranks: int, num_microbatches: int, chunks: int
     ) -> dict[str, InputError]:
-        """Key of a layout -> why there is none of the value it has."""
+        """Return why there is no schedule of these sizes, by key of a layout."""
         refusals = {}
         if not self.has_chunks(chunks):
             one = "one stage a rank; leave chunks out"

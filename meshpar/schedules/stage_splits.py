@@ -37,7 +37,7 @@ def stage_sizes(
 def split_problem(
     num_layers: int, num_ranks: int, chunks: int = 1, splits: Sequence[int] = ()
 ) -> InputError | None:
-    """Why `stage_sizes` has no answer, and a way out; None where it has one."""
+    """Return the error that `stage_sizes` raises, or None."""
     num_stages = num_ranks * chunks
     if num_stages > num_layers:
         return InputError(

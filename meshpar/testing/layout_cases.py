@@ -215,7 +215,7 @@ def _turns(rng: np.random.Generator, choices: Choices) -> list[tuple[str, ...]]:
 
 
 def refusal(case: Case, choices: Choices) -> InputError | None:
-    """The error with which the library refuses a case; None if it takes it."""
+    """Return the error with which the library refuses a case; None if it takes it."""
     if case.resume_as is not None:
         whole = replace(case, resume_as=None)
         later = replace(whole, layout=case.resume_as)
@@ -251,7 +251,7 @@ def refusal(case: Case, choices: Choices) -> InputError | None:
 def _short_part(
     model: Model, case: Case, choices: Choices, rules: Rules
 ) -> InputError | None:
-    """The error of a step's trace at parts of volumes, which no lint knows."""
+    """Return the error of a step's trace, which alone finds too small parts."""
     sizes: dict[str, Any] = {**case.layout.mesh_shape}
     split = [
         dim

@@ -21,7 +21,7 @@ _OPTION_OF = {
 
 
 def layout_errors(layout: Layout) -> dict[str, InputError]:
-    """Key of a layout -> the error with which `make_train_step` refuses its value."""
+    """Return the errors of `make_train_step` for a layout, by key of the layout."""
     refusals = {}
     for name, mesh_axis in _OPTION_OF.items():
         value = getattr(layout, name)
@@ -60,7 +60,7 @@ def layout_errors(layout: Layout) -> dict[str, InputError]:
 
 
 def zero_refusals(layout: Layout) -> dict[str, InputError]:
-    """Keys of ZeRO -> the error that what they say has no effect."""
+    """Return the errors of keys of ZeRO that have no effect, by key."""
     refusals = {}
     text, sizes = repr(str(layout)), layout.mesh_shape
     idle = [axis for axis in layout.zero_axes if sizes[axis] == 1]
@@ -110,7 +110,7 @@ def _precision_refusals(layout: Layout) -> dict[str, InputError]:
 
 
 def _local_steps_refusals(layout: Layout) -> dict[str, InputError]:
-    """The error that there cannot be local steps over `data`, if any."""
+    """Return the error, by key, if there cannot be local steps over `data`."""
     if layout.sync_every == 1:
         return {}
     asked = f"layout {str(layout)!r}: sync_every={layout.sync_every}"

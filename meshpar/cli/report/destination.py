@@ -29,7 +29,7 @@ def output_file(text: str) -> str:
 
 
 def file_problem(text: str) -> InputError | None:
-    """The error of why no file can be written there; None where one can be."""
+    """Return the error if no file can be written there, else None."""
     path = Path(text)
     if path.is_dir():
         return InputError(
