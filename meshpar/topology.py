@@ -52,14 +52,14 @@ class Topology:
             if getattr(self, name) < 1:
                 raise InputError(
                     f"{name}={getattr(self, name)}: must be at least 1",
-                    key="mesh.count_below_one",
+                    key="value.below_one",
                 )
         for name in ("host_bytes_per_s", "network_bytes_per_s"):
             speed = getattr(self, name)
             if speed is not None and not speed > 0:
                 raise InputError(
                     f"{name}={speed}: must be positive, or None if unknown",
-                    key="mesh.speed_not_positive",
+                    key="value.not_positive",
                 )
 
     @classmethod

@@ -270,7 +270,7 @@ def configure(
     if preset is not None and config_json is not None:
         raise InputError(
             f"preset {preset!r} and {config_json!r} are both given; give one",
-            key="model.preset_and_config_given",
+            key="model.preset_and_model",
         )
     presets = {**PRESETS, **OTHER_PRESETS}
     if preset is not None and preset not in presets:
@@ -365,5 +365,5 @@ def _check_fields(kind: type, sizes: dict[str, object]) -> None:
         if name not in known:
             raise InputError(
                 f"{kind.__name__} has no {name!r}; {nearest(name, known)}",
-                key="model.unknown_field",
+                key="model.unknown_size",
             )

@@ -81,7 +81,7 @@ def shared(layout: Layout, num_devices: int) -> Layout:
             f"layout {str(layout)!r} needs a multiple of {of_model * layout.expert} "
             f"devices whatever data and fsdp are, but there are {num_devices}; give a "
             "--layout for them",
-            key="layout.indivisible_devices",
+            key="layout.wrong_device_count",
         )
     fsdp = math.gcd(layout.fsdp, of_batch)
     return replace(layout, data=of_batch // fsdp, fsdp=fsdp)

@@ -100,7 +100,7 @@ def devices_of(layout: Layout) -> list[jax.Device]:
             f"layout {str(layout)!r} needs {needed} devices, but there are "
             f"{len(devices)} here ({devices[0].device_kind}); run it on a machine with "
             f"{needed}, or give --emulate {needed} for virtual CPU devices",
-            key="mesh.too_few_devices",
+            key="layout.wrong_device_count",
         )
     return devices[:needed]
 

@@ -158,5 +158,5 @@ def test_bad_input_ends_with_2_and_one_line(more, refusal, refuses_command):
 
 
 def test_no_rounds_are_refused(refuses):
-    with refuses("plan.rounds_below_one", "rounds=0", 1):
+    with refuses("value.below_one", "rounds=0", 1):
         calibrate(jax.devices(), name="none", rounds=0)

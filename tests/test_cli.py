@@ -229,7 +229,7 @@ BAD_INPUT = [
     ),
     (
         [*LINT, "--preset", "tiny", "--model", "layrs=2"],
-        ("model.unknown_field", "LlamaConfig", "'layrs'", "'layers'"),
+        ("model.unknown_size", "LlamaConfig", "'layrs'", "'layers'"),
     ),
     (
         [*LINT, "--model", "layers=2,hidden=64,heads=5,vocab=256"],
@@ -238,7 +238,7 @@ BAD_INPUT = [
     ([*LINT, "--model", "absent.json"], ("weights.unreadable_json", "absent.json")),
     (
         [*LINT, "--preset", "tiny", "--model", "absent.json"],
-        ("model.preset_and_config_given", "tiny", "absent.json"),
+        ("model.preset_and_model", "tiny", "absent.json"),
     ),
     (
         [*LINT, "--model-from", "meshpar.models.presets"],
@@ -256,7 +256,7 @@ BAD_INPUT = [
     ([*LINT, "--preset", "tiny", "--rules", "mlp="], ("rules.not_key_value", "'mlp='")),
     (
         [*LINT, "--preset", "tiny", "--rules", "mlp=tensr"],
-        ("rules.unknown", "mlp", "tensr", "tensor"),
+        ("rules.unknown_mesh_axis", "mlp", "tensr", "tensor"),
     ),
     ([*LINT, "--no-such-option"], ("command.unknown_option", "--no-such-option")),
     ([*LINT, "--seq", "many"], ("value.not_whole_number", "--seq", "many", 1)),

@@ -157,7 +157,7 @@ def test_what_no_layout_has_ends_with_1_and_what_to_give_up(capsys):
         (["--model", "llama4"], ("model.unknown_name", "llama4")),
         (["--keep", "tensor=3"], ("plan.no_such_layout", 8, "tensor=3")),
         (["--keep", "tensr=2"], ("layout.unknown_key", "'tensr'", "'tensor'")),
-        (["--forbid", "heads"], ("plan.unknown_axis", "heads")),
+        (["--forbid", "heads"], ("mesh.unknown_axis", "heads")),
         (["--max-memory-gib", "0"], ("value.not_positive", "--max-memory-gib", "'0'")),
         (
             ["--max-memory-gib", "nan"],

@@ -90,7 +90,7 @@ def test_v_prediction_has_the_plain_loss():
         ({"label_dropout": 1.0}, ("model.dropout_out_of_range", "dropout=1.0", 0, 1)),
         (
             {"patches": 4},
-            ("model.unknown_field", "DiTConfig", "'patches'", "'patch'"),
+            ("model.unknown_size", "DiTConfig", "'patches'", "'patch'"),
         ),
     ],
 )

@@ -26,7 +26,7 @@ SEQ, SOURCE, VOCAB = 6, 8, 32
         ({"logits_bytes": -1}, ("value.negative", "logits_bytes=-1", 0)),
         ({"dropout": 1.5}, ("model.dropout_out_of_range", "dropout=1.5", 0, 1)),
         ({"gated": 1}, ("value.not_boolean", "gated=1")),
-        ({"layers": 2}, ("model.unknown_field", "EncoderDecoderConfig", "'layers'")),
+        ({"layers": 2}, ("model.unknown_size", "EncoderDecoderConfig", "'layers'")),
     ],
 )
 def test_a_shape_that_makes_no_sense_is_refused(changes, refusal, refuses):

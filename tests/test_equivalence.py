@@ -209,7 +209,7 @@ def test_one_gradient_that_is_a_little_wrong_is_found(gradients_times, line, fac
             {"layouts": ["tensor=4"]},
             ("layout.indivisible", "'tensor=4'", "'kv_heads'", 2, 4),
         ),
-        ({"layouts": ["data=16"]}, ("mesh.too_few_devices", 16, 8)),
+        ({"layouts": ["data=16"]}, ("layout.wrong_device_count", 16, 8)),
         (
             {"layouts": ["--layout data=2"]},
             ("testing.incomplete_case", "'--layout data=2'", "'--global-batch'"),

@@ -306,7 +306,7 @@ def test_padding_takes_no_place_of_an_expert():
 @pytest.mark.parametrize(
     "changes, refusal",
     [
-        ({"top_k": 9}, ("model.top_k_too_high", "top_k=9", "experts=8", 8)),
+        ({"top_k": 9}, ("model.wrong_top_k", "top_k=9", "experts=8", 8)),
         ({"groups": 3}, ("model.invalid_expert_groups", "experts=8", "groups=3")),
         (
             {"groups": 4, "top_groups": 5},
@@ -314,7 +314,7 @@ def test_padding_takes_no_place_of_an_expert():
         ),
         (
             {"groups": 4, "top_k": 4},
-            ("model.top_k_too_high", "top_k=4", "experts=8", 2),
+            ("model.wrong_top_k", "top_k=4", "experts=8", 2),
         ),
         (
             {"score": "relu"},

@@ -263,7 +263,7 @@ def test_a_layout_that_stops_is_a_failure_with_its_error(monkeypatch, capsys):
             ("layout.indivisible", "'kv_heads'", 2, "'tensor'", 4),
         ),
         ("--layout stage=8", ("layout.too_many_stages", "stage=8", 8, 4)),
-        ("--layout data=16", ("mesh.too_few_devices", "'data=16'", 16, 8)),
+        ("--layout data=16", ("layout.wrong_device_count", "'data=16'", 16, 8)),
         (
             "--layout data=2 --global-batch 3",
             ("layout.indivisible", "'batch'", 3, "'data'", 2),

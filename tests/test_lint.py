@@ -55,13 +55,13 @@ FINDINGS = {
         lambda: findings_of("data=2", without(FSDP_TENSOR, "mlp")),
         "unknown",
         "blocks.mlp.down",
-        ("rules.unknown", "'mlp'", ("layers", "mlp", "embed"), "batch"),
+        ("rules.missing_rule", "'mlp'", ("layers", "mlp", "embed"), "batch"),
     ),
     "an activation without a rule": (
         lambda: findings_of("data=2", without(FSDP_TENSOR, "residual_seq")),
         "unknown",
         "activation ('batch', 'residual_seq', 'embed')",
-        ("rules.unknown", "'residual_seq'", ("batch", "residual_seq", "embed")),
+        ("rules.missing_rule", "'residual_seq'", ("batch", "residual_seq", "embed")),
     ),
     "two rules for one logical axis": (
         lambda: findings_of("data=2", [*FSDP_TENSOR.table.items(), ("mlp", None)]),
@@ -146,7 +146,7 @@ FINDINGS = {
         lambda: findings_of("data=2", DATA_PARALLEL.with_rules(batch="data")),
         "unknown",
         "batch",
-        ("rules.unknown", "'batch'", ("data",), ("data", "fsdp", "expert")),
+        ("rules.wrong_batch_axes", "'batch'", ("data",), ("data", "fsdp", "expert")),
     ),
     "two dims of a parameter on one mesh axis": (
         lambda: findings_of("tensor=2", TENSOR.with_rules(embed="tensor")),
@@ -314,20 +314,23 @@ def test_rules_that_the_training_step_refuses_are_findings_in_its_words(rules):
 
 
 @pytest.mark.parametrize(
-    ("line", "values"),
+    ("line", "refusal"),
     [
-        ("data=2,fsdp=4,zero_axes=data/fsdp", ("fsdp", "zero_axes=data/fsdp")),
+        (
+            "data=2,fsdp=4,zero_axes=data/fsdp",
+            ("layout.zero_axes_without_effect", "fsdp", "zero_axes=data/fsdp"),
+        ),
         (
             "data=8,microbatches=2,fsdp_gather=microbatch",
-            ("fsdp_gather=microbatch", "'fsdp'"),
+            ("layout.fsdp_gather_without_effect", "fsdp_gather=microbatch", "'fsdp'"),
         ),
     ],
 )
 def test_keys_of_zero_that_the_rules_leave_idle_are_refused_and_found(
-    line, values, refuses
+    line, refusal, refuses
 ):
     (found,) = (f for f in findings_of(line, FSDP) if f.kind == "dead")
-    with refuses("rules.dead", *values, kind=RuleError) as caught:
+    with refuses(*refusal, kind=RuleError) as caught:
         make_train_step(build("tiny"), optax.sgd(1.0), line, rules=FSDP)
     assert (found.key, found.message) == (caught.value.key, str(caught.value))
 

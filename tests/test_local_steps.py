@@ -15,6 +15,7 @@ from meshpar.audit.report import audit
 from meshpar.model.contract import BlockGroup
 from meshpar.models.moe import MoEConfig, moe
 from meshpar.models.presets import build
+from meshpar.rules.presets import DATA_PARALLEL
 from meshpar.testing.batches import random_batch
 from meshpar.testing.quick_compile import quick_compile_options
 from meshpar.train.checkpoint import CheckpointError, Checkpoints
@@ -306,13 +307,19 @@ def test_what_no_replicas_can_have_is_refused_and_lint_says_so(line, refusal, re
         assert refusal[0] in [finding.key for finding in lint(MODEL, line).findings]
 
 
+def test_rules_that_split_the_parameters_of_a_replica_are_refused(refuses):
+    rules = replace(DATA_PARALLEL, parameters={"embed": "data"})
+    with refuses("rules.split_replicas", "'embed'", "'data'", "sync_every=2"):
+        step_of("data=2,sync_every=2", rules=rules)
+
+
 def test_an_outer_optimizer_without_local_steps_is_refused(refuses):
     with refuses("optimizer.outer_without_local_steps", "sync_every=1", 2):
         step_of("data=2", outer_optimizer=nesterov())
     step = step_of("data=2,sync_every=1", optimizer=optax.sgd(0.1), max_grad_norm=None)
     with refuses("step.no_replicas_to_average", "sync_every=1"):
         step.sync(step.state_shapes)
-    with refuses("step.no_sync_program", "sync_every=1"):
+    with refuses("step.no_replicas_to_average", "sync_every=1"):
         audit(step.sync_program, batch_of(0))
 
 

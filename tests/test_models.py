@@ -263,7 +263,7 @@ FIXED = "model.value_fixed_by_family"
         (
             "test",
             {"head": 4},
-            ("model.unknown_field", "'head'", "'heads'", "'kv_heads'"),
+            ("model.unknown_size", "'head'", "'heads'", "'kv_heads'"),
         ),
         (
             "test",

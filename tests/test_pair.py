@@ -93,12 +93,12 @@ def test_a_devices_memory_goes_with_its_share_of_the_pairs():
 @pytest.mark.parametrize(
     "size, channels, split, refusal",
     [
-        (8, 6, {"pair_columns": "tensor"}, ("layout.indivisible_channels", 6, 4)),
+        (8, 6, {"pair_columns": "tensor"}, ("layout.indivisible", 6, 4)),
         (
             4,
             8,
             {"pair_rows": "context", "pair_columns": "tensor"},
-            ("layout.indivisible_pairs", 4, 8, "context x tensor"),
+            ("layout.indivisible", 4, 8, "context x tensor"),
         ),
     ],
 )

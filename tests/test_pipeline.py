@@ -324,9 +324,9 @@ def test_blocks_that_change_the_shape_are_refused(refuses):
 @pytest.mark.parametrize(
     ("parameters", "refusal"),
     [
-        ({}, ("rules.unknown", "'layers'", None, "stage=2")),
-        ({"layers": "tensor"}, ("rules.claimed_twice", "'layers'", ("tensor",))),
-        ({"layers": "fsdp"}, ("rules.claimed_twice", "'layers'", ("fsdp",))),
+        ({}, ("rules.layers_not_on_stage", "'layers'", None, "stage=2")),
+        ({"layers": "tensor"}, ("rules.split_layers", "'layers'", ("tensor",))),
+        ({"layers": "fsdp"}, ("rules.split_layers", "'layers'", ("fsdp",))),
         (
             {"layers": "stage", "embed": "stage"},
             ("rules.claimed_twice", "'embed'", "'stage'"),

@@ -66,7 +66,10 @@ def test_people_read_memory_time_and_why(capsys):
             ["--layout", "data=3", "--global-batch", "4"],
             ("batch.indivisible", 4, "data=3"),
         ),
-        (["--layout", "expert=2"], ("layout.no_experts", "expert=2", "llama3-8b")),
+        (
+            ["--layout", "expert=2"],
+            ("layout.expert_without_experts", "expert=2", "llama3-8b"),
+        ),
         (["--layout", "stage=64"], ("layout.too_many_stages", 64, 32)),
         (["--layout", "stage=2,splits=16/17"], ("layout.splits_not_layers", 33, 32)),
         (
@@ -74,7 +77,7 @@ def test_people_read_memory_time_and_why(capsys):
             ("schedule.unsupported_chunks", "chunks=2", "1f1b"),
         ),
         (["--layout", "stage=2,schedule=v_min"], ("schedule.unknown_name", "'v_min'")),
-        (["--layout", "context=3"], ("layout.indivisible_sequence", 4096, "context=3")),
+        (["--layout", "context=3"], ("layout.indivisible", 4096, "context=3")),
         (
             ["--layout", "data=8", "--devices", "16"],
             ("layout.wrong_device_count", "data=8", 8, 16),

@@ -251,16 +251,16 @@ def test_a_file_describes_a_device(tmp_path):
     [
         (
             "memory_bytes = 64e9",
-            ("plan.missing_field", "[efficiency]", "matmul, attention"),
+            ("hardware.missing_field", "[efficiency]", "matmul, attention"),
         ),
-        ('like = "a100-80gb"\nmemry = 1', ("plan.unknown_field", "'memry'")),
+        ('like = "a100-80gb"\nmemry = 1', ("hardware.unknown_field", "'memry'")),
         (
             'like = "a100-80gb"\n[efficiency]\nmatmul = 1.5',
             ("hardware.not_a_fraction", "matmul=1.5", 0, 1),
         ),
         (
             'like = "a100-80gb"\n[efficiency]\nmatmull = 1',
-            ("plan.unknown_field", "[efficiency]", "'matmull'"),
+            ("hardware.unknown_field", "[efficiency]", "'matmull'"),
         ),
         (
             'like = "a100-80gb"\nmemory_bytes = -1',
@@ -270,7 +270,7 @@ def test_a_file_describes_a_device(tmp_path):
             'like = "a100-80gb"\nefficiency = 1',
             ("hardware.not_a_table", "[efficiency]"),
         ),
-        ("like = ", ("plan.unreadable_toml", "mine.toml")),
+        ("like = ", ("hardware.unreadable_toml", "mine.toml")),
     ],
 )
 def test_files_that_describe_none_are_refused(tmp_path, content, refusal, refuses):

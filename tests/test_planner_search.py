@@ -255,8 +255,8 @@ def test_what_is_kept_and_forbidden_holds_for_every_plan():
             {"keep": ["tensor=2"], "forbid": ["tensor"]},
             ("plan.axis_kept_and_forbidden", "tensor=2"),
         ),
-        ({"forbid": ["tenser"]}, ("plan.unknown_axis", "'tenser'", "'tensor'")),
-        ({"max_memory_bytes": 0.0}, ("plan.memory_not_positive", "0.0")),
+        ({"forbid": ["tenser"]}, ("mesh.unknown_axis", "'tenser'", "'tensor'")),
+        ({"max_memory_bytes": 0.0}, ("value.not_positive", "0.0")),
     ],
 )
 def test_constraints_that_make_no_sense_are_refused(given, refusal, refuses):

@@ -178,7 +178,7 @@ def test_words_change_a_shape_and_what_follows_from_it():
         ({"layers": 0}, ("value.below_one", "layers=0", 1)),
         ({"heads": 7}, ("model.heads_indivisible", "hidden=2304", "heads=7")),
         ({"kv_heads": 5}, ("model.kv_heads_indivisible", "heads=24", "kv_heads=5")),
-        ({"top_k": 2}, ("model.missing_experts", "top_k=2", "experts")),
+        ({"top_k": 2}, ("model.no_experts", "top_k=2", "experts")),
         ({"experts": 4}, ("model.wrong_top_k", "top_k=0", "experts=4", 1)),
         (
             {"experts": 4, "top_k": 1, "dense_layers": 24},

@@ -179,20 +179,20 @@ def test_ctrl_c_saves_and_ends_cleanly(tmp_path, small_text):
     [
         (["--text", "/no/such/file"], ("data.missing_file", "/no/such/file")),
         (["--layout", "data=3"], ("batch.indivisible", 8, 3)),
-        (["--layout", "data=16"], ("mesh.too_few_devices", 16, 8)),
+        (["--layout", "data=16"], ("layout.wrong_device_count", 16, 8)),
         (
             ["--emulate", "0", "--layout", "data=9"],
-            ("mesh.too_few_devices", 9, 8, "--emulate"),
+            ("layout.wrong_device_count", 9, 8, "--emulate"),
         ),
         (["--preset", "tiny-vit"], ("model.not_of_text", "tiny-vit")),
         (["--preset", "megatron-1.7b"], ("model.only_for_planner", "megatron-1.7b")),
         (
             ["--model", "layrs=2"],
-            ("model.unknown_field", "LlamaConfig", "layrs", "layers"),
+            ("model.unknown_size", "LlamaConfig", "layrs", "layers"),
         ),
         (
             ["--model", "/no/config.json"],
-            ("model.preset_and_config_given", "tiny", "/no/config.json"),
+            ("model.preset_and_model", "tiny", "/no/config.json"),
         ),
         (
             ["--model", "tiny", "--preset", "tiny"],

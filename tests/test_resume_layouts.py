@@ -148,7 +148,7 @@ def test_microbatches_follow_the_devices_and_the_batch_stays(line, before, wante
 def test_a_batch_that_the_devices_cannot_share_is_told_with_both_numbers(refuses):
     with refuses("batch.indivisible", 16, 3, "data=3"):
         elastic.recut(Layout(data=3), Layout(data=8), global_batch=16)
-    with refuses("layout.indivisible_devices", 4, 6):
+    with refuses("layout.wrong_device_count", 4, 6):
         elastic.shared(Layout.parse("data=2,stage=2,tensor=2,microbatches=2"), 6)
 
 

@@ -66,13 +66,13 @@ ERRORS = [
     (
         "unknown",
         lambda: RULES.spec(("batch", "hads")),
-        ("rules.unknown", "'hads'", ("batch", "hads"), "'heads'", KNOWN),
+        ("rules.missing_rule", "'hads'", ("batch", "hads"), "'heads'", KNOWN),
     ),
     (
         "unknown",
         lambda: RULES.spec(("batch", "hads"), (8, 4), path="blocks.mlp.up"),
         (
-            *("rules.unknown", "'hads'", ("batch", "hads"), "'heads'", KNOWN),
+            *("rules.missing_rule", "'hads'", ("batch", "hads"), "'heads'", KNOWN),
             *("blocks.mlp.up", (8, 4)),
         ),
     ),
@@ -87,7 +87,10 @@ ERRORS = [
     (
         "repeated",
         lambda: RULES.spec(("embed", "embed"), (4, 4), path="blocks.mlp.up"),
-        ("rules.repeated", "'embed'", ("embed", "embed"), "blocks.mlp.up", (4, 4)),
+        (
+            *("rules.repeated_logical_axis", "'embed'", ("embed", "embed")),
+            *("blocks.mlp.up", (4, 4)),
+        ),
     ),
     (
         "rank",
@@ -97,12 +100,12 @@ ERRORS = [
     (
         "unknown",
         lambda: RULES.mesh_axes("zzz"),
-        ("rules.unknown", "'zzz'", KNOWN),
+        ("rules.missing_rule", "'zzz'", KNOWN),
     ),
     (
         "repeated",
         lambda: RULES.spec(("embed", "embed")),
-        ("rules.repeated", "'embed'", ("embed", "embed")),
+        ("rules.repeated_logical_axis", "'embed'", ("embed", "embed")),
     ),
     (
         "rank",
@@ -123,19 +126,24 @@ ERRORS = [
         "unknown",
         lambda: Rules({"mlp": "tensr"}),
         (
-            *("rules.unknown", "'mlp'", "'tensr'", "'tensor'"),
+            *("rules.unknown_mesh_axis", "'mlp'", "'tensr'", "'tensor'"),
             "context, data, expert, fsdp, stage, tensor",
         ),
     ),
     (
         "repeated",
         lambda: Rules({"batch": ("data", "fsdp", "data")}),
-        ("rules.repeated", "'batch'", "'data'", ("data", "fsdp", "data")),
+        ("rules.repeated_mesh_axis", "'batch'", "'data'", ("data", "fsdp", "data")),
     ),
     (
         "unknown",
         lambda: Rules({"mlp": "tensor"}, replicate_if_indivisible={"mpl"}),
-        ("rules.unknown", "'mpl'", "'mlp'"),
+        ("rules.missing_rule", "'mpl'", "'mlp'"),
+    ),
+    (
+        "unknown",
+        lambda: Rules({}, parameters={"mlp": "tensor"}).spec(("mlp",), path="up"),
+        ("rules.parameters_only", "'mlp'", ("mlp",), "up"),
     ),
 ]
 

@@ -296,7 +296,7 @@ def test_chunks_must_divide_over_the_ranks(refuses):
 @pytest.mark.parametrize(
     "times, hop_s, refusal",
     [
-        (StageTimes.uniform(3), 0, ("schedule.times_not_stages", 3, 2)),
+        (StageTimes.uniform(3), 0, ("schedule.wrong_number_of_times", 3, 2)),
         (StageTimes.uniform(2), -1, ("schedule.wrong_hop_time", "hop_s=-1", 0)),
     ],
 )

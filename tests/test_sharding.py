@@ -51,7 +51,7 @@ def test_every_array_of_a_tree_gets_the_sharding_of_its_stored_form(mesh):
     [
         ((8, 7), ("embed", "mlp"), ("layout.indivisible", "mlp.up", (8, 7), 2)),
         ((8,), ("embed", "mlp"), ("rules.rank", "mlp.up", (8,), 1)),
-        ((8, 8), ("embed", "mpl"), ("rules.unknown", "mlp.up", (8, 8), "'mpl'")),
+        ((8, 8), ("embed", "mpl"), ("rules.missing_rule", "mlp.up", (8, 8), "'mpl'")),
     ],
 )
 def test_an_array_that_cannot_be_laid_out_is_named_by_its_path(
@@ -80,7 +80,7 @@ def test_a_misspelt_name_in_a_flax_module_is_an_error(mesh, refuses):
     kernel = nnx.with_partitioning(nnx.initializers.zeros, ("embed", "mpl"))
     with nnx.use_eager_sharding(False):
         module = nnx.Linear(8, 12, kernel_init=kernel, rngs=nnx.Rngs(0))
-    with refuses("rules.unknown", "'mpl'", "'mlp'", kind=RuleError):
+    with refuses("rules.missing_rule", "'mpl'", "'mlp'", kind=RuleError):
         nnx_shardings(module, mesh, rules)
 
 

@@ -112,7 +112,10 @@ def test_kinds_of_memory_add_up_to_the_whole(model, line):
             ("command.no_folder", "--html", "'no/such'"),
         ),
         (["--html", "page.png"], ("command.unknown_suffix", "page.png", ".html")),
-        (["--layout", "data=2,expert=2"], ("layout.no_experts", "expert=2", "tiny")),
+        (
+            ["--layout", "data=2,expert=2"],
+            ("layout.expert_without_experts", "expert=2", "tiny"),
+        ),
         (["--layout", "data=2,tensr=2"], ("layout.unknown_key", "'tensr'", "'tensor'")),
         (["--preset", "megatron-3.6b"], ("model.unknown_preset", "megatron-3.6b")),
         (["--devices", "16"], ("layout.wrong_device_count", 4, 16)),

@@ -104,7 +104,7 @@ def test_data_that_is_forbidden_is_refused_where_there_are_replicas(refuses):
 
 
 def test_a_batch_that_does_not_divide_is_refused(refuses):
-    with refuses("plan.indivisible_batch", "global_batch", 10, 4):
+    with refuses("batch.indivisible", "global_batch", 10, 4):
         dataclasses.replace(request(), global_batch=10).of_layout()
 
 

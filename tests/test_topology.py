@@ -131,15 +131,15 @@ def test_hosts_of_unequal_size_are_refused(hosts, held, refuses):
 @pytest.mark.parametrize(
     "changes, refusal",
     [
-        ({"hosts": 0}, ("mesh.count_below_one", "hosts=0", 1)),
-        ({"devices_per_host": -1}, ("mesh.count_below_one", "devices_per_host=-1", 1)),
+        ({"hosts": 0}, ("value.below_one", "hosts=0", 1)),
+        ({"devices_per_host": -1}, ("value.below_one", "devices_per_host=-1", 1)),
         (
             {"host_bytes_per_s": 0.0},
-            ("mesh.speed_not_positive", "host_bytes_per_s=0.0"),
+            ("value.not_positive", "host_bytes_per_s=0.0"),
         ),
         (
             {"network_bytes_per_s": float("nan")},
-            ("mesh.speed_not_positive", "network_bytes_per_s=nan"),
+            ("value.not_positive", "network_bytes_per_s=nan"),
         ),
     ],
 )

@@ -325,7 +325,7 @@ def test_logits_take_one_sequence_a_device_however_many_microbatches():
         ),
         (
             "data=2,microbatches=2,fsdp_gather=microbatch",
-            ("rules.dead", "fsdp_gather=microbatch", "'fsdp'"),
+            ("layout.fsdp_gather_without_effect", "fsdp_gather=microbatch", "'fsdp'"),
         ),
         (
             "param_dtype=bf16,data=2",
@@ -435,7 +435,10 @@ def test_a_token_that_the_model_does_not_know_is_told_with_its_place(value, refu
     [
         (
             DATA_PARALLEL.with_rules(batch="data"),
-            ("rules.unknown", "'batch'", ("data",), ("data", "fsdp", "expert")),
+            (
+                *("rules.wrong_batch_axes", "'batch'"),
+                *(("data",), ("data", "fsdp", "expert")),
+            ),
         ),
         (
             DATA_PARALLEL.with_rules(embed="fsdp"),
@@ -443,7 +446,7 @@ def test_a_token_that_the_model_does_not_know_is_told_with_its_place(value, refu
         ),
         (
             replace(DATA_PARALLEL, parameters={"layers": "fsdp"}),
-            ("rules.claimed_twice", "'layers'", ("fsdp",)),
+            ("rules.split_layers", "'layers'", ("fsdp",)),
         ),
     ],
 )
@@ -502,7 +505,7 @@ def test_compiler_options_reach_every_program():
 
 
 def test_a_limit_of_the_norm_that_is_not_positive_is_refused(refuses):
-    with refuses("step.grad_norm_not_positive", "max_grad_norm=-1"):
+    with refuses("value.not_positive", "max_grad_norm=-1"):
         make_step(model_of("llama"), "data=2", max_grad_norm=-1)
 
 

@@ -106,7 +106,7 @@ def test_failures_cost_time_money_and_goodput():
     ],
 )
 def test_terms_that_make_no_sense_are_refused(given, value, refuses):
-    with refuses("plan.not_positive", value, 0):
+    with refuses("value.not_positive", value, 0):
         Training(**given)
 
 

@@ -25,7 +25,7 @@ SMALL = dict(image=8, patch=4, channels=1, embed=16, heads=4, layers=2)
         ({"dropout": 1.0}, ("model.dropout_out_of_range", "dropout=1.0", 0, 1)),
         ({"ffn": -1}, ("value.negative", "ffn=-1", 0)),
         ({"patch": 2.0}, ("value.not_whole_number", "patch=2.0")),
-        ({"pathc": 4}, ("model.unknown_field", "ViTConfig", "'pathc'", "'patch'")),
+        ({"pathc": 4}, ("model.unknown_size", "ViTConfig", "'pathc'", "'patch'")),
     ],
 )
 def test_a_shape_that_makes_no_sense_is_refused(changes, refusal, refuses):

@@ -63,7 +63,7 @@ COMMANDS = [
     ("plan --devicse 8", "command.unknown_option", "--devicse 8", "--devices"),
     (f"{PLAN} --hardware h1000", "hardware.unknown_device", "'h1000'", "'h100'"),
     (f"{PLAN} --keep tensr=8", "layout.unknown_key", "'tensr'", "'tensor'"),
-    (f"{PLAN} --forbid tensr", "plan.unknown_axis", "'tensr'", "'tensor'"),
+    (f"{PLAN} --forbid tensr", "mesh.unknown_axis", "'tensr'", "'tensor'"),
     (
         f"{PLAN} --execution megatro",
         *("plan.unknown_execution", "'megatro'", "'megatron-core'"),
@@ -206,8 +206,8 @@ COMMANDS = [
     ("schedule --schedule missing.csv", "command.unreadable_file", "'missing.csv'"),
     ("schedule --schedule wrong.csv", "schedule.unreadable_action", "rank 0", "'zz'"),
     ("schedule --schedule bytes.csv", "schedule.unreadable_file", "'bytes.csv'"),
-    (f"{PLAN} --hardware missing.toml", "plan.unreadable_toml", "'missing.toml'"),
-    (f"{PLAN} --hardware wrong.toml", "plan.unreadable_toml", "'wrong.toml'"),
+    (f"{PLAN} --hardware missing.toml", "hardware.unreadable_toml", "'missing.toml'"),
+    (f"{PLAN} --hardware wrong.toml", "hardware.unreadable_toml", "'wrong.toml'"),
     *(
         (f"{PLAN} --hardware {name}.toml", *refusal)
         for name, (_, refusal) in DEVICE_FILES.items()
@@ -232,7 +232,7 @@ QUOTING = {
         "command.unreadable_file",
         "command.function_not_found",
     ),
-    *("plan.unreadable_toml", "weights.unreadable_json"),
+    *("hardware.unreadable_toml", "weights.unreadable_json"),
 }
 """Errors that quote what Python's version, or the system, says."""
 
@@ -340,12 +340,12 @@ CALLS = [
     (
         "a limit of text",
         lambda: made(max_grad_norm="1"),
-        ("step.grad_norm_not_positive", "max_grad_norm='1'"),
+        ("value.not_positive", "max_grad_norm='1'"),
     ),
     (
         "a limit below 0",
         lambda: made(max_grad_norm=-1),
-        ("step.grad_norm_not_positive", "max_grad_norm=-1"),
+        ("value.not_positive", "max_grad_norm=-1"),
     ),
     (
         "no dtype",
@@ -407,7 +407,7 @@ CALLS = [
     (
         "a misspelt mesh axis",
         lambda: meshpar.Rules({"mlp": "tensr"}),
-        ("rules.unknown", "'mlp'", "'tensr'", "'tensor'"),
+        ("rules.unknown_mesh_axis", "'mlp'", "'tensr'", "'tensor'"),
     ),
     (
         "an input of a name",
@@ -443,7 +443,7 @@ CALLS = [
     (
         "a batch of a number",
         lambda: check_layouts(build("test"), 3),
-        ("batch.not_a_mapping", "int"),
+        ("batch.not_a_dict", "int"),
     ),
     (
         "a pipeline on no mesh",

@@ -68,9 +68,7 @@ def calibrate(
         InputError: No rounds, or several processes.
     """
     if rounds < 1:
-        raise InputError(
-            f"rounds={rounds}: must be at least 1", key="plan.rounds_below_one"
-        )
+        raise InputError(f"rounds={rounds}: must be at least 1", key="value.below_one")
     if jax.process_count() > 1:
         raise InputError(
             f"{jax.process_count()} processes: calibrate on one host; what the network "

@@ -57,7 +57,7 @@ class Sampling:
         if self.seed >= 2**32:
             raise InputError(
                 f"seed={self.seed}: must be below {2**32}",
-                key="generation.seed_too_large",
+                key="value.seed_out_of_range",
             )
         if not 0 < self.top_p <= 1:
             raise InputError(

@@ -166,7 +166,7 @@ def _check_channels(channels: int, split: Split) -> None:
             f"devices of {' x '.join(mesh_axes)} that share the pairs, which does not "
             "divide them; choose channels that do, or map 'pair_rows' or "
             "'pair_columns' to fewer",
-            key="layout.indivisible_channels",
+            key="layout.indivisible",
         )
 
 
@@ -182,7 +182,7 @@ def _whole(split: Split, line: Line, shape: tuple[int, ...]) -> Move | None:
             f"triangle attention shares its {shape[target]} {line}s over the "
             f"{degree(mesh_axes)} devices of {' x '.join(mesh_axes)}, which does not "
             f"divide them; pad {name!r}, or map it or {PAIRS[source]!r} to fewer",
-            key="layout.indivisible_pairs",
+            key="layout.indivisible",
         )
     return Move(mesh_axes=split[source], source=source, target=target)
 

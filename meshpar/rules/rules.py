@@ -118,13 +118,16 @@ class Rules:
                 f"no rule for logical axis {logical_axis!r}{where}: it has one for "
                 "stored parameters only; write None for it in the table if activations "
                 "are replicated",
+                key="rules.parameters_only",
             )
         hint = _SYNONYMS.get(logical_axis.lower())
         known = nearest(logical_axis, self.table)
         if hint in self.table and "did you mean" not in known:
             known = f"did you mean {hint!r}? {known}"
         raise RuleError(
-            "unknown", f"no rule for logical axis {logical_axis!r}{where}; {known}"
+            "unknown",
+            f"no rule for logical axis {logical_axis!r}{where}; {known}",
+            key="rules.missing_rule",
         )
 
     def spec(
@@ -158,7 +161,8 @@ class Rules:
                 if path is None:
                     raise
                 array = _show_array(path, shape, logical_axes)
-                raise RuleError(error.kind, f"{error}\n    {array}") from None
+                message = f"{error}\n    {array}"
+                raise RuleError(error.kind, message, key=error.key) from None
             if axes and shape is not None and mesh_shape is not None:
                 axes = self._check_divides(logical_axes, shape, dim, axes, sizes, path)
             entries.append(axes[0] if len(axes) == 1 else axes or None)
@@ -211,6 +215,7 @@ class Rules:
                 "repeated",
                 f"logical axis {logical_axis!r} names two dims of "
                 f"{_show(logical_axes)}; give the dims different names",
+                key="rules.repeated_logical_axis",
             )
         rule = self.mesh_axes(logical_axis, logical_axes)
         axes = tuple(axis for axis in rule if sizes.get(axis, 1) != 1)
@@ -221,6 +226,7 @@ class Rules:
                     f"mesh axis {mesh_axis!r} is claimed by both "
                     f"{claimed[mesh_axis]!r} and {logical_axis!r} in "
                     f"{_show(logical_axes)}; an array can use each mesh axis once",
+                    key="rules.claimed_twice",
                 )
             claimed[mesh_axis] = logical_axis
         return axes
@@ -247,6 +253,7 @@ class Rules:
             f"divide over {noun} {' x '.join(map(repr, axes))} of size {degree}\n"
             f"    {_show_array(path, shape, logical_axes)}; pad it, map "
             f"{logical_axis!r} elsewhere, or replicate_if_indivisible",
+            key="layout.indivisible",
         )
 
 
@@ -267,6 +274,7 @@ def _check_rank(
             f"{path or 'array'}: shape {tuple(shape)} has {len(shape)} dims, but "
             f"{_show(logical_axes)} names {len(logical_axes)}; name every dim, or "
             "write None",
+            key="rules.rank",
         )
 
 

@@ -16,15 +16,12 @@ class RuleError(InputError):
     """A rule, or an array that the rules cannot lay out.
 
     `kind` is the lint's word for it: `unknown`, `repeated`, `claimed_twice`,
-    `indivisible`, `shadowed`, `rank` or `dead`. It gives the key, where none is given.
+    `indivisible`, `shadowed`, `rank` or `dead`. The key tells more of them apart.
     """
 
-    def __init__(self, kind: str, message: str, *, key: str | None = None) -> None:
-        super().__init__(message, key=key or _KEYS.get(kind, f"rules.{kind}"))
+    def __init__(self, kind: str, message: str, *, key: str) -> None:
+        super().__init__(message, key=key)
         self.kind = kind
-
-
-_KEYS = {"indivisible": "layout.indivisible"}
 
 
 def normalise(table: Table) -> dict[str, MeshAxes]:
@@ -50,19 +47,22 @@ def normalise(table: Table) -> dict[str, MeshAxes]:
             )
         axes = mesh_axes_of(target)
         if logical_axis in rules:
-            raise RuleError("shadowed", shadowed_message(logical_axis, rules, axes))
+            message = shadowed_message(logical_axis, rules, axes)
+            raise RuleError("shadowed", message, key="rules.shadowed")
         for position, mesh_axis in enumerate(axes):
             if mesh_axis not in MESH_AXES:
                 raise RuleError(
                     "unknown",
                     f"rule {logical_axis!r} names no mesh axis: {mesh_axis!r}; "
                     f"{nearest(mesh_axis, MESH_AXES)}",
+                    key="rules.unknown_mesh_axis",
                 )
             if mesh_axis in axes[:position]:
                 raise RuleError(
                     "repeated",
                     f"rule {logical_axis!r} names mesh axis {mesh_axis!r} twice in "
                     f"{axes}; name it once",
+                    key="rules.repeated_mesh_axis",
                 )
         rules[logical_axis] = axes
     return rules

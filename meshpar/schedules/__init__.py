@@ -126,8 +126,8 @@ def size_refusals(
     return refusals
 
 
-def step_refusal(name: str) -> str | None:
-    """Why no training step runs the schedule of that name; None if one does.
+def step_refusal(name: str) -> InputError | None:
+    """Return the error of a schedule that no training step runs; None if one does.
 
     Raises:
         InputError: No such schedule.
@@ -135,9 +135,10 @@ def step_refusal(name: str) -> str | None:
     if not method_of(name).splits_backward:
         return None
     whole = [other for other in SCHEDULES if not SCHEDULES[other].splits_backward]
-    return (
+    return InputError(
         f"schedule={name} splits backwards into I and W, but every rank runs whole "
-        f"backwards in lock step; choose {' or '.join(whole)}"
+        f"backwards in lock step; choose {' or '.join(whole)}",
+        key="schedule.split_backward",
     )
 
 

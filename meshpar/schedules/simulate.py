@@ -157,7 +157,7 @@ def simulate(
         raise InputError(
             f"times of {len(times.forward_s)} stages for a schedule of "
             f"{schedule.num_stages}; give one a stage",
-            key="schedule.times_not_stages",
+            key="schedule.wrong_number_of_times",
         )
     hop = hop_s if callable(hop_s) else _same_hop(hop_s)
     events: list[list[Event]] = [[] for _ in schedule.orders]

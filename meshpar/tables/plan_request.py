@@ -136,7 +136,7 @@ class TableRequest:
             raise InputError(
                 f"global_batch={self.global_batch} does not divide over {devices} "
                 "devices; make it a multiple",
-                key="plan.indivisible_batch",
+                key="batch.indivisible",
             )
         plan = self._plan(Layout(data=devices, precision=kept.get("precision", "fp32")))
         return plan, plan.memory.total_bytes <= self.capacity_bytes

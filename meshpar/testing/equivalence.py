@@ -91,7 +91,7 @@ def check_layouts(
     if batch is not None and not isinstance(batch, Mapping):
         raise InputError(
             f"batch is a {type(batch).__name__}; give name -> array",
-            key="batch.not_a_mapping",
+            key="batch.not_a_dict",
         )
     devices = _first_devices(num_devices)
     arrays = None if batch is None else {k: np.asarray(v) for k, v in batch.items()}
@@ -281,7 +281,7 @@ def _fitting(layout: Layout, num_devices: int) -> Layout:
         raise InputError(
             f"layout {str(layout)!r} needs {layout.num_devices} devices, but there are "
             f"{num_devices}; use fewer, or emulate more",
-            key="mesh.too_few_devices",
+            key="layout.wrong_device_count",
         )
     return layout
 

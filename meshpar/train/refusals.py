@@ -54,7 +54,7 @@ def refuse(options: StepOptions) -> None:
     if norm is not None and not (isinstance(norm, Real) and norm > 0):
         raise InputError(
             f"max_grad_norm={norm!r}: must be positive, or None for no limit",
-            key="step.grad_norm_not_positive",
+            key="value.not_positive",
         )
     for _, error in rule_refusals(options.rules, layout):
         raise error
@@ -73,7 +73,7 @@ def _check_host_memory(layout: Layout, mesh: Mesh) -> None:
 
 
 def offload_refusal(layout: Layout, platform: str) -> InputError | None:
-    """The error of a device that cannot move residuals to the host, or None."""
+    """Return the error if a device cannot move residuals to the host, else None."""
     names = layout.residual_names
     if names is None or not names.offload or platform != "cpu":
         return None
@@ -85,7 +85,7 @@ def offload_refusal(layout: Layout, platform: str) -> InputError | None:
 
 
 def inputs_refusal(model: Model, layout: Layout) -> InputError | None:
-    """The error of a layout that does not suit an input with a gradient, or None."""
+    """Return the error if an input with a gradient does not suit a layout, or None."""
     names = [name for name, one in model.known_inputs.items() if one.has_gradient]
     if not names or (layout.sync_every == 1 and layout.context == 1):
         return None
@@ -98,7 +98,7 @@ def inputs_refusal(model: Model, layout: Layout) -> InputError | None:
 
 
 def experts_refusal(model: Model, layout: Layout) -> RuleError | None:
-    """The error of a layout's `expert` that does not suit a model; None if it does.
+    """Return the error if a layout's `expert` does not suit a model, else None.
 
     Raises:
         InputError: A model with experts cannot be traced on a batch of one token.
@@ -188,7 +188,7 @@ def batch_refusal(
     name: str = "",
     microbatches: int | None = None,
 ) -> InputError | None:
-    """The error of a global batch of that size that does not suit a layout, or None.
+    """Return the error if a batch of that size does not suit a layout, else None.
 
     `microbatches` counts instead of the layout's own, where it is given.
     """

@@ -57,6 +57,7 @@ def _batch_rule(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError]]
             f"logical axis 'batch' is mapped to {batch or None}; the training step "
             f"splits the batch over {BATCH_AXES}: map it to all (a mesh axis of "
             "size 1 costs nothing)",
+            key="rules.wrong_batch_axes",
         )
         yield "batch", error
 
@@ -73,6 +74,7 @@ def _unused_zero_keys(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleE
             f"{'/'.join(split) or 'nothing'}, not over "
             f"zero_axes={'/'.join(layout.zero_axes)}; leave the key out, or map a "
             "logical axis to them in Rules(..., parameters=...)",
+            key="layout.zero_axes_without_effect",
         )
         yield "zero_axes", error
     for key in ("fsdp_gather", "fsdp_prefetch"):
@@ -82,6 +84,7 @@ def _unused_zero_keys(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleE
                 "dead",
                 f"layout {text}: {key}={value} changes nothing, as the rules split "
                 "no stored parameter; leave it out, or give 'fsdp' a size",
+                key=f"layout.{key}_without_effect",
             )
             yield key, error
 
@@ -97,6 +100,7 @@ def _split_replicas(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleErr
                 f"along {logical_axis!r}, but sync_every={layout.sync_every} has a "
                 "replica of them there each; split them over 'fsdp', or set "
                 "sync_every=1",
+                key="rules.split_replicas",
             )
             yield logical_axis, error
 
@@ -108,6 +112,7 @@ def _context_error(logical_axis: str) -> RuleError:
         f"sequence of every array of tokens by itself; map {logical_axis!r} elsewhere, "
         "or stored parameters alone by "
         f"Rules(..., parameters={{{logical_axis!r}: 'context'}})",
+        key="rules.claimed_twice",
     )
 
 
@@ -119,6 +124,7 @@ def _layers_error(mesh_axes: tuple[str, ...], layout: Layout) -> RuleError | Non
             f"logical axis 'layers' is mapped to {mesh_axes}, but every device runs "
             "every layer of its stage: map another dim of the parameters, such as "
             "'embed', and 'layers' to 'stage' or nothing",
+            key="rules.split_layers",
         )
     if layout.stage > 1 and not at_work:
         return RuleError(
@@ -126,6 +132,7 @@ def _layers_error(mesh_axes: tuple[str, ...], layout: Layout) -> RuleError | Non
             f"logical axis 'layers' is mapped to {mesh_axes or None}, but "
             f"stage={layout.stage} splits the layers: pass "
             "Rules(..., parameters={'layers': 'stage'}), or set stage=1",
+            key="rules.layers_not_on_stage",
         )
     return None
 
@@ -135,6 +142,7 @@ def _stage_error(logical_axis: str) -> RuleError:
         "claimed_twice",
         f"logical axis {logical_axis!r} is mapped to 'stage', which splits the layers; "
         "map 'layers' alone to it",
+        key="rules.claimed_twice",
     )
 
 
@@ -143,6 +151,7 @@ def _expert_error(logical_axis: str) -> RuleError:
         "claimed_twice",
         f"logical axis {logical_axis!r} is mapped to 'expert', which splits the batch "
         "and the experts; map 'experts' alone to it",
+        key="rules.claimed_twice",
     )
 
 
@@ -154,4 +163,5 @@ def _batch_axis_error(logical_axis: str, mesh_axis: str) -> RuleError:
         f"mesh axis {mesh_axis!r} is claimed by both 'batch' and {logical_axis!r} in "
         f"activations; if {logical_axis!r} is meant for stored parameters, pass "
         f"Rules(..., parameters={{{logical_axis!r}: {mesh_axis!r}}})",
+        key="rules.claimed_twice",
     )

@@ -333,7 +333,7 @@ class TrainStep:
             raise InputError(
                 f"layout {str(self.layout)!r} has sync_every=1 and averages nothing "
                 "but gradients; set it to 2 or more",
-                key="step.no_sync_program",
+                key="step.no_replicas_to_average",
             )
         step = self if platform is None else self.for_absent(platform)
         # JAX does not trace a jit with options of its own inside another.

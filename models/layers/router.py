@@ -79,7 +79,7 @@ class RouterConfig:
             raise InputError(
                 f"top_k={self.top_k} of experts={self.experts}, {allowed} of which a "
                 "token may choose from; lower top_k, or raise experts or top_groups",
-                key="model.top_k_too_high",
+                key="model.wrong_top_k",
             )
 
     def capacity(self, seq: int) -> int | None:

@@ -53,7 +53,7 @@ def chosen_schedule(
             )
         refused = step_refusal(given)
         if refused is not None:
-            raise InputError(refused, key="schedule.split_backward")
+            raise refused
         return make_schedule(given, num_ranks, num_microbatches, chunks)
     schedule = own_schedule(given)
     check_size(

@@ -148,7 +148,7 @@ def load_device(path: str | Path) -> Device:
     Raises:
         InputError: The file cannot be read, or lacks a field or has one too many.
     """
-    values = toml_values(path)
+    values = toml_values(path, room="hardware")
     like = values.pop("like", None)
     if like is not None and str(like).endswith(".toml"):
         raise InputError(
@@ -171,7 +171,8 @@ def load_device(path: str | Path) -> Device:
     merged = {"name": Path(path).stem, **base, **values}
     start = 'device with like = "h100-80gb"'
     achieved = merged["efficiency"]
-    check_fields(Efficiency, achieved, f"{str(path)!r}: [efficiency]", start)
+    where = f"{str(path)!r}: [efficiency]"
+    check_fields(Efficiency, achieved, where, start, room="hardware")
     merged["efficiency"] = Efficiency(**achieved)
-    check_fields(Device, merged, f"{str(path)!r}:", start)
+    check_fields(Device, merged, f"{str(path)!r}:", start, room="hardware")
     return Device(**merged)

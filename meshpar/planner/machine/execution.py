@@ -245,7 +245,7 @@ def load_execution(path: str | Path) -> Execution:
         InputError: The file cannot be read, has a field that is none or a value that
             cannot be, or lacks one without starting from a known execution.
     """
-    values = toml_values(path)
+    values = toml_values(path, room="plan")
     like = values.pop("like", None)
     if like is not None and like not in EXECUTIONS:
         raise InputError(
@@ -255,7 +255,7 @@ def load_execution(path: str | Path) -> Execution:
     base = {} if like is None else vars(EXECUTIONS[like])
     merged = {**base, "name": Path(path).stem, **values}
     start = 'execution with like = "megatron-core"'
-    check_fields(Execution, merged, f"{str(path)!r}:", start)
+    check_fields(Execution, merged, f"{str(path)!r}:", start, room="plan")
     try:
         return Execution(**merged)
     except InputError as error:

@@ -12,8 +12,12 @@ from meshpar.errors import InputError
 from meshpar.layout import nearest
 
 
-def toml_values(path: str | Path) -> dict[str, Any]:
-    """What a file says.
+def toml_values(path: str | Path, *, room: str) -> dict[str, Any]:
+    """Return the values of a file.
+
+    Args:
+        path: The file.
+        room: Room of the key of an error: `hardware` or `plan`.
 
     Raises:
         InputError: It cannot be read.
@@ -22,11 +26,14 @@ def toml_values(path: str | Path) -> dict[str, Any]:
         return tomllib.loads(Path(path).read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InputError(
-            f"cannot read {str(path)!r} as TOML: {error}", key="plan.unreadable_toml"
+            f"cannot read {str(path)!r} as TOML: {error}",
+            key=f"{room}.unreadable_toml",
         ) from error
 
 
-def check_fields(kind: type, given: Collection[str], where: str, start: str) -> None:
+def check_fields(
+    kind: type, given: Collection[str], where: str, start: str, *, room: str
+) -> None:
     """Refuses names that do not make one of a dataclass.
 
     Args:
@@ -34,6 +41,7 @@ def check_fields(kind: type, given: Collection[str], where: str, start: str) -> 
         given: Names of the fields that have a value.
         where: Of what an error speaks: the file, and the part of it.
         start: What the file may start from, in words.
+        room: Room of the key of an error: `hardware` or `plan`.
 
     Raises:
         InputError: A name is no field, or a field without a default has no value.
@@ -43,7 +51,7 @@ def check_fields(kind: type, given: Collection[str], where: str, start: str) -> 
         if name not in known:
             raise InputError(
                 f"{where} no field {name!r}; {nearest(name, known)}",
-                key="plan.unknown_field",
+                key=f"{room}.unknown_field",
             )
     lacking = [
         name
@@ -55,5 +63,5 @@ def check_fields(kind: type, given: Collection[str], where: str, start: str) -> 
     if lacking:
         raise InputError(
             f"{where} give {', '.join(lacking)}, or start from a known {start}",
-            key="plan.missing_field",
+            key=f"{room}.missing_field",
         )

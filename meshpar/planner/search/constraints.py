@@ -37,7 +37,7 @@ class Constraints:
     def __post_init__(self) -> None:
         refused = step_refusal(Layout(**self.kept).schedule)
         if refused is not None:
-            raise InputError(refused, key="schedule.split_backward")
+            raise refused
         for axis in MESH_AXES:
             if self.kept.get(axis) == -1:
                 raise InputError(
@@ -49,7 +49,7 @@ class Constraints:
             if axis not in MESH_AXES:
                 raise InputError(
                     f"forbidden {axis!r} is no mesh axis; {nearest(axis, MESH_AXES)}",
-                    key="plan.unknown_axis",
+                    key="mesh.unknown_axis",
                 )
             if self.kept.get(axis, 1) != 1:
                 raise InputError(
@@ -61,7 +61,7 @@ class Constraints:
         if limit is not None and not limit > 0:
             raise InputError(
                 f"maximum memory of {limit} bytes: must be above 0",
-                key="plan.memory_not_positive",
+                key="value.not_positive",
             )
 
     @classmethod

@@ -89,7 +89,7 @@ def whatever_the_mesh(
 def _sizes(global_batch: int, seq: int) -> Iterator[Problem]:
     words = f"global batch {global_batch} of {seq} tokens: give at"
     if global_batch < 1 or seq < 1:
-        yield Problem("global_batch", f"{words} least 1 each", "plan.size_below_one")
+        yield Problem("global_batch", f"{words} least 1 each", "value.below_one")
     elif max(seq, global_batch) > _MOST:
         yield Problem(
             "global_batch", f"{words} most {_MOST} each", "plan.size_too_large"
@@ -180,14 +180,14 @@ def _tensor(workload: Workload, layout: Layout, seq: int) -> Iterator[Problem]:
             "tensor",
             f"kv_heads={workload.kv_heads} and tensor={tensor} do not divide one "
             "another; choose a divisor or a multiple",
-            "layout.indivisible_kv_heads",
+            "layout.indivisible",
         )
     if layout.sequence_parallel and seq % (tensor * layout.context):
         yield Problem(
             "sequence_parallel",
             f"{seq} tokens do not divide over tensor={tensor} x context="
             f"{layout.context}; change the sequence, or leave sequence_parallel out",
-            "layout.indivisible_sequence_parallel",
+            "layout.indivisible",
         )
 
 
@@ -215,7 +215,7 @@ def _uneven(workload: Workload, layout: Layout) -> Iterator[Problem]:
             "zero",
             f"hidden={workload.hidden} does not divide over the {shards} devices of "
             f"{' x '.join(layout.split_axes)}; choose a divisor",
-            "layout.indivisible_hidden",
+            "layout.indivisible",
         )
 
 
@@ -225,7 +225,7 @@ def _context(workload: Workload, layout: Layout, seq: int) -> Iterator[Problem]:
         yield Problem(
             "context",
             f"{seq} tokens do not divide over context={context}",
-            "layout.indivisible_sequence",
+            "layout.indivisible",
         )
     trading = layout.attention_method.heads
     heads = workload.heads // layout.tensor
@@ -245,14 +245,14 @@ def _expert(workload: Workload, layout: Layout) -> Iterator[Problem]:
         yield Problem(
             "expert",
             f"expert={expert}, but {workload.name} has no experts; set expert=1",
-            "layout.no_experts",
+            "layout.expert_without_experts",
         )
     elif workload.experts % expert:
         yield Problem(
             "expert",
             f"experts={workload.experts} do not divide over expert={expert}; choose a "
             "divisor",
-            "layout.indivisible_experts",
+            "layout.indivisible",
         )
 
 
@@ -265,7 +265,7 @@ def _stage(
         yield Problem(key, str(error), error.key)
     refused = step_refusal(layout.schedule)
     if refused is not None:
-        yield Problem("schedule", refused, "schedule.split_backward")
+        yield Problem("schedule", str(refused), refused.key)
     if stage_blocks is not None:
         if len(stage_blocks) != stages or sum(stage_blocks) != workload.layers:
             yield Problem(

@@ -116,7 +116,7 @@ class Request:
         if self.global_batch < 1:
             raise InputError(
                 f"global_batch={self.global_batch}: must be at least 1",
-                key="plan.size_below_one",
+                key="value.below_one",
             )
         kept = Layout(remat=self.constraints.kept.get("remat", "none"))
         batch = {"global_batch": self.global_batch, "seq": self.run.seq}
@@ -161,7 +161,7 @@ def search(request: Request, *, num_plans: int = _NUM_PLANS) -> SearchResult:
     started = time.perf_counter()
     if num_plans < 1:
         raise InputError(
-            f"num_plans={num_plans}: must be at least 1", key="plan.num_plans_below_one"
+            f"num_plans={num_plans}: must be at least 1", key="value.below_one"
         )
     capacity = request.capacity_bytes
     findings = Findings(capacity_bytes=capacity, num_plans=num_plans)

@@ -48,7 +48,7 @@ class Training:
             if value is not None and not 0 < value < math.inf:
                 raise InputError(
                     f"{name}={value}: must be above 0, and finite",
-                    key="plan.not_positive",
+                    key="value.not_positive",
                 )
 
 

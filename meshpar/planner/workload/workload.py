@@ -344,7 +344,7 @@ def _check_experts(workload: Workload) -> None:
                 raise InputError(
                     f"{name}={getattr(workload, name)} without experts; give experts, "
                     f"or leave {name} out",
-                    key="model.missing_experts",
+                    key="model.no_experts",
                 )
         return
     if not 1 <= workload.top_k <= workload.experts:
