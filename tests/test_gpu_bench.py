@@ -40,6 +40,7 @@ def test_every_program_computes_the_same_losses(name):
     assert disagreeing({name: results}) == []
     assert all(measured.step_s > 0 for measured in results.values())
     assert results["meshpar"].losses[2] < results["meshpar"].losses[0]
+    assert results["meshpar"].compiled_bytes > 0
 
 
 def test_model_flops_are_those_of_the_matmuls():
@@ -73,7 +74,7 @@ def test_the_table_has_speed_share_of_the_peak_and_ratio():
     shape = TINY["gpt2"]
     results = {
         "gpt2": {
-            "meshpar": Measured(losses=[4.0], step_s=0.5),
+            "meshpar": Measured(losses=[4.0], step_s=0.5, peak_bytes=2_500_000_000),
             "plain": Measured(losses=[4.0], step_s=0.6),
         }
     }
@@ -81,6 +82,7 @@ def test_the_table_has_speed_share_of_the_peak_and_ratio():
     console.print(table({"gpt2": shape}, results, peak=shape.step_flops * 4))
     text = console.file.getvalue()
     assert "500.00" in text and "64" in text and "50.0%" in text and "1.200" in text
+    assert "2.500" in text
 
 
 def test_the_peak_is_found_by_the_name_of_the_gpu():

@@ -1,4 +1,4 @@
-"""Tokens a second and MFU on one GPU, beside a hand-written step and PyTorch's.
+"""Tokens a second, MFU and memory on one GPU, beside a hand-written step and PyTorch's.
 
     python -m recipes.bench.gpu
     python -m recipes.bench.gpu --shape gpt2 --batch 32 --steps 50
@@ -38,7 +38,7 @@ SHAPES = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measures every shape and program, and prints one table."""
+    """Measure every shape and program, and print one table."""
     args = _arguments(argv)
     if args.contestant:
         shape = _shape(args, args.shape[0])
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
     kind = gpu_kind()
     if kind is None:
         sys.exit(_no_gpu())
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(conditions(kind, args.steps), soft_wrap=True, highlight=False)
     peak = args.peak_tflops * 1e12 if args.peak_tflops else peak_flops(kind)
     results = {
@@ -95,11 +95,16 @@ def table(
     results: dict[str, dict[str, Measured]],
     peak: float | None,
 ) -> Table:
-    """Speed of every program; ratios are meshpar / the other, above 1 is faster."""
+    """Speed and memory of every program.
+
+    A ratio above 1 says that meshpar is faster. `compiled GB` is the peak that the
+    compiler counted before the run (`meshpar.memory_report`).
+    """
     built = Table(title="Training step on one GPU, bf16")
     for header in ("shape", "program", "batch x seq"):
         built.add_column(header, no_wrap=True)
-    for header in ("step ms", "tokens/s", "MFU", "meshpar / it", "first loss"):
+    numbers = ("step ms", "tokens/s", "MFU", "meshpar / it", "first loss")
+    for header in (*numbers, "peak GB", "compiled GB"):
         built.add_column(header, justify="right", no_wrap=True)
     for name, of_shape in results.items():
         shape, ours = shapes[name], of_shape["meshpar"].step_s
@@ -114,8 +119,14 @@ def table(
                 "?" if mfu is None else f"{mfu:.1%}",
                 f"{measured.step_s / ours:.3f}",
                 f"{measured.losses[0]:.4f}",
+                _gigabytes(measured.peak_bytes),
+                _gigabytes(measured.compiled_bytes),
             )
     return built
+
+
+def _gigabytes(count: int | None) -> str:
+    return "" if count is None else f"{count / 1e9:.3f}"
 
 
 def conditions(kind: str, steps: int) -> str:

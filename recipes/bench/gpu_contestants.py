@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -81,10 +82,19 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a program did: the losses of its first steps, and seconds of a step."""
+    """What a program did.
+
+    Args:
+        losses: Of its first steps.
+        step_s: Seconds of a step.
+        peak_bytes: The most memory that it held; None where the device does not say.
+        compiled_bytes: What the compiler counted for meshpar's step; None for others.
+    """
 
     losses: list[float]
     step_s: float
+    peak_bytes: int | None = None
+    compiled_bytes: int | None = None
 
 
 def measure_meshpar(shape: Shape, *, steps: int) -> Measured:
@@ -103,7 +113,10 @@ def measure_meshpar(shape: Shape, *, steps: int) -> Measured:
         state, metrics = step(state, batch)
         return metrics["loss"]
 
-    return _measure(run, shape.draw_batch(), steps)
+    batch = shape.draw_batch()
+    measured = _measure(run, batch, steps)
+    compiled_bytes = meshpar.memory_report(step, batch).peak_bytes
+    return dataclasses.replace(measured, compiled_bytes=compiled_bytes)
 
 
 def measure_plain(shape: Shape, *, steps: int) -> Measured:
@@ -139,7 +152,9 @@ def measure_torch(shape: Shape, *, steps: int) -> Measured:
         learning_rate=LEARNING_RATE,
         max_grad_norm=MAX_GRAD_NORM,
     )
-    return _measure(run, shape.draw_batch(), steps)
+    measured = _measure(run, shape.draw_batch(), steps)
+    held = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+    return dataclasses.replace(measured, peak_bytes=held)
 
 
 MEASURES: dict[str, Callable[..., Measured]] = {
@@ -179,7 +194,10 @@ def _measure(run: Callable[[Batch], Any], batch: Batch, steps: int) -> Measured:
     seconds = (time.perf_counter() - start) / steps
     if not np.isfinite(final):
         raise FloatingPointError(f"the loss after {steps + 3} steps is {final}")
-    return Measured(losses=losses, step_s=seconds)
+    stats = jax.devices()[0].memory_stats() or {}
+    return Measured(
+        losses=losses, step_s=seconds, peak_bytes=stats.get("peak_bytes_in_use")
+    )
 
 
 _LOSS_ROUNDING = 0.005
