@@ -89,9 +89,14 @@ def test_what_stands_beside_a_loop_is_found(given, channel, found):
             *("tiny", {"layers": 1}),
             *("context=4,tensor=2,microbatches=5,remat=selective", 20),
         ),
-        ("tiny", {"layers": 3}, "fsdp=2,context=4,fsdp_prefetch=on,remat=dots", 20),
+        slow("tiny", {"layers": 3}, "fsdp=2,context=4,fsdp_prefetch=on,remat=dots", 20),
         # The embeddings of a pipeline's phase, and the phase before it.
-        ("tiny-dit", DIT, "fsdp=2,stage=2,context=2,microbatches=3,schedule=gpipe", 12),
+        slow(
+            "tiny-dit",
+            DIT,
+            "fsdp=2,stage=2,context=2,microbatches=3,schedule=gpipe",
+            12,
+        ),
         # Stages computed again.
         slow("tiny-dit", DIT, "stage=2,context=2,microbatches=5,remat=stage", 20),
     ],
@@ -104,7 +109,7 @@ def test_no_collective_shares_its_channel_with_a_loop_beside_it(
     assert beside_loops(re.sub(r"channel_id=\d+", "channel_id=1", text)) != []
 
 
-@pytest.mark.parametrize("layout", ["data=2,zero=2", "data=4,tensor=2,zero=2"])
+@pytest.mark.parametrize("layout", ["data=2,zero=2", slow("data=4,tensor=2,zero=2")])
 def test_a_decoders_gradients_share_no_channel_with_the_encoders_backward(layout):
     assert beside_loops(program(build("tiny-t5", **T5), layout, 4)) == []
 
