@@ -21,9 +21,17 @@ from meshpar.parallel.pairs import (
     triangle_product,
     whole_lines,
 )
-from tests.marks import slow
+from tests.kept_gradients import KEEPING
+from tests.states import normal_values, with_parameters
+from tests.test_afno import audited
+from tests.test_zoo import BOUND, errors, flat
 from tests.zoo import pairs
-from tests.zoo.beside import deviating, plain_run, step_of
+from tests.zoo.beside import (
+    deviating,
+    plain_loss_and_gradients,
+    plain_run,
+    step_of,
+)
 
 ENTRIES = {
     "both": pairs.BOTH,
@@ -33,28 +41,32 @@ ENTRIES = {
 plain = plain_run(pairs.BOTH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, layout",
     [
         ("both", "data=2,context=2,tensor=2"),
-        slow("both", "context=2,tensor=4,remat=full"),
-        slow("both", "tensor=8"),
-        slow("both", "fsdp=2,context=4"),
-        slow("both", "fsdp=2,context=2,tensor=2,remat=selective"),
-        slow("rows_over_two", "data=2,context=2,tensor=2,microbatches=2"),
-        slow("whole", "data=8"),
-        slow("whole", "fsdp=8"),
-        slow("whole", "data=2,stage=2,microbatches=4"),
-        slow("whole", "fsdp=2,stage=2,tensor=2,microbatches=4,schedule=1f1b"),
+        ("both", "context=2,tensor=4,remat=full"),
+        ("both", "tensor=8"),
+        ("both", "fsdp=2,context=4"),
+        ("both", "fsdp=2,context=2,tensor=2,remat=selective"),
+        ("rows_over_two", "data=2,context=2,tensor=2,microbatches=2"),
+        ("whole", "data=8"),
+        ("whole", "fsdp=8"),
+        ("whole", "data=2,stage=2,microbatches=4"),
+        ("whole", "fsdp=2,stage=2,tensor=2,microbatches=4,schedule=1f1b"),
     ],
 )
 def test_a_model_of_pairs_trains_as_plain_flax_and_optax_train_it(name, layout):
     assert not deviating(ENTRIES[name], layout, plain())
 
 
-def test_a_step_gathers_some_of_the_bias_at_a_time_and_no_pairs():
-    step = step_of(pairs.BOTH, "data=2,context=2,tensor=2")
-    report = audit(step, pairs.batch())
+def test_a_step_has_plain_gradients_and_gathers_some_bias_at_a_time_and_no_pairs(
+    monkeypatch,
+):
+    layout = "data=2,context=2,tensor=2"
+    step = step_of(pairs.BOTH, layout, layers=1, optimizer=KEEPING)
+    report, program = audited(step, pairs.batch(), monkeypatch)
     assert not report.surprises
     gathered = [row for row in report.rows if row.collective.kind == "all-gather"]
     assert {row.reason for row in gathered} == {
@@ -63,6 +75,18 @@ def test_a_step_gathers_some_of_the_bias_at_a_time_and_no_pairs():
     own_pairs = 4 * pairs.RESIDUES**2 // 4 * pairs.EMBED
     bytes_of_pairs = own_pairs * len(pairs.batch()["tokens"]) // 2
     assert all(row.collective.payload_bytes <= bytes_of_pairs for row in gathered)
+    assert not deviating_gradients(step, program)
+
+
+def deviating_gradients(step, program):
+    """What of a step is not within the bound of the plain modules."""
+    params = normal_values(step.state_shapes.params, scale=0.25)
+    state = with_parameters(step, params)
+    state, metrics = program(state, step.place(pairs.batch()))
+    value, wanted = plain_loss_and_gradients(pairs.BOTH, flat(params))
+    deviations = {"loss": abs(float(metrics["loss"]) / value - 1)}
+    deviations |= errors(flat(step.in_layer_order(state.opt_state[0])), wanted)
+    return {what: error for what, error in deviations.items() if not error <= BOUND}
 
 
 def temp_bytes(layout, residues):
