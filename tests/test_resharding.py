@@ -2,11 +2,10 @@
 
 import jax
 import numpy as np
-import optax
 import pytest
 
 import meshpar
-from meshpar import Layout, make_train_step
+from meshpar import Layout
 from meshpar.model.parameter import is_parameter
 from meshpar.models.presets import build
 from meshpar.parallel.pipeline.stages import in_layer_order
@@ -32,19 +31,28 @@ def devices_of(layout):
     return jax.devices()[: Layout.of(layout).num_devices]
 
 
-def state_of(model, layout, seed=0):
-    devices = devices_of(layout)
-    step = make_train_step(model, optax.sgd(1.0), layout, devices=devices)
-    return step, step.init(seed)
+def params_of(model, layout):
+    """Random parameters as they lie in a layout, and how they lie."""
+    source = Lying.of(model, layout, devices=devices_of(layout))
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda x, sharding: jax.device_put(
+            rng.standard_normal(x.stacked_shape).astype(np.float32), sharding
+        ),
+        source.model.parameters,
+        source.shardings,
+        is_leaf=is_parameter,
+    )
+    return params, source
 
 
 def check(model, one, other, devices=None):
-    step, state = state_of(model, one)
-    wanted = step.in_layer_order(state.params)
+    params, source = params_of(model, one)
+    wanted = in_layer_order(source.model, jax.device_get(params))
     found = meshpar.reshard(
-        state.params, one, other, model=model, devices=devices or devices_of(other)
+        params, one, other, model=model, devices=devices or devices_of(other)
     )
-    assert all(array.is_deleted() for array in jax.tree.leaves(state.params))
+    assert all(array.is_deleted() for array in jax.tree.leaves(params))
     target = Lying.of(model, other, devices=devices or devices_of(other))
     lying = jax.tree.map(lambda array: array.sharding, found)
     assert lying == target.shardings
@@ -118,10 +126,9 @@ def test_experts_arrive():
 
 
 def bytes_of(one, other):
-    _, state = state_of(MODEL, one)
-    source = Lying.of(MODEL, one, devices=devices_of(one))
+    params, source = params_of(MODEL, one)
     target = Lying.of(MODEL, other, devices=devices_of(other))
-    return reshard_bytes(state.params, source, target)
+    return reshard_bytes(params, source, target)
 
 
 def test_what_devices_lack_is_counted():
@@ -141,19 +148,9 @@ def test_what_devices_lack_is_counted():
     assert bytes_of("data=4,tensor=2", "tensor=8").total == split // 2
 
 
-def zeros_of(model, layout):
-    """Parameters as they lie in a layout, of zeros."""
-    source = Lying.of(model, layout, devices=devices_of(layout))
-    return jax.tree.map(
-        lambda x, sharding: jax.device_put(np.zeros(x.stacked_shape, "f4"), sharding),
-        source.model.parameters,
-        source.shardings,
-        is_leaf=is_parameter,
-    )
-
-
 def test_parameters_of_another_layout_are_refused(refuses):
-    params, devices = zeros_of(MODEL, "stage=3,microbatches=3"), jax.devices()[:2]
+    params, _ = params_of(MODEL, "stage=3,microbatches=3")
+    devices = jax.devices()[:2]
     shapes = ("blocks.attention.out", (6, 8, 16, 128), (4, 8, 16, 128))
     with refuses("layout.parameter_of_other_layout", *shapes):
         meshpar.reshard(params, "data=2", "tensor=2", model=MODEL, devices=devices)
@@ -174,6 +171,6 @@ def test_parameters_of_another_number_of_stages_are_refused(
     lies, said, stages, refuses
 ):
     model = build("test", layers=4)
-    zeros = zeros_of(model, lies)
+    params, _ = params_of(model, lies)
     with refuses("layout.parameter_of_other_stages", *stages, "from_layout="):
-        meshpar.reshard(zeros, said, "data=1", model=model, devices=jax.devices()[:1])
+        meshpar.reshard(params, said, "data=1", model=model, devices=jax.devices()[:1])
