@@ -11,42 +11,12 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from meshpar import audit, batch_shapes, pipeline_value_and_grad
-from meshpar.audit.hlo import parse_program
-from meshpar.audit.loops import may_end_early, trip_count
+from meshpar import audit, pipeline_value_and_grad
 from tests.marks import slow
-from tests.pipelined import BATCH, SEQ, assert_close, mlp_of, step_of
+from tests.pipelined import assert_close
 from tests.test_pipeline_value_and_grad import mesh_of
 
 LAYERS, WIDTH = 6, 8
-
-
-def loops_that_ranks_leave(layers, line):
-    """Trip counts of the loops of a step that ranks may leave before the others do."""
-    step = step_of(mlp_of(layers), line)
-    compiled = step.compile(batch_shapes(BATCH, SEQ))
-    program = parse_program(compiled.as_text())
-    return [
-        trip_count(program, computation, one)
-        for computation in program.computations.values()
-        for one in computation.instructions
-        if one.opcode == "while" and may_end_early(program, one)
-    ]
-
-
-def test_layers_of_forward_and_backward_are_left_out_by_idle_ranks():
-    # Of ticks that only fill, that do both and that only drain the pipeline.
-    trips = loops_that_ranks_leave(4, "stage=2,microbatches=3")
-    assert trips == [2] * 4
-
-
-def test_ranks_stay_together_where_gspmd_may_permute():
-    assert loops_that_ranks_leave(2, "stage=2,tensor=2,microbatches=3") == []
-
-
-@pytest.mark.slow
-def test_a_single_rank_is_never_idle():
-    assert loops_that_ranks_leave(1, "microbatches=3") == []
 
 
 def block(weight, x):

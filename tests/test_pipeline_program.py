@@ -18,7 +18,7 @@ from meshpar import (
 )
 from meshpar.audit.flops import flops_of
 from meshpar.audit.hlo import parse_program
-from meshpar.audit.loops import places
+from meshpar.audit.loops import may_end_early, places, trip_count
 from meshpar.audit.shapes import arrays_of
 from meshpar.mesh import absent_mesh
 from meshpar.model.equations import equations
@@ -74,14 +74,27 @@ def temp_bytes_in(step):
 
 
 @functools.cache
-def audited(line, model_of=mlp_of):
-    """The audit of a step, in which every collective has a reason."""
-    step = step_of(line, model_of=model_of)
-    report = audit(step, batch_shapes(examples_of(line), SEQ))
+def audit_and_program(line, model_of=mlp_of):
+    """The audit of a step, and what it compiled; every collective has a reason."""
+    step, programs = step_of(line, model_of=model_of), []
+    compile_ = jax.stages.Lowered.compile
+
+    def compiled(*given):
+        programs.append(compile_(*given))
+        return programs[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.stages.Lowered, "compile", compiled)
+        report = audit(step, batch_shapes(examples_of(line), SEQ))
     assert not report.problem
     assert list(report.complaints()) == []
     assert all(row.reason for row in report.rows)
-    return report
+    [program] = programs
+    return report, program
+
+
+def audited(line, model_of=mlp_of):
+    return audit_and_program(line, model_of)[0]
 
 
 def executions(report, mesh_axes, min_bytes):
@@ -208,18 +221,23 @@ def test_1f1b_hops_twice_a_tick_and_shares_its_ends_once():
     assert sent - 4 * per_device in range(64)  # the losses
 
 
+TOGETHER = "fsdp=2,stage=2,tensor=2,microbatches=3,sequence_parallel=true"
+"""Ranks that GSPMD partitions blocks of, beside parameters split over `fsdp`."""
+
+
 def test_split_parameters_are_gathered_once_a_step_or_once_a_microbatch():
-    def over_fsdp(more):
+    def over_fsdp(report):
         return {
             (row.collective.kind, row.collective.in_loop)
-            for row in audited(f"fsdp=2,stage=2,microbatches=3{more}").rows
+            for row in report.rows
             if row.collective.mesh_axes == ("fsdp",)
             and row.collective.payload_bytes > 64
         }
 
-    once = over_fsdp("")
+    once = over_fsdp(audited(TOGETHER, llama_of))
     assert once == {("all-gather", False), ("reduce-scatter", False)}
-    layerwise = over_fsdp(",fsdp_gather=microbatch")
+    line = "fsdp=2,stage=2,microbatches=3,fsdp_gather=microbatch"
+    layerwise = over_fsdp(audited(line))
     assert layerwise == once | {("all-gather", True), ("reduce-scatter", True)}
 
 
@@ -227,12 +245,38 @@ def test_split_parameters_are_gathered_once_a_step_or_once_a_microbatch():
     "line",
     [
         slow("data=2,stage=2,tensor=2,microbatches=3"),
-        "fsdp=2,stage=2,tensor=2,microbatches=3,sequence_parallel=true",
+        TOGETHER,
         slow("stage=2,schedule=interleaved_1f1b,chunks=2,microbatches=4,remat=full"),
     ],
 )
 def test_every_collective_of_a_pipeline_has_a_reason(line):
-    assert audited(line, model_of=llama_of).rows
+    assert audited(line, llama_of).rows
+
+
+def loops_that_ranks_leave(step):
+    """Trip counts of the loops of a step that ranks may leave before the others do."""
+    program = program_of(step)
+    return [
+        trip_count(program, computation, one)
+        for computation in program.computations.values()
+        for one in computation.instructions
+        if one.opcode == "while" and may_end_early(program, one)
+    ]
+
+
+def test_layers_of_forward_and_backward_are_left_out_by_idle_ranks():
+    # Of ticks that only fill, that do both and that only drain the pipeline.
+    trips = loops_that_ranks_leave(compiled("stage=2,microbatches=8,remat=none"))
+    assert trips == [2] * 4
+
+
+def test_ranks_stay_together_where_gspmd_may_permute():
+    assert loops_that_ranks_leave(audit_and_program(TOGETHER, llama_of)[1]) == []
+
+
+@pytest.mark.slow
+def test_a_single_rank_is_never_idle():
+    assert loops_that_ranks_leave(compiled("microbatches=3", layers=1)) == []
 
 
 @pytest.mark.parametrize(

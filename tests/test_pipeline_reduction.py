@@ -44,14 +44,13 @@ def test_slices_are_as_few_as_keep_each_small(monkeypatch, num_bytes, layers, nu
     assert reduction.num_slices(gradients_of(num_bytes, layers)) == number
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line",
     [
-        slow("data=2,stage=2,microbatches=3"),
+        "data=2,stage=2,microbatches=3",
         "fsdp=2,stage=2,microbatches=3",  # scattered: results are smaller
-        slow(
-            "data=2,stage=2,tensor=2,schedule=interleaved_1f1b,chunks=2,microbatches=2"
-        ),
+        "data=2,stage=2,tensor=2,schedule=interleaved_1f1b,chunks=2,microbatches=2",
     ],
 )
 def test_gradients_reduced_in_slices_equal_those_of_the_model_alone(monkeypatch, line):
