@@ -98,12 +98,12 @@ def _experts(config, params, bias, x):
         weights = weights / weights.sum(-1, keepdims=True)
     hits = jax.nn.one_hot(chosen, config.experts)  # batch, seq, choice, expert
     kept = _kept(config, hits)
-    y = 0.0
-    for expert in range(config.experts):
-        gate, up = (x @ params["gate_up"][expert, :, part] for part in (0, 1))
-        out = (jax.nn.silu(gate) * up) @ params["down"][expert]
-        weight = (weights * hits[..., expert] * kept).sum(-1)
-        y = y + config.scale * weight[..., None] * out
+    gate, up = (
+        jnp.einsum("btd,edf->btef", x, params["gate_up"][:, :, part]) for part in (0, 1)
+    )
+    out = jnp.einsum("btef,efd->bted", jax.nn.silu(gate) * up, params["down"])
+    weight = (weights[..., None] * hits * kept[..., None]).sum(2)
+    y = config.scale * (weight[..., None] * out).sum(2)
     if config.shared_experts:
         y = y + _mlp(params["shared"], x)
     seq = x.shape[1]

@@ -87,7 +87,7 @@ def first_round_flops(program):
 @pytest.mark.parametrize(
     "line, target, dtype",
     [
-        ("expert=8", "cpu:virtual:8", jnp.float32),
+        slow("expert=8", "cpu:virtual:8", jnp.float32),
         slow("data=8", "cpu:virtual:8", jnp.float32),
         pytest.param(
             *("fsdp=8,expert=8", "gpu:h100:8x8", jnp.bfloat16),

@@ -143,8 +143,9 @@ def _compiled(line):
     "line",
     [
         "data=1",
-        "expert=4",
-        "data=2,expert=2,tensor=2",
+        "data=2,expert=4",
+        slow("expert=4"),
+        slow("data=2,expert=2,tensor=2"),
         slow("expert=2"),
         slow("expert=8"),
         slow("fsdp=2,expert=4"),
