@@ -9,16 +9,17 @@ from meshpar import Layout, make_train_step
 from meshpar.models.presets import build
 from meshpar.recipes import pretrain
 from tests.conftest import rows
-from tests.marks import slow
+
+pytestmark = pytest.mark.slow
 
 LAYOUTS = [
-    slow("data=8"),
-    slow("fsdp=8"),
-    slow("tensor=8"),
-    slow("data=2,fsdp=2,tensor=2"),
-    slow("data=4,tensor=2"),
-    slow("fsdp=4,tensor=2"),
-    slow("tensor=8,sequence_parallel=true"),
+    "data=8",
+    "fsdp=8",
+    "tensor=8",
+    "data=2,fsdp=2,tensor=2",
+    "data=4,tensor=2",
+    "fsdp=4,tensor=2",
+    "tensor=8,sequence_parallel=true",
     "data=2,fsdp=2,tensor=2,sequence_parallel=true",
 ]
 
