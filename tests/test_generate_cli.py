@@ -1,6 +1,7 @@
 """`meshpar generate` continues texts from a run's checkpoint and from others' files."""
 
 import contextlib
+import functools
 import io
 import json
 from dataclasses import asdict, replace
@@ -26,15 +27,18 @@ from meshpar.recipes.config import RunConfig
 from meshpar.recipes.loaded import _said, load
 from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.checkpoint_arrays import StoredArray
+from meshpar.train.step import TrainStep
 from tests.bpe import write_bpe
+from tests.run_steps import compute_nothing, counted_step
+from tests.states import drawn
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, small_text):
     out = tmp_path_factory.mktemp("runs") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pretrain, "validate", lambda *args: 5.25)
-        patch.setattr(pretrain, "sample", lambda *args: pretrain.np.array([65]))
+        compute_nothing(patch, lambda step, state, batch: counted_step(state))
+        patch.setattr(TrainStep, "init", lambda step, seed=0: drawn(step, scale=0.3))
         pretrain.pretrain(
             RunConfig(
                 preset="test",
@@ -64,11 +68,28 @@ def untrained(tmp_path_factory):
     return out
 
 
+load_once, programs_once = functools.cache(load), functools.cache(Programs.of)
+
+
+def shared_programs(*given, devices=None, **options):
+    devices = None if devices is None else tuple(devices)
+    return programs_once(*given, devices=devices, **options)
+
+
+@pytest.fixture
+def shared(monkeypatch):
+    """Commands of the same options share what they read and compile."""
+    monkeypatch.setattr("meshpar.recipes.loaded.load", load_once)
+    programs = SimpleNamespace(of=shared_programs)
+    monkeypatch.setattr("meshpar.generation.programs.Programs", programs)
+
+
 def generated(capsys, *words):
     assert main(["generate", *map(str, words), "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.usefixtures("shared")
 def test_a_checkpoint_goes_on_with_every_prompt(run, capsys, monkeypatch):
     words = ("--from", run, "--max-tokens", 3)
     found = generated(capsys, *words, "--prompt", "To be", "--prompt", "or")
@@ -87,8 +108,10 @@ def test_a_checkpoint_goes_on_with_every_prompt(run, capsys, monkeypatch):
     )
 
 
+@pytest.mark.usefixtures("shared")
 def test_the_text_of_one_prompt_is_printed(run, capsys):
-    words = ["generate", "--from", str(run), "--prompt", "To be", "--max-tokens", "2"]
+    words = ["generate", "--from", str(run), "--prompt", "To be", "--max-tokens", "3"]
+    words += ["--slots", "2"]
     assert main([*words, "--temperature", "1", "--seed", "3"]) == 0
     first = capsys.readouterr().out
     assert first.startswith("To be")

@@ -151,7 +151,7 @@ def test_windows_keep_no_more_than_a_window():
     ("name", "layout"),
     [
         # Beside blocks without a window, and with 2 key/value heads copied.
-        ("tiny-gemma3", "fsdp=2,tensor=4"),
+        ("tiny-gemma3", "tensor=4"),
         slow("test", "data=1"),
         slow("test", "tensor=2,context=2"),
     ],
@@ -270,6 +270,13 @@ def test_a_request_has_the_tokens_that_it_has_alone(alone):
         )
     first, fifth = (tuple(zip(*alone[at], strict=True))[0] for at in (0, 4))
     assert first[:4] != fifth, "another seed draws other tokens"
+
+
+def test_a_request_reads_nothing_that_was_in_its_pages_before(alone):
+    engine = engine_of()
+    engine._pools = jax.tree.map(lambda pool: pool * jnp.nan, engine._pools)
+    for one, other in zip(run(engine, REQUESTS), alone, strict=True):
+        assert [token for token, _ in one] == [token for token, _ in other]
 
 
 @pytest.mark.parametrize(("num_pages", "waits"), [(5, False), (4, True)])

@@ -16,6 +16,7 @@ from meshpar.generation.requests import Request
 from meshpar.models.presets import build
 from meshpar.testing import check_generation
 from tests.marks import slow
+from tests.states import normal_values, with_parameters
 
 SOURCES = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3], [8, 4]]
 NEW = 5
@@ -37,7 +38,12 @@ def single():
 def trained(sizes):
     model = build("tiny-t5", **dict(sizes))
     step = make_train_step(model, optax.sgd(0.1), "data=1", devices=single())
-    return model, step, step.init(0)
+    return model, step, first_state(step)
+
+
+def first_state(step, seed=0):
+    """Parameters large enough to matter, which no program draws."""
+    return with_parameters(step, normal_values(step.state_shapes.params, seed=seed))
 
 
 @functools.cache
@@ -102,7 +108,7 @@ def test_requests_that_share_slots_and_pages_have_the_tokens_that_they_have_alon
         chunk=4,
         devices=single(),
     )
-    engine = Engine(programs, *placed(programs, model, step.init(1)))
+    engine = Engine(programs, *placed(programs, model, first_state(step, seed=1)))
     requests = [Request(tokens=[0], source=one, max_tokens=NEW) for one in SOURCES]
     found = {engine.submit(request): [] for request in requests}
     begun = []
@@ -123,7 +129,7 @@ def test_requests_that_share_slots_and_pages_have_the_tokens_that_they_have_alon
 
 
 def test_what_is_kept_of_a_source_has_the_bytes_of_its_formula():
-    model, _, _ = trained(LEARNED)
+    model = build("tiny-t5", **dict(LEARNED))
     options = {"slots": 4, "max_seq": 8, "page_size": 4, "devices": jax.devices()[:2]}
     plan = Programs.of(model, "tensor=2", max_source=10, **options).plan
     layers, heads, size, arrays = 2, 4 // 2, 4, 2
