@@ -41,6 +41,9 @@ FEATURES = {
     for feature in table.features
 }
 MIXED = dict(zip([table.name for table in TABLES], KINDS, strict=True))
+STAGES = "data=2,stage=2,tensor=2,microbatches=4,schedule=1f1b"
+"""The layout under which `make test` trains tables of every placement."""
+
 SIZES = dict(features=5, bottom=(8, 16), top_width=16)
 
 
@@ -133,7 +136,8 @@ def check_equal(step, optimizer, layers):
 @pytest.mark.parametrize(
     "optimizer, layout",
     [
-        ("RowwiseAdagrad", "data=2,fsdp=2,tensor=2"),
+        ("RowwiseAdagrad", STAGES),
+        slow("RowwiseAdagrad", "data=2,fsdp=2,tensor=2"),
         slow("LazyAdam", "fsdp=4,tensor=2"),
         slow("SGD", "data=8"),
         slow("RowwiseAdagrad", "data=1"),
@@ -151,18 +155,17 @@ def test_each_placement_trains_as_dense_tables(kind, optimizer):
     check_equal(step, optimizer, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout, layers",
     [
-        ("data=2,stage=2,tensor=2,microbatches=4,schedule=1f1b", 2),
-        slow("fsdp=2,stage=4,microbatches=2,schedule=gpipe", 5),
-        slow("stage=2,tensor=2,microbatches=2,schedule=interleaved_1f1b,chunks=2", 4),
+        ("fsdp=2,stage=4,microbatches=2,schedule=gpipe", 5),
+        ("stage=2,tensor=2,microbatches=2,schedule=interleaved_1f1b,chunks=2", 4),
     ],
 )
 def test_tables_train_beside_the_stages_of_a_pipeline(layout, layers):
     optimizer = "RowwiseAdagrad"
-    step = step_of(layout, optimizer, MIXED, top_layers=layers)
-    check_equal(step, optimizer, layers)
+    check_equal(made(layout, optimizer, layers), optimizer, layers)
 
 
 # Blocks of so many rows stand for many devices: of 24, as of 4,096, number squared is
@@ -170,8 +173,8 @@ def test_tables_train_beside_the_stages_of_a_pipeline(layout, layers):
 @pytest.mark.parametrize(
     "layout, placement, block",
     [
-        ("data=2,stage=2,tensor=2,microbatches=4,schedule=1f1b", MIXED, BLOCK),
-        ("data=2,stage=2,tensor=2,microbatches=4,schedule=1f1b", MIXED, 24),
+        (STAGES, MIXED, BLOCK),
+        (STAGES, MIXED, 24),
         slow("data=1", "table_wise", BLOCK),
         slow("data=3", {**MIXED, "user": "row_wise"}, BLOCK),  # by way of the host
         *(slow("fsdp=8", kind, BLOCK) for kind in KINDS),
@@ -214,9 +217,7 @@ def test_tables_are_taken_out_of_a_placement_row_by_row_and_put_back(
 
 def test_what_a_table_has_no_row_for_is_no_part_of_its_checkpoint():
     """Devices have places of such rows too: 101 rows over 8 have 104."""
-    step = made(
-        "data=2,stage=2,tensor=2,microbatches=4,schedule=1f1b", "RowwiseAdagrad", 2
-    )
+    step = made(STAGES, "RowwiseAdagrad", 2)
     state = step.init(3)
     ones = jax.tree.map(jnp.ones_like, state.model_state["embedding_tables"])
     tables = step.portable(joined(state, ones)).model_state["embedding_tables"]
@@ -312,7 +313,7 @@ def test_a_checkpoint_goes_on_under_another_placement_and_layout(tmp_path):
 
 
 def test_a_step_that_is_not_finite_leaves_the_tables_as_they_are():
-    step = made("data=2,fsdp=2,tensor=2", "RowwiseAdagrad", 2)
+    step = made(STAGES, "RowwiseAdagrad", 2)
     state = step.init(3)
     before = step.host_tables(state)
     outside = step.place(batches()[0])
