@@ -19,6 +19,7 @@ from meshpar import (
 )
 from meshpar.models.layers.volume import VOLUME, Conv
 from meshpar.parallel.convolution_gradients import own_convolution
+from tests.marks import slow
 
 SIDES = (8, 8, 4)
 IDLE = {"depth": "context"}  # beside `tensor`
@@ -217,44 +218,50 @@ def test_a_convolution_whose_gradient_xla_gets_wrong_is_refused_by_its_line(
         assert f"{__file__}:" in message and "\n" not in message
 
 
+RIGHT = {
+    "no axis idle": (plain(), "data=2,context=2,tensor=2", BEAMS),
+    "padded by hand": (
+        plain(kind=Padded, padding="VALID"),
+        "context=2,tensor=2",
+        BEAMS,
+    ),
+    "of one place": (plain(1), "context=2,tensor=2", IDLE),
+    "not along": (plain((1, 3, 3)), "context=2,tensor=2", IDLE),
+    "by hand": (
+        lambda rngs: Conv((2, 4), kernel=3, rngs=rngs),
+        "data=2,context=2,tensor=2",
+        IDLE,
+    ),
+    "compiled apart": (plain(1, kind=Compiled), "context=2,tensor=2", IDLE),
+    "checkpointed": (
+        plain((1, 3, 3), kind=Checkpointed),
+        "data=2,context=2,tensor=2",
+        IDLE,
+    ),
+    "of a whole volume": (plain(kind=Whole), "context=2,tensor=2", IDLE),
+    "of a series": (BesideSeries, "context=2,tensor=2", IDLE),
+    "of each slice": (plain((3, 3), kind=Slices), "context=2,tensor=2", IDLE),
+    "padded along others": (
+        plain((1, 3, 3), kind=PaddedSides, padding="VALID"),
+        "context=2,tensor=2",
+        IDLE,
+    ),
+}
+COMPILED = ("no axis idle", "not along", "by hand")
+"""What every run of the tests compiles; of all others it asks the check alone."""
+
+
+@pytest.mark.parametrize("name", [name for name in RIGHT if name not in COMPILED])
+def test_what_is_right_passes_the_check_before_a_program(name):
+    step = step_of(*RIGHT[name])
+    step.audit_subject(batch(), gradients_only=True).flat()
+
+
 @pytest.mark.parametrize(
-    "make, layout, rules",
-    [
-        (plain(), "data=2,context=2,tensor=2", BEAMS),
-        (plain(kind=Padded, padding="VALID"), "context=2,tensor=2", BEAMS),
-        (plain(1), "context=2,tensor=2", IDLE),
-        (plain((1, 3, 3)), "context=2,tensor=2", IDLE),
-        (
-            lambda rngs: Conv((2, 4), kernel=3, rngs=rngs),
-            "data=2,context=2,tensor=2",
-            IDLE,
-        ),
-        (plain(1, kind=Compiled), "context=2,tensor=2", IDLE),
-        (plain((1, 3, 3), kind=Checkpointed), "data=2,context=2,tensor=2", IDLE),
-        (plain(kind=Whole), "context=2,tensor=2", IDLE),
-        (BesideSeries, "context=2,tensor=2", IDLE),
-        (plain((3, 3), kind=Slices), "context=2,tensor=2", IDLE),
-        (
-            plain((1, 3, 3), kind=PaddedSides, padding="VALID"),
-            "context=2,tensor=2",
-            IDLE,
-        ),
-    ],
-    ids=[
-        "no axis idle",
-        "padded by hand",
-        "of one place",
-        "not along",
-        "by hand",
-        "compiled apart",
-        "checkpointed",
-        "of a whole volume",
-        "of a series",
-        "of each slice",
-        "padded along others",
-    ],
+    "name", [name if name in COMPILED else slow(name) for name in RIGHT]
 )
-def test_what_is_not_refused_has_the_gradients_of_one_device(make, layout, rules):
+def test_what_is_not_refused_has_the_gradients_of_one_device(name):
+    make, layout, rules = RIGHT[name]
     step, alone = step_of(make, layout, rules), step_of(make, "data=1", rules)
     state = step.init(0)
     loss, found = step.loss_and_gradients(state, batch())

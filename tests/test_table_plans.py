@@ -22,7 +22,7 @@ def request(devices=4, global_batch=4096, rows=1_000_000, **kept):
     tables = tuple(Table(name=f"id{at}", rows=rows, dim=DIM) for at in range(FEATURES))
     return TableRequest(
         name="tiny-dlrm",
-        model=build("tiny-dlrm"),
+        model=build("tiny-dlrm", bottom=(DIM,), top_width=8, top_layers=1),
         tables=tables,
         cluster=cluster_of("h100-80gb", devices=devices),
         global_batch=global_batch,

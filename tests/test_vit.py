@@ -8,6 +8,7 @@ import pytest
 from meshpar import Layout, Scope, lint, make_train_step
 from meshpar.model.single import forward, loss
 from meshpar.models.presets import build, configure
+from tests.states import normal_values
 
 SMALL = dict(image=8, patch=4, channels=1, embed=16, heads=4, layers=2)
 
@@ -63,8 +64,8 @@ def test_a_class_token_is_one_token_more(pooling, tokens):
 
 def test_an_image_of_weight_0_does_not_count():
     model = build("tiny-vit", **SMALL)
-    params, batch = jax.jit(model.init)(0), images_of(4)
-    params["classifier"] = jax.random.normal(jax.random.key(0), (10, 16))
+    shapes, batch = jax.eval_shape(model.init, 0), images_of(4)
+    params = jax.device_put(normal_values(shapes))
     mean = jax.jit(lambda batch: loss(model, params, batch))
     alone = mean({name: array[:3] for name, array in batch.items()})
     weighted = mean({**batch, "weights": np.float32([1, 1, 1, 0])})
