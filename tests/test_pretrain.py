@@ -46,6 +46,7 @@ def hint_of(output, *, done):
     return words[2:]
 
 
+@pytest.mark.slow
 def test_a_run_resumed_on_another_layout_continues_with_the_same_losses(
     tmp_path, small_text, capsys
 ):
@@ -114,6 +115,8 @@ def test_a_step_that_changes_nothing_is_told(tmp_path, small_text, capsys, monke
     output = " ".join(capsys.readouterr().out.split())
     assert "step 2: loss nan" in output and "1 steps skipped so far" in output
     assert output.count("skipped so far") == 1
+    for word in ("data=2", "blocks.mlp.down", "bigram", "checkpoint in"):
+        assert word in output
     assert rows(tmp_path / "metrics.jsonl", "skipped") == [0, 0, 1, 1, 1, 1]
 
 

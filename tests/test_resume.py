@@ -36,7 +36,7 @@ def small(small_text, tmp_path):
     return config
 
 
-@pytest.mark.parametrize("layout", ["data=2", slow("fsdp=2,tensor=2")])
+@pytest.mark.parametrize("layout", [slow("data=2"), "fsdp=2,tensor=2"])
 def test_more_steps_have_the_losses_of_an_uninterrupted_run_on_any_layout(
     layout, small, tmp_path
 ):
