@@ -17,7 +17,6 @@ from meshpar.recipes.bench.gpu_contestants import (
     bf16_agrees,
 )
 from tests import warm
-from tests.marks import slow
 
 TINY = {
     "gpt2": Shape(
@@ -30,7 +29,8 @@ TINY = {
 }
 
 
-@pytest.mark.parametrize("name", [slow("gpt2"), "llama", slow("untied")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama", "untied"])
 def test_every_program_computes_the_same_losses(name):
     results = {
         program: measure(TINY[name], steps=2)

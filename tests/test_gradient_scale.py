@@ -10,7 +10,8 @@ from jax.sharding import AxisType, Mesh
 from meshpar import pipeline_value_and_grad
 from meshpar.parallel.context.splash import over_root
 from meshpar.parallel.mean_loss import scaled
-from tests.pipelined import BATCH, QUICK, SEQ, batch_of, mlp_of, step_of
+from tests.marks import slow
+from tests.pipelined import BATCH, QUICK, SEQ, batch_of, mlp_of, state_of, step_of
 
 BETWEEN = 1 + 0.9 / 256
 """Almost half-way between 1 and the next number in bf16, which is 1 + 2 / 256."""
@@ -38,12 +39,14 @@ def test_a_scale_is_not_rounded_to_the_bits_of_what_it_scales():
     assert abs(bias(found, BETWEEN * np.float64(values))) < BOUND
 
 
-@pytest.mark.parametrize("line", ["data=2", "microbatches=2", "stage=2,microbatches=2"])
+@pytest.mark.parametrize(
+    "line", ["data=2", slow("microbatches=2"), "stage=2,microbatches=2"]
+)
 def test_the_mean_over_the_weights_of_a_batch_is_not_rounded(line):
     model = mlp_of(2)
     batch = {**batch_of(), "weights": np.full((BATCH, SEQ), 2 / 3 / BETWEEN)}
     found, wanted = (
-        step.in_layer_order(step.loss_and_gradients(step.init(0), batch)[1])
+        step.in_layer_order(step.loss_and_gradients(state_of(step, model), batch)[1])
         for step in (step_of(model, line, gradient_dtype=dtype) for dtype in DTYPES)
     )
     assert abs(bias(found, wanted)) < BOUND

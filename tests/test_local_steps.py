@@ -171,7 +171,7 @@ def test_replicas_train_as_by_hand_and_average_after_every_interval(line):
         assert np.array_equal(*np.asarray(array))
 
 
-@pytest.mark.parametrize("line", [FAST, slow("data=2,sync_every=2"), PIPELINED])
+@pytest.mark.parametrize("line", LINES)
 def test_nothing_crosses_data_but_the_parameters_once_an_interval(line):
     step = step_of(line)
     report = audit(step, batch_of(0))

@@ -14,6 +14,7 @@ from meshpar.model.lora import LoRA
 from meshpar.model.single import loss_and_state
 from meshpar.model.values import initial_values
 from meshpar.models.presets import build
+from tests.marks import slow
 from tests.test_nnx_refusals import INPUTS, SIZE, Ends
 
 X = np.random.default_rng(0).normal(size=(8, SIZE)).astype(np.float32)
@@ -77,7 +78,10 @@ def check(found, params):
 
 @pytest.mark.parametrize(
     "layout",
-    ["data=1", "data=2,zero=1", "fsdp=2,tensor=2", "fsdp=2,stage=2,microbatches=2"],
+    [
+        "fsdp=2,tensor=2",
+        *map(slow, ("data=1", "data=2,zero=1", "fsdp=2,stage=2,microbatches=2")),
+    ],
 )
 def test_an_update_of_the_state_reads_the_parameters_before_the_step(layout):
     step = step_of(model(), layout)
@@ -88,7 +92,8 @@ def test_an_update_of_the_state_reads_the_parameters_before_the_step(layout):
 
 
 @pytest.mark.parametrize(
-    "layout", ["data=1", "data=2,tensor=2", "fsdp=2,stage=2,microbatches=2"]
+    "layout",
+    ["fsdp=2,stage=2,microbatches=2", *map(slow, ("data=1", "data=2,tensor=2"))],
 )
 def test_sums_that_are_pythons_numbers_count_as_arrays_do(layout):
     step = step_of(model(Counting, auxiliary={"z": 0.5}), layout)
