@@ -76,7 +76,10 @@ def test_what_would_do_nothing_is_refused(options, refusal, refuses):
 
 
 @pytest.fixture
-def small(small_text, tmp_path):
+def small(small_text, tmp_path, monkeypatch):
+    monkeypatch.setattr(pretrain, "validate", lambda *args: 5.25)
+    monkeypatch.setattr(pretrain, "sample", lambda *args: np.array([65]))
+
     def config(**options):
         given = {"layout": "data=2", "text": small_text, "out": tmp_path / "run"}
         return RunConfig(**{**SMALL, **given, **options})

@@ -8,7 +8,10 @@ from meshpar.cli.main import main
 from meshpar.recipes import pretrain
 from meshpar.recipes.config import RunConfig
 from meshpar.train.checkpoint import Checkpoints
+from meshpar.train.step import TrainStep
 from tests.refusals import names
+from tests.run_steps import compute_nothing, counted_step
+from tests.states import drawn
 from tests.test_checkpoint import small_state
 
 
@@ -21,8 +24,8 @@ def saved(tmp_path_factory, small_text):
         **options, layout="fsdp=2", steps=2, text=small_text, out=out, save_every=1
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pretrain, "validate", lambda *args: 5.25)
-        patch.setattr(pretrain, "sample", lambda *args: pretrain.np.array([65]))
+        compute_nothing(patch, lambda step, state, batch: counted_step(state))
+        patch.setattr(TrainStep, "init", lambda step, seed=0: drawn(step, scale=0.3))
         pretrain.pretrain(config)
     return out
 

@@ -1,5 +1,7 @@
 """Each part of a step's memory: the formula beside what the compiler says."""
 
+import functools
+
 import jax
 import numpy as np
 import optax
@@ -17,6 +19,7 @@ ENDS_BYTES = 2 * (2 * 64 * 64 // 2 + 64)
 """Embedding and head over tensor=2 and the last norm, in bf16."""
 
 
+@functools.cache
 def report_of(line, model=MODEL, **options):
     layout = Layout.parse(line)
     devices = jax.devices()[: layout.num_devices]
@@ -41,9 +44,10 @@ def part_of(report, name):
     return next(part.formula_bytes for part in report.parts if part.name == name)
 
 
+SPLIT = "fsdp=2,tensor=2,precision=bf16,param_dtype=bf16"
 LAYOUTS = [
     slow("data=2,zero=1,remat=full"),
-    "fsdp=2,tensor=2,precision=bf16,param_dtype=bf16",
+    SPLIT,
     "stage=2,microbatches=4,remat=full",
     slow("data=2,remat=full,optimizer_memory=host"),
     slow("data=2,tensor=2,remat=full,sync_every=4"),
@@ -93,7 +97,7 @@ def test_experts_of_split_sequences_have_a_report():
 
 
 def test_a_report_prints_every_part_and_is_plain_data():
-    report = report_of("data=2,zero=2")
+    report = report_of(SPLIT)
     text = str(report)
     for part in report.parts:
         assert part.name in text and part.how in text
