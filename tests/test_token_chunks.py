@@ -11,6 +11,7 @@ from meshpar.model.tracing import batch_shapes
 from meshpar.models.presets import build
 from meshpar.parallel.token_chunks import in_token_chunks
 from meshpar.testing import check_layouts
+from tests.pipelined import assert_equal_to_plain
 
 SIZES = dict(layers=2, hidden=32, heads=4, vocab=64)
 SWIGLU = build(**SIZES, gated=True, kv_heads=2, ffn=64)
@@ -56,6 +57,12 @@ def test_values_and_gradients_are_those_of_all_tokens_at_once(few_bytes, seq, si
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("few_bytes")
+def test_chunks_have_the_gradients_of_the_model_alone():
+    assert_equal_to_plain(GELU, "data=2,remat=save:mlp_hidden")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "line"),
     [(SWIGLU, "context=2,tensor=2,remat=full"), (GELU, "data=2,remat=save:mlp_hidden")],
