@@ -27,7 +27,7 @@ from meshpar.schedules import (
     tick_table,
 )
 from meshpar.testing.layout_draws import draw_layout
-from tests.pipelined import assert_equal_to_plain, model_of, step_of
+from tests.pipelined import assert_equal_to_plain, mlp_of, step_of
 
 V_SHAPED = ScheduleMethod(
     name="v_shaped",
@@ -114,7 +114,7 @@ def test_the_command_draws_it(capsys):
 
 
 def test_a_layout_trains_with_it():
-    assert_equal_to_plain(model_of(5), f"data=2,{LINE}")
+    assert_equal_to_plain(mlp_of(5), f"data=2,{LINE}")
 
 
 def test_the_planner_replays_what_it_has_no_closed_form_of():
@@ -206,8 +206,8 @@ def test_no_step_and_no_plan_has_backwards_that_are_split(refuses):
     assert simulate(SPLIT(2, 2)).span_s > 0
     refusal = ("schedule.split_backward", "schedule=split")
     with refuses(*refusal):
-        step_of(model_of(4), line)
-    findings = lint(model_of(4), Layout.parse(line)).findings
+        step_of(mlp_of(4), line)
+    findings = lint(mlp_of(4), Layout.parse(line)).findings
     assert any(finding.key == refusal[0] for finding in findings)
     cluster = cluster_of("h100-80gb", devices=2)
     with refuses(*refusal):

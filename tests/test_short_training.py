@@ -10,7 +10,6 @@ import pytest
 
 from meshpar import Layout, make_train_step
 from meshpar.models.presets import build
-from tests.marks import slow
 
 PLAYS = Path(__file__).parents[1] / "recipes" / "data" / "shakespeare"
 BATCH = 64
@@ -47,11 +46,12 @@ def digits():
     return found.images[..., None].astype(np.float32) / 16, found.target
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "layers"),
     [
         ("data=2,tensor=2", 2),
-        slow("data=2,stage=2,tensor=2,microbatches=4,schedule=1f1b", 4),
+        ("data=2,stage=2,tensor=2,microbatches=4,schedule=1f1b", 4),
     ],
 )
 def test_a_vision_transformer_learns_to_read_digits(layout, layers):

@@ -88,7 +88,7 @@ def errors(mask, kv_heads, head_dim=64, *, segments=None, keys=SEQ):
         (CAUSAL, 1),
         slow(Mask(causal=False), 2),
         slow(Mask(window=100), 2),
-        (Mask(window=70, causal=False), 2),
+        slow(Mask(window=70, causal=False), 2),
     ],
 )
 def test_the_kernel_equals_a_dense_softmax(mask, kv_heads):
