@@ -1,5 +1,6 @@
 """Every program in README and in the documentation runs as it stands there."""
 
+import ast
 import importlib
 import json
 import os
@@ -210,6 +211,28 @@ def test_every_block_says_what_it_is():
         if block.language not in known
     ]
     assert not unknown
+
+
+@pytest.mark.parametrize("document", [one for one, found in ALL.items() if found])
+def test_what_a_page_imports_and_calls_exists(document):
+    """Of every block, the slow ones and files too."""
+    for block in ALL[document]:
+        if block.language == "python":
+            for module, name in named(ast.parse(block.text)):
+                assert hasattr(importlib.import_module(module), name), block.where
+        elif block.language == "bash":
+            commands = re.findall(r"^meshpar (\w+)", block.text, re.M)
+            assert {*commands} <= {*SUBCOMMANDS}, block.where
+
+
+def named(tree):
+    """(module, name) of what a program takes from meshpar."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.ImportFrom(module=module) if module.startswith("meshpar"):
+                yield from ((module, one.name) for one in node.names)
+            case ast.Attribute(value=ast.Name(id="meshpar"), attr=name):
+                yield "meshpar", name
 
 
 @pytest.mark.parametrize("package", [meshpar, meshpar.schedules, meshpar.testing])
