@@ -1,14 +1,25 @@
 """Whatever happens to a run, it loses nothing that it saved: `kill_matrix`."""
 
 import os
+import signal
+from dataclasses import replace
 
 import pytest
 
 from tests import warm
 from tests.marks import slow
-from tests.multiprocess.kill_cases import CASES, Row, sigkill
+from tests.multiprocess.kill_cases import CASES, Row
 from tests.multiprocess.kill_matrix import table_of
-from tests.multiprocess.runs import Setting, newest, whole_run
+from tests.multiprocess.runs import (
+    Setting,
+    gone_on,
+    is_saving,
+    newest,
+    rows_of,
+    running,
+    wait,
+    whole_run,
+)
 
 
 @pytest.fixture(scope="module")
@@ -26,12 +37,22 @@ def test_a_run_goes_on_or_stops_with_a_reason(name, losses, small_text, tmp_path
 
 
 def test_a_run_killed_while_it_saves_goes_on_from_the_checkpoint_before(
-    losses, small_text, tmp_path
+    small_text, tmp_path
 ):
-    setting = Setting(small_text, losses, tmp_path, interpreter=warm.words())
-    row = sigkill(setting, num_runs=1, num_kills=1)
+    """The steps after it are done again, with the losses that they had before."""
+    setting = Setting(small_text, [], tmp_path, interpreter=warm.words())
+    with running(setting, save_every=8) as (child,):
+        wait(lambda: newest(setting.out) >= 8, [child])
+        wait(lambda: is_saving(setting.out), [child])
+        child.process.kill()
+        child.ended(-signal.SIGKILL)
+    saved = newest(setting.out)
+    assert saved % 8 == 0
+    losses = [row["loss"] for row in rows_of(setting.log)]
+    assert len(losses) >= saved >= 8
+    gone_on(replace(setting, losses=losses), after=saved)
     # The new start has done four more steps, and saved the last.
-    assert newest(tmp_path / "0" / "run") == row.resumed + 4 >= 5
+    assert newest(setting.out) == saved + 4
 
 
 def test_the_table_of_cases_has_a_line_of_each():

@@ -51,38 +51,34 @@ def train(number, devices, *options, timeout_s=300):
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory, small_text, shared_steps):
     """The losses of a run of this process, and its last look at the validation text."""
-    out = tmp_path_factory.mktemp("one")
-    config = RunConfig(
-        **MODEL, layout="data=2", steps=STEPS, text=small_text, out=out, sample_tokens=0
-    )
-    result = pretrain(config)
+    return run_of_one(tmp_path_factory.mktemp("one"), small_text)
+
+
+def run_of_one(out, text, **options):
+    """The losses of all steps in this process, and its last look at the other text."""
+    config = dict(layout="data=2", steps=STEPS, text=text, out=out, sample_tokens=0)
+    result = pretrain(RunConfig(**{**MODEL, **config, **options}))
     return rows(out / "metrics.jsonl", "loss"), result.validation_loss
 
 
 def test_two_processes_have_the_losses_of_one_which_goes_on_from_their_checkpoint(
-    one_process, small_text, tmp_path
+    small_text, tmp_path
 ):
-    options = ["--steps", str(STEPS), "--stop-after", "3", "--out", str(tmp_path)]
+    one, two = tmp_path / "one", tmp_path / "two"
+    small = "vocab=256,layers=1"
+    options = ["--steps", str(STEPS), "--stop-after", "3", "--out", str(two)]
     options += ["--layout", "fsdp=2,tensor=2", "--text", str(small_text)]
+    options += ["--model", small, "--sample-tokens", "0"]
     first, second = train(2, 2, *options, timeout_s=200)
     assert names(first.output, 3) and "--resume" in first.output
     assert "layout" in first.output and "layout" not in second.output
-    losses, validation_loss = one_process
-    log = tmp_path / "metrics.jsonl"
+    losses, validation_loss = run_of_one(one, small_text, model=small)
+    log = two / "metrics.jsonl"
     np.testing.assert_allclose(rows(log, "loss"), losses[:3], rtol=1e-5)
     times_s = rows(log, "step_s")
-    config = RunConfig(
-        **MODEL,
-        layout="data=2",
-        steps=STEPS,
-        text=small_text,
-        out=tmp_path,
-        resume="auto",
-        sample_tokens=0,
-    )
-    result = pretrain(config)
-    np.testing.assert_allclose(rows(log, "loss"), losses, rtol=1e-5)
-    assert result.validation_loss == pytest.approx(validation_loss, rel=1e-5)
+    found, found_validation = run_of_one(two, small_text, model=small, resume="auto")
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    assert found_validation == pytest.approx(validation_loss, rel=1e-5)
     assert rows(log, "step_s")[:3] == times_s  # Those steps were not done again.
 
 
