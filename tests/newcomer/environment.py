@@ -62,7 +62,8 @@ class Machine:
         if borrowed:
             path = self.site_packages / "borrowed.pth"
             path.write_text(sysconfig.get_path("purelib") + "\n")
-            self.install("--no-deps", str(wheel))
+            # Python compiles what is imported, pip would compile all.
+            self.install("--no-deps", "--no-compile", str(wheel))
         else:
             self.install(str(wheel))
 

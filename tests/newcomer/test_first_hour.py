@@ -31,26 +31,21 @@ print(*sys.path, sep="\\n")
 
 def check_first_steps(machine):
     """Imports, README's first program and the commands, from the wheel alone."""
-    program = f"{blocks(README, 'python')[0]}print(metrics['loss'])\n"
-    loss, origin, absent, *path = machine.python(program + WHERE).splitlines()
+    check_where_it_is(machine, machine.python(FIRST + WHERE))
+    machine.shell("meshpar lint --preset tiny --layout fsdp=8")  # Status 0: none found.
+
+
+FIRST = f"{blocks(README, 'python')[0]}print(metrics['loss'])\n"
+
+
+def check_where_it_is(machine, printed):
+    """Holds what a first program printed to a wheel outside of the checkout."""
+    loss, origin, absent, *path = printed.splitlines()
     assert 0 < float(loss) < 20
     assert origin == str(machine.site_packages / "meshpar" / "__init__.py")
     assert absent == "None None"
     assert not [entry for entry in path if entry.startswith(str(ROOT / "meshpar"))]
     assert str(ROOT) not in path
-    machine.shell("meshpar lint --preset tiny --layout fsdp=8")  # Status 0: none found.
-
-
-def test_the_wheel_runs_what_readme_shows_outside_of_the_checkout(quick):
-    check_first_steps(quick)
-
-
-def test_no_folder_of_the_wheel_is_called_models_or_recipes(quick):
-    named = {path.name for path in quick.site_packages.iterdir()}
-    assert {"models", "recipes", "tests"}.isdisjoint(named)
-    packed = quick.site_packages / "meshpar"
-    assert (packed / "models" / "presets.py").is_file()
-    assert (packed / "recipes" / "data" / "shakespeare" / "hamlet.txt").is_file()
 
 
 LINT = """
@@ -61,9 +56,16 @@ for layout in ("data=8", "fsdp=2,tensor=2", "data=2,stage=2,tensor=2"):
     found = [meshpar.lint(one, layout, seq=16).findings for one in models]
     assert not any(found), (layout, found)
 """
+COMMAND = """
+from meshpar.cli.main import main
+import contextlib, io
+with contextlib.redirect_stdout(io.StringIO()):
+    assert main(["lint", "--preset", "tiny", "--layout", "fsdp=8"]) == 0
+"""
 
 
-def test_readmes_own_models_have_a_clean_lint(quick):
+def test_the_wheel_runs_what_readme_shows_outside_of_the_checkout(quick):
+    """In one process, which imports JAX once; README's own models have a clean lint."""
     programs = blocks(README, "python")
     for code in programs:
         name = re.match(r"# (\w+\.py)\n", code)
@@ -71,8 +73,17 @@ def test_readmes_own_models_have_a_clean_lint(quick):
             (quick.home / name[1]).write_text(code)
     own = [code for code in programs if "from_nnx(" in code]
     assert own
-    for code in own:
-        quick.python(code + LINT)
+    program = "".join([FIRST, COMMAND, *(code + LINT for code in own), WHERE])
+    check_where_it_is(quick, quick.python(program))
+    assert quick.shell("meshpar --version").startswith("meshpar ")
+
+
+def test_no_folder_of_the_wheel_is_called_models_or_recipes(quick):
+    named = {path.name for path in quick.site_packages.iterdir()}
+    assert {"models", "recipes", "tests"}.isdisjoint(named)
+    packed = quick.site_packages / "meshpar"
+    assert (packed / "models" / "presets.py").is_file()
+    assert (packed / "recipes" / "data" / "shakespeare" / "hamlet.txt").is_file()
 
 
 @pytest.mark.slow
