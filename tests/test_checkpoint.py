@@ -29,6 +29,7 @@ from meshpar.train.checkpoint import (
 from meshpar.train.checkpoint_errors import reason_of
 from meshpar.train.layer_order import model_order_structs
 from tests import warm
+from tests.marks import slow
 from tests.refusals import names, neutral
 from tests.states import drawn
 
@@ -367,17 +368,36 @@ def test_those_of_every_nth_step_are_kept_too(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4", "5"]
 
 
-def test_what_is_saved_while_the_run_goes_on_is_the_state_of_its_step(tmp_path):
-    """Steps take the state's own memory: on CPUs, where the copy could be none."""
+@functools.cache
+def counting_step():
+    """A state laid out as a step's, and a program that adds 1 to every value in place.
+
+    So does a step of training take its state's memory, whose program is far longer.
+    """
     step = four_layer_step("data=8")
-    state = step.init(seed=0)
+    add_one = jax.jit(
+        lambda state: jax.tree.map(lambda x: x + jnp.ones((), x.dtype), state),
+        donate_argnums=0,
+        out_shardings=step.shardings,
+    )
+    return step, add_one
+
+
+@pytest.mark.parametrize("trains", [False, slow(True)])
+def test_what_is_saved_while_the_run_goes_on_is_the_state_of_its_step(trains, tmp_path):
+    """Steps take the state's own memory: on CPUs, where the copy could be none."""
+    step, next_of = counting_step()
+    if trains:
+        state, next_of = step.init(seed=0), lambda state: step(state, tokens_of(0))[0]
+    else:
+        state = drawn(step, scale=1.0)
     states = {}
     with Checkpoints(tmp_path, keep=4) as checkpoints:
         for _ in range(4):
-            state, _ = step(state, tokens_of(0))
+            state = next_of(state)
             states[int(state.step)] = jax.tree.map(np.array, state)
             checkpoints.save(state, RUN, wait=False)
-        state, _ = step(state, tokens_of(0))
+        next_of(state)
     for steps_done, kept in states.items():
         with Checkpoints(tmp_path) as checkpoints:
             assert checkpoints.newest_good(at_most=steps_done) == steps_done
@@ -387,8 +407,8 @@ def test_what_is_saved_while_the_run_goes_on_is_the_state_of_its_step(tmp_path):
 
 @pytest.mark.parametrize("until", ["begun", "written"])
 def test_a_step_takes_the_states_memory_while_it_is_saved(until, tmp_path, monkeypatch):
-    step = four_layer_step("data=8")
-    state = step.init(seed=0)
+    step, next_of = counting_step()
+    state = next_of(drawn(step, scale=1.0))  # Of XLA's memory, not of NumPy's.
     kept = jax.tree.map(np.array, state)
     may_go_on = threading.Event()
     with Checkpoints(tmp_path) as checkpoints:
@@ -396,10 +416,10 @@ def test_a_step_takes_the_states_memory_while_it_is_saved(until, tmp_path, monke
         hold_back(checkpoints._manager, name, may_go_on, monkeypatch)
         checkpoints.save(state, RUN, wait=False)
         before = memory_of(state.params)
-        state, _ = step(state, tokens_of(0))
+        state = next_of(state)
         assert memory_of(state.params) == before
         may_go_on.set()
-        assert checkpoints.latest_step == 0
+        assert checkpoints.latest_step == 1
         restored = checkpoints.restore(step.state_shapes, step.shardings)
     assert_bitwise_equal(restored, kept)
 

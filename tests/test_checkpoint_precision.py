@@ -1,5 +1,6 @@
 """A run resumes under another `param_dtype`, and all that a state counts survives."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.precision import Mastered
 from tests.marks import slow
+from tests.states import drawn
 from tests.test_precision import BATCH, PARAM_DTYPES, SEQ, batch_of, model_of, step_of
 
 SPLIT = "fsdp=2,zero=2"
@@ -25,12 +27,32 @@ def step_in(line, param_dtype):
     return step_of(line, optax.adam(1e-3), model_of(layers=4))
 
 
-def saved_under(folder, line, param_dtype):
-    """A checkpoint after a step that counts and one that is skipped; step and state."""
-    step = step_in(line, param_dtype)
+def after_two_steps(step):
+    """The state after a step that counts and one that is skipped."""
     state, _ = step(step.init(0), batch_of(0))
     infinite = np.full((BATCH, SEQ), np.inf, np.float32)
-    state, _ = step(state, batch_of(1, weights=infinite))
+    return step(state, batch_of(1, weights=infinite))[0]
+
+
+def as_after_two_steps(step):
+    """Such a state of drawn values, without a program: those in bf16 are rounded."""
+    state = drawn(step, scale=1.0, steps_done=2)
+    skipped = jax.device_put(np.int32(1), step.shardings.skipped)
+    state = dataclasses.replace(state, skipped=skipped)
+    if not isinstance(state.opt_state, Mastered):
+        return state
+    rounded = jax.tree.map(
+        lambda master, one: jax.device_put(master.astype(one.dtype), one.sharding),
+        jax.device_get(state.opt_state.master),
+        state.params,
+    )
+    return dataclasses.replace(state, params=rounded)
+
+
+def saved_under(folder, line, param_dtype, state_of):
+    """A checkpoint of such a state; its step and the state."""
+    step = step_in(line, param_dtype)
+    state = state_of(step)
     with Checkpoints(folder, layer_orders=step.layer_orders) as checkpoints:
         checkpoints.save(state, {})
     return step, state
@@ -68,18 +90,23 @@ def saved(tmp_path_factory):
     """Folder, step and state of each checkpoint, made once."""
 
     @functools.cache
-    def on(line, param_dtype):
+    def on(line, param_dtype, state_of=after_two_steps):
         folder = tmp_path_factory.mktemp(param_dtype)
-        return folder, *saved_under(folder, line, param_dtype)
+        return folder, *saved_under(folder, line, param_dtype, state_of)
 
     return on
 
 
+@pytest.mark.parametrize(
+    "state_of", [as_after_two_steps, slow(after_two_steps)], ids=["drawn", "trained"]
+)
 @pytest.mark.parametrize("there", ["fp32", "bf16", slow("bf16_stochastic")])
 @pytest.mark.parametrize("here", PARAM_DTYPES)
-def test_a_run_resumes_in_another_param_dtype_on_another_layout(there, here, saved):
+def test_a_run_resumes_in_another_param_dtype_on_another_layout(
+    there, here, state_of, saved
+):
     """fp32 values become the master and its rounding; bf16 values are kept as such."""
-    folder, step_there, state_there = saved(SPLIT, there)
+    folder, step_there, state_there = saved(SPLIT, there, state_of)
     step, state = restored_under(folder, ON_HOST, here)
     assert_lies_as_said(step, state)
     assert (int(state.step), int(state.skipped)) == (2, 1)
