@@ -17,6 +17,7 @@ from meshpar.testing import (
     assert_replicated_bytes_below,
 )
 from tests import warm
+from tests.marks import slow
 
 TOKENS, EMBED, MLP = 8, 16, 32
 
@@ -178,7 +179,7 @@ def test_a_marked_test_gets_its_devices_or_a_clear_failure(pytester):
     run_pytest(pytester).assert_outcomes(passed=3)
 
 
-@pytest.mark.parametrize("number", ["0", "n=2"])
+@pytest.mark.parametrize("number", ["0", slow("n=2")])
 def test_a_marker_of_no_number_is_told(pytester, number):
     pytester.makepyfile(
         f"import pytest\n@pytest.mark.devices({number})\ndef test_one():\n    pass\n"

@@ -96,7 +96,7 @@ def test_rules_that_store_a_weight_otherwise_than_it_is_used_are_reported():
     rules = replace(rules, parameters={**rules.parameters, "mlp": "tensor"})
     step = make_train_step(
         build("test", layers=2),
-        optax.adam(1e-3),
+        optax.sgd(1e-3),
         "tensor=2",
         rules=rules,
         devices=jax.devices()[:2],

@@ -11,6 +11,7 @@ import pytest
 from meshpar import DATA_PARALLEL
 from meshpar.cli.main import main
 from meshpar.rules.spatial import SPATIAL
+from tests import warm
 
 LINT = ["lint", "--layout", "data=2"]
 TINY = ["lint", "--preset", "tiny"]
@@ -89,7 +90,7 @@ def test_json_bytes_are_those_of_one_device(capsys):
 
 
 def test_the_module_runs_as_a_command():
-    command = [sys.executable, "-m", "meshpar", *TINY, "--layout", "data=2"]
+    command = [*warm.words(), "-m", "meshpar", *TINY, "--layout", "data=2"]
     root = Path(__file__).parents[1]
     child = subprocess.run(command, cwd=root, capture_output=True, text=True)
     assert child.returncode == 0, child.stderr

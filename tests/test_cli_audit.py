@@ -249,7 +249,9 @@ def test_a_compiler_that_fails_ends_with_2_and_one_line(audit_gives, capsys):
 
 
 def test_a_step_compiled_here_is_clean(capsys):
-    assert status_of([*STEP, "--layout", "tensor=2", "--strict", "--json"]) == 0
+    """Of a model whose size `seq` is given."""
+    argv = ["audit", "--model", "layers=1,hidden=32,heads=2,vocab=64,seq=16"]
+    assert status_of([*argv, "--layout", "tensor=2", "--strict", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["layout"], report["target"]) == ("tensor=2", "cpu")
     assert report["memory"]["capacity_bytes"] is None
@@ -298,13 +300,6 @@ def test_the_size_seq_of_a_model_is_what_is_compiled(monkeypatch, capsys):
     assert main(["audit", "--model", sizes, "--layout", "data=1"]) == 0
     assert "compiled for" in capsys.readouterr().out
     assert [seq for _, seq in audited] == [16]
-
-
-@pytest.mark.slow
-def test_a_model_whose_size_seq_is_given_is_compiled(capsys):
-    sizes = "layers=1,hidden=32,heads=2,vocab=64,seq=16"
-    assert main(["audit", "--model", sizes, "--layout", "data=1"]) == 0
-    assert "compiled for" in capsys.readouterr().out
 
 
 def test_the_page_has_what_a_step_does_otherwise():

@@ -313,7 +313,7 @@ LARGE = {
     "model, kept",
     [
         ("llama3-405b", ["--keep", "tensor=8,stage=16"]),
-        ("mixtral-8x7b", ["--keep", "tensor=1,context=1"]),
+        slow("mixtral-8x7b", ["--keep", "tensor=1,context=1"]),
         *(slow(model, []) for model in LARGE),
     ],
 )

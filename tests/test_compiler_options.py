@@ -7,9 +7,9 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar import absent_mesh, audit, batch_shapes, make_train_step
+from meshpar import Layout, absent_mesh, audit, batch_shapes, make_train_step
 from meshpar.hardware.compiler_options import COMPILER_OPTIONS, compiler_options_for
-from meshpar.models.presets import build
+from tests.pipelined import mlp_of
 from tests.test_audit_targets import needs_tpu_compiler
 
 ASYNC = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
@@ -38,10 +38,10 @@ def test_options_that_are_no_names_and_values_are_refused(refuses, given):
         compiler_options_for("cpu", given)
 
 
-def step_on(mesh=None, **options):
-    return make_train_step(
-        build("test"), optax.sgd(0.1), "fsdp=8", mesh=mesh, compiler_options=options
-    )
+def step_on(mesh=None, layout="fsdp=8", **options):
+    devices = None if mesh else jax.devices()[: Layout.parse(layout).num_devices]
+    given = dict(mesh=mesh, devices=devices, compiler_options=options)
+    return make_train_step(mlp_of(1), optax.sgd(0.1), layout, **given)
 
 
 def test_an_absent_targets_options_are_those_of_its_platform():
@@ -57,7 +57,7 @@ def test_an_absent_targets_options_are_those_of_its_platform():
 
 
 def test_the_report_names_what_the_program_was_compiled_with():
-    step = step_on(xla_cpu_enable_fast_math=False)
+    step = step_on(layout="data=1", xla_cpu_enable_fast_math=False)
     report = audit(step, batch_shapes(8, 16))
     assert report.to_json()["compiler_options"] == {"xla_cpu_enable_fast_math": False}
     without = {"xla_cpu_enable_fast_math": None}

@@ -77,7 +77,7 @@ def check_logits(logits, family):
     np.testing.assert_allclose(kept, wanted, atol=1e-4, rtol=0)
 
 
-OF_STEP = "qwen3_moe"
+OF_STEP = "llama"
 """The family whose logits are asked of a step, too."""
 
 
