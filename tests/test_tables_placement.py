@@ -288,17 +288,14 @@ def test_hashed_ids_spread_evenly_over_all_rows():
     assert counts.min() > 800 and counts.max() < 1200  # of 1,000; sigma is 32
 
 
-@pytest.mark.parametrize(
-    "room, kind",
-    [
-        (1, ROW_WISE),
-        (3, TABLE_WISE),
-        (64, ROW_WISE),
-        *(slow(1, TABLE_WISE), slow(3, ROW_WISE), slow(64, TABLE_WISE)),
-    ],
-)
-def test_nothing_is_dropped_where_a_device_wants_more_than_there_is_room(kind, room):
-    """All ids on one holder, in as many rounds as it takes; sums of all devices."""
+@functools.cache
+def exchanged(kind, room):
+    """Look up and update rows that one device holds, in as many rounds as it takes.
+
+    Returns:
+        Codes of the ids, (devices, ids); the store's rows; the rows that were looked
+        up; how many devices updated each row, and in how many rounds.
+    """
     mesh = make_mesh(Layout(data=4), jax.devices()[:4])
     (store,) = stores_of(placements_of([table(dim=2)], 4, {"film": 8}, kind))
     (member,) = store.members
@@ -316,14 +313,19 @@ def test_nothing_is_dropped_where_a_device_wants_more_than_there_is_room(kind, r
         ones = jnp.ones((len(found.codes), 1))
 
         def update(counts, local_rows, gradients):
-            return counts.at[local_rows].add(gradients[:, 0], mode="drop")
+            sums, rounds = counts
+            more = gradients[:, 0]
+            return (
+                sums.at[local_rows].add(more, mode="drop"),
+                rounds + jnp.zeros(store.rows).at[local_rows].max(more, mode="drop"),
+            )
 
-        counts = jnp.zeros(store.rows)
-        sums = exchange.gradients_sent(found.codes, ones, counts, update)
-        return looked_up[found.slot][None], sums
+        counts = jnp.zeros(store.rows), jnp.zeros(store.rows)
+        counts = exchange.gradients_sent(found.codes, ones, counts, update)
+        return looked_up[found.slot][None], *counts
 
     spread = PartitionSpec("data")
-    found, counts = jax.jit(
+    found, *counts = jax.jit(
         jax.shard_map(
             local,
             mesh=mesh,
@@ -332,11 +334,33 @@ def test_nothing_is_dropped_where_a_device_wants_more_than_there_is_room(kind, r
             check_vma=False,
         )
     )(rows, ids)
-    np.testing.assert_array_equal(found, rows[store.codes(member, ids)])
-    wanted = np.zeros(store.num_codes)
-    for own in ids:  # each device sends each of its ids once
-        wanted[store.codes(member, np.unique(own))] += 1
+    return np.asarray(store.codes(member, ids)), rows, found, *counts
+
+
+@pytest.mark.parametrize(
+    "room, kind",
+    [
+        (1, ROW_WISE),
+        (3, TABLE_WISE),
+        (64, ROW_WISE),
+        *(slow(1, TABLE_WISE), slow(3, ROW_WISE), slow(64, TABLE_WISE)),
+    ],
+)
+def test_nothing_is_dropped_where_a_device_wants_more_than_there_is_room(kind, room):
+    codes, rows, found, counts, _ = exchanged(kind, room)
+    np.testing.assert_array_equal(found, rows[codes])
+    wanted = np.zeros(len(rows))
+    for own in codes:  # each device sends each of its ids once
+        wanted[np.unique(own)] += 1
     np.testing.assert_array_equal(counts, wanted)
+
+
+@pytest.mark.parametrize("room, kind", [(1, ROW_WISE), (3, TABLE_WISE)])
+def test_all_gradients_of_a_row_come_in_one_round(kind, room):
+    """An optimizer's update of their sum is not that of one part after another."""
+    *_, counts, rounds = exchanged(kind, room)
+    assert counts.max() > 1
+    np.testing.assert_array_equal(rounds, counts > 0)
 
 
 @functools.cache
