@@ -144,3 +144,7 @@ def test_a_page_is_written_and_named(capsys, tmp_path):
     text = path.read_text()
     for heading in ("Machine", "Who holds what", "What each mesh axis sends"):
         assert f"<h2>{heading}</h2>" in text
+    for row in facts_of(capsys, *SMALL[1:])["parameters"]:
+        first = f'<td data-head="parameter">{row["path"]}</td>'
+        cells = text.partition(first)[2].partition("</tr>")[0]
+        assert f">{row['shards']} x {row['copies']}</td>" in cells
