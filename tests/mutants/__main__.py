@@ -26,6 +26,7 @@ from tests.mutants.running import (
     outcomes,
     run_unmutated,
 )
+from tests.mutants.table import table
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,12 +55,16 @@ def parser() -> argparse.ArgumentParser:
         default=300.0,
         help="for a mutant's tests (default: 300)",
     )
+    add("--table", action="store_true", help="print the table of CONTRIBUTING.md alone")
     return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a line for each mutant and a total, and return the exit status."""
     args = parser().parse_args(argv)
+    if args.table:
+        print(table())
+        return 0
     mutants = chosen(args.only, args.sample, args.seed)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:

@@ -12,18 +12,23 @@ class Mutant:
 
     Args:
         name: What is wrong, in a few words with hyphens between them.
+        effect: What the library then does wrong, in a few words.
         file: The file that it is in, from the root of the checkout.
         old: Text that the file has exactly once.
         new: What the fault has in its place.
         tests: Files or node ids of tests, as few and as fast as possible; at least one
             has to fail.
+        missed_at_first: Whether no test found it when it was first tried, so that one
+            of `tests` was written for it.
     """
 
     name: str
+    effect: str
     file: str
     old: str
     new: str
     tests: tuple[str, ...]
+    missed_at_first: bool = False
 
     @property
     def room(self) -> str:

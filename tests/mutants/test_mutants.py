@@ -4,7 +4,6 @@ import random
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -21,9 +20,10 @@ from tests.mutants.running import (
     outcomes,
     run_unmutated,
 )
+from tests.mutants.table import table
 
 ROOT = Path(__file__).parents[2]
-LEAST = 40
+COUNT = 60
 
 needs_git = pytest.mark.skipif(
     shutil.which("git") is None or not (ROOT / ".git").exists(),
@@ -51,9 +51,13 @@ def test_a_fault_is_one_line_that_its_file_has_once(mutant):
     assert sum(one != other for one, other in pairs) == 1
 
 
-def test_there_are_enough_faults_each_with_a_name_of_its_own():
-    names = Counter(mutant.name for mutant in MUTANTS)
-    assert max(names.values()) == 1 and len(names) >= LEAST
+def test_there_are_60_faults_each_with_a_name_of_its_own():
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) == COUNT
+
+
+def test_contributing_has_the_table_of_all_faults():
+    """`python -m tests.mutants --table` prints it."""
+    assert f"\n{table()}\n" in (ROOT / "CONTRIBUTING.md").read_text()
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
@@ -103,7 +107,9 @@ def checkout(tmp_path):
 
 def fault(name, old, new):
     tests = ("test_library.py::test_double", "test_again.py")
-    return Mutant(name=name, file="library.py", old=old, new=new, tests=tests)
+    return Mutant(
+        name=name, effect="", file="library.py", old=old, new=new, tests=tests
+    )
 
 
 @needs_git

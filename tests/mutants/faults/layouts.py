@@ -5,6 +5,7 @@ from tests.mutants.mutant import Mutant
 MUTANTS = (
     Mutant(
         name="zigzag-without-the-last-chunk",
+        effect="zigzag gives the last chunk of a sequence to no device",
         file="meshpar/model/token_order.py",
         old="last = self.num_chunks // size - 1 - group",
         new="last = self.num_chunks // size - 2 - group",
@@ -14,6 +15,7 @@ MUTANTS = (
     ),
     Mutant(
         name="indivisible-size-is-split",
+        effect="a size that its mesh axis does not divide is accepted",
         file="meshpar/rules/rules.py",
         old="if shape[dim] % degree == 0:",
         new="if shape[dim] >= degree:",
@@ -24,13 +26,16 @@ MUTANTS = (
     ),
     Mutant(
         name="second-of-two-rules-holds",
+        effect="lint lays the model out by the second of two rules",
         file="meshpar/lint/lint.py",
         old="first.setdefault(logical_axis, axes)",
         new="first[logical_axis] = axes",
         tests=("tests/test_lint.py::test_of_two_rules_the_first_lays_the_model_out",),
+        missed_at_first=True,
     ),
     Mutant(
         name="gradient-slot-free-too-early",
+        effect="a buffer slot is reused while a backward still needs it",
         file="meshpar/schedules/slots.py",
         old="return ticks[last], Moment.BACKWARD",
         new="return ticks[last], Moment.FORWARD",
@@ -38,5 +43,24 @@ MUTANTS = (
             "tests/test_tick_table.py"
             "::test_no_live_value_is_overwritten_and_all_work_is_done_once",
         ),
+    ),
+    Mutant(
+        name="dropout-mask-of-the-first-tokens",
+        effect="devices that share a sequence all draw its first mask",
+        file="meshpar/model/scope.py",
+        old="keep = keep[:, self.positions(x.shape[1])]",
+        new="keep = keep[:, : x.shape[1]]",
+        tests=(
+            "tests/test_pipeline.py"
+            "::test_dropout_does_not_depend_on_stages_or_microbatches",
+        ),
+    ),
+    Mutant(
+        name="adapters-merged-unscaled",
+        effect="merged LoRA weights leave out alpha / rank",
+        file="meshpar/model/lora.py",
+        old="return weight + np.float32(self.lora.scale) * product",
+        new="return weight + product",
+        tests=("tests/test_lora.py::test_merged_weights_say_the_same",),
     ),
 )

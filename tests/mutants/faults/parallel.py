@@ -5,6 +5,7 @@ from tests.mutants.mutant import Mutant
 MUTANTS = (
     Mutant(
         name="hops-the-other-way",
+        effect="pipeline ranks send to the rank before them",
         file="meshpar/parallel/pipeline/hops.py",
         old="(rank, (rank + hop) % self.num_ranks) for",
         new="(rank, (rank - hop) % self.num_ranks) for",
@@ -16,6 +17,7 @@ MUTANTS = (
     ),
     Mutant(
         name="no-gradient-of-log-sum-exp",
+        effect="attention's backward leaves out a term of the softmax",
         file="meshpar/parallel/context/shards.py",
         old="output.astype(jnp.float32), -1) - dlse",
         new="output.astype(jnp.float32), -1)",
@@ -26,6 +28,7 @@ MUTANTS = (
     ),
     Mutant(
         name="row-past-the-room-is-sent",
+        effect="a row beyond the room takes a slot of the next device",
         file="meshpar/parallel/expert/routes.py",
         old="here = (rank >= 0) & (rank < room)",
         new="here = (rank >= 0) & (rank <= room)",
@@ -33,9 +36,11 @@ MUTANTS = (
             "tests/test_experts.py"
             "::test_what_a_round_has_no_room_for_has_no_slot_of_the_next_device",
         ),
+        missed_at_first=True,
     ),
     Mutant(
         name="scattered-gradient-summed-again",
+        effect="a gradient that ZeRO has scattered is summed twice",
         file="meshpar/parallel/data.py",
         old="if axis not in spec_axes(layout.state_spec)",
         new="if axis not in spec_axes(layout.spec)",
@@ -45,6 +50,7 @@ MUTANTS = (
     ),
     Mutant(
         name="periodic-grid-has-a-seam",
+        effect="a periodic dim has zeros where its ends meet",
         file="meshpar/parallel/grid_convolution.py",
         old="for rank in range(n if closes else n - 1)]",
         new="for rank in range(n - 1)]",
@@ -56,6 +62,7 @@ MUTANTS = (
     ),
     Mutant(
         name="vocabulary-axes-swapped",
+        effect="a vocabulary over two mesh axes is read in the wrong shard",
         file="meshpar/parallel/tensor.py",
         old="math.prod(sizes[position + 1 :])",
         new="math.prod(sizes[:position])",
@@ -63,24 +70,71 @@ MUTANTS = (
             "tests/test_tensor_parallel.py"
             "::test_a_vocabulary_over_two_mesh_axes_is_looked_up",
         ),
+        missed_at_first=True,
     ),
     Mutant(
         name="head-gradient-summed-in-bf16",
+        effect="the gradient of the head's table is added up in bf16",
         file="meshpar/parallel/head_loss.py",
         old='dtable = matmul("CV,CD->VD", dlogits, chunk.x, jnp.float32)',
         new='dtable = matmul("CV,CD->VD", dlogits, chunk.x, chunk.x.dtype)',
         tests=(
             "tests/test_head_loss.py::test_the_tables_gradient_is_added_up_in_fp32",
         ),
+        missed_at_first=True,
     ),
     Mutant(
         name="block-input-not-offloaded",
+        effect="a block's input that is to be offloaded stays on the device",
         file="meshpar/parallel/remat.py",
         old="BLOCK_INPUT not in ResidualNames.parse(remat).every",
         new="BLOCK_INPUT not in ResidualNames.parse(remat).save",
         tests=(
             "tests/test_remat.py"
             "::test_a_block_s_input_is_moved_to_the_host_and_nothing_else_is_kept",
+        ),
+    ),
+    Mutant(
+        name="window-one-key-too-wide",
+        effect="a query sees one key more than its window",
+        file="meshpar/parallel/context/mask.py",
+        old="found &= jnp.abs(q - k) < mask.window",
+        new="found &= jnp.abs(q - k) <= mask.window",
+        tests=(
+            "tests/test_context_attention.py"
+            "::test_it_equals_a_dense_softmax[ring-2-case1]",
+        ),
+    ),
+    Mutant(
+        name="norm-counts-every-copy",
+        effect="the clipping norm counts a replicated value many times",
+        file="meshpar/parallel/norm.py",
+        old="_squares(x) / _copies(spec, sizes)",
+        new="_squares(x)",
+        tests=("tests/test_norm.py::test_the_norm_is_that_of_the_whole_arrays",),
+    ),
+    Mutant(
+        name="nan-of-an-earlier-owner",
+        effect="a NaN in a reused page of the cache spoils the next request",
+        file="meshpar/parallel/paged_attention.py",
+        old="seen.any(axis=1)[..., None, None]",
+        new="True",
+        tests=(
+            "tests/test_generation.py"
+            "::test_a_request_reads_nothing_that_was_in_its_pages_before",
+        ),
+        missed_at_first=True,
+    ),
+    Mutant(
+        name="late-gradient-of-another-layer",
+        effect="a prefetched layer's gradient goes to the layer before",
+        file="meshpar/parallel/prefetch.py",
+        old="totals = add(totals, block.scatter(late), place + 1)",
+        new="totals = add(totals, block.scatter(late), place)",
+        tests=(
+            "tests/test_prefetch.py"
+            "::test_small_blocks_have_the_loss_and_gradients_of_the_model_alone"
+            "[3-fsdp=4,remat=full]",
         ),
     ),
 )
