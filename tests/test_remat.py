@@ -20,6 +20,7 @@ from meshpar.parallel.remat import rematerialised, residuals_of
 from meshpar.parallel.residuals import restore_vjp, vjp_without
 from meshpar.residual_names import ResidualNames
 from tests import pipelined
+from tests.marks import slow
 from tests.states import zeros_of
 from tests.test_audit_targets import needs_gpu_compiler, needs_tpu_compiler
 
@@ -174,7 +175,7 @@ def batch_of():
     "line",
     [
         "fsdp=2,tensor=2,sequence_parallel=true,remat=save:hidden",
-        "stage=2,tensor=2,microbatches=2,remat=save:hidden",
+        slow("stage=2,tensor=2,microbatches=2,remat=save:hidden"),
     ],
 )
 def test_keeping_a_name_of_a_small_block_changes_no_number(line):

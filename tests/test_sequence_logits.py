@@ -9,6 +9,7 @@ from flax import nnx
 
 import meshpar
 from meshpar import Input, Layout, from_nnx, make_train_step
+from tests.marks import slow
 from tests.zoo.plain import normal
 
 VOCAB, EMBED = 16, 8
@@ -95,7 +96,11 @@ def test_logits_that_join_what_devices_share_are_refused(
     traced(outputs, "data=1")
 
 
-@pytest.mark.parametrize("outputs", [less_the_mean, flat])
+def test_logits_of_each_token_may_lie_flat_meanwhile():
+    traced(flat, "context=2")
+
+
+@pytest.mark.parametrize("outputs", [less_the_mean, slow(flat)])
 def test_logits_of_a_split_sequence_are_those_of_a_whole_one(outputs):
     tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 8)).astype(np.int32)
     found = []
