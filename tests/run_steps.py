@@ -22,7 +22,7 @@ from tests.states import begin_with_zeros
 
 SMALL = dict(
     preset="test",
-    model="vocab=256",
+    model="vocab=256,layers=1",
     seq=16,
     global_batch=8,
     sample_tokens=1,

@@ -137,13 +137,14 @@ def room_of(line, preset):
     return math.ceil(fair / 8) * 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line, preset",
     [
         ("data=2,expert=4", "tiny-moe"),
-        slow("data=2,expert=4", "tiny-moe-capacity"),
-        slow("fsdp=2,expert=2,tensor=2", "tiny-moe"),
-        slow("expert=8", "tiny-moe-capacity"),
+        ("data=2,expert=4", "tiny-moe-capacity"),
+        ("fsdp=2,expert=2,tensor=2", "tiny-moe"),
+        ("expert=8", "tiny-moe-capacity"),
     ],
 )
 def test_a_block_sends_the_bytes_of_its_rounds_and_nothing_is_unasked(line, preset):

@@ -77,9 +77,9 @@ def generated(sizes, layout, **options):
 @pytest.mark.parametrize(
     ("sizes", "layout"),
     [
-        (T5, "tensor=2"),
+        (T5, "data=1"),
         slow(LEARNED, "data=2"),
-        slow(T5, "data=1"),
+        slow(T5, "tensor=2"),
         slow(T5, "data=2"),
         slow(T5, "fsdp=2"),
         slow(LEARNED, "tensor=2"),

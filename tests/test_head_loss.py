@@ -220,14 +220,15 @@ def report_of(line, logits_bytes):
     return audit(step, batch_shapes(16, 64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line",
     [
         "fsdp=2,tensor=2",
-        slow("data=2"),
-        slow("tensor=4,sequence_parallel=true"),
-        slow("stage=2,tensor=2,microbatches=2"),
-        slow("microbatches=4"),
+        "data=2",
+        "tensor=4,sequence_parallel=true",
+        "stage=2,tensor=2,microbatches=2",
+        "microbatches=4",
     ],
 )
 def test_no_array_of_a_step_is_larger_than_the_logits_allowed(line):

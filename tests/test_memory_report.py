@@ -48,7 +48,7 @@ SPLIT = "fsdp=2,tensor=2,precision=bf16,param_dtype=bf16"
 LAYOUTS = [
     slow("data=2,zero=1,remat=full"),
     SPLIT,
-    "stage=2,microbatches=4,remat=full",
+    slow("stage=2,microbatches=4,remat=full"),
     slow("data=2,remat=full,optimizer_memory=host"),
     slow("data=2,tensor=2,remat=full,sync_every=4"),
 ]
@@ -79,6 +79,7 @@ def test_a_schedule_of_ones_own_holds_what_it_says():
     assert own > part_of(report_of(line), "activations")
 
 
+@pytest.mark.slow
 def test_logits_are_as_many_as_the_models_head_makes_at_a_time():
     # 8 x 32 tokens of 64 fp32 logits, and a quarter of them.
     whole, chunk = (

@@ -111,9 +111,9 @@ def built(builder, key):
     ("block", "line"),
     [
         (Block, "fsdp=8"),
-        (Odd, "stage=3"),
         *(slow(Block, line) for line in ("data=1", "stage=2,tensor=2", "stage=3")),
-        *(slow(Odd, line) for line in ("data=1", "stage=2,tensor=2", "fsdp=8")),
+        *(slow(Odd, line) for line in ("data=1", "stage=2,tensor=2", "stage=3")),
+        slow(Odd, "fsdp=8"),
     ],
 )
 def test_modules_start_as_flax_starts_them_from_the_key_of_seed_group_and_layer(
@@ -229,7 +229,8 @@ class Recurrent(nnx.Module):
         return x + self.rnn(x)
 
 
-@pytest.mark.parametrize("layout", ["data=8", slow("stage=2,tensor=2,microbatches=2")])
+@pytest.mark.parametrize("layout", ["data=8", "stage=2,tensor=2,microbatches=2"])
+@pytest.mark.slow
 def test_a_flax_rnn_trains_as_flax_runs_it(layout):
     devices = jax.devices()[: Layout.parse(layout).num_devices]
     step = make_train_step(

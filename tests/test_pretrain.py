@@ -66,8 +66,16 @@ def test_a_run_resumed_on_another_layout_continues_with_the_same_losses(
 def test_a_run_goes_on_under_a_pipeline_and_measures_its_bubble(
     tmp_path, small_text, capsys
 ):
-    assert run(tmp_path, small_text, "--layout", "data=2", "--stop-after", "3") == 0
-    options = ("--layout", "stage=2,microbatches=4", "--bubble-rounds", "1")
+    two_layers = ("--model", "vocab=256,layers=2")
+    options = (*two_layers, "--layout", "data=2", "--stop-after", "3")
+    assert run(tmp_path, small_text, *options) == 0
+    options = (
+        *two_layers,
+        "--layout",
+        "stage=2,microbatches=4",
+        "--bubble-rounds",
+        "1",
+    )
     assert run(tmp_path, small_text, *options, "--resume") == 0
     output = capsys.readouterr().out
     assert "bubble of 1f1b, stage=2, microbatches=4: predicted 0.200" in output
@@ -92,8 +100,16 @@ def test_a_run_goes_on_under_a_pipeline_and_prints_both_its_bubbles(
     without_arithmetic(monkeypatch)
     found = bubble.Bubble(step_s=1.0, useful_s=0.75, rounds=1)
     monkeypatch.setattr(bubble, "measured_bubble", lambda *args: found)
-    assert run(tmp_path, small_text, "--layout", "data=2", "--stop-after", "3") == 0
-    options = ("--layout", "stage=2,microbatches=4", "--bubble-rounds", "1")
+    two_layers = ("--model", "vocab=256,layers=2")
+    options = (*two_layers, "--layout", "data=2", "--stop-after", "3")
+    assert run(tmp_path, small_text, *options) == 0
+    options = (
+        *two_layers,
+        "--layout",
+        "stage=2,microbatches=4",
+        "--bubble-rounds",
+        "1",
+    )
     assert run(tmp_path, small_text, *options, "--resume") == 0
     output = capsys.readouterr().out
     assert "bubble of 1f1b, stage=2, microbatches=4: predicted 0.200" in output
@@ -168,7 +184,7 @@ def test_ctrl_c_saves_and_ends_cleanly(tmp_path, small_text):
     program = shlex.join([sys.executable, "-m", "recipes.pretrain"])
     hint = output.split("; go on with\n  ")[1].splitlines()[0]
     assert hint.startswith(
-        f"{program} --layout data=2 --preset test --model vocab=256 --steps 100000 "
+        f"{program} --layout data=2 --preset test --model vocab=256,layers=1 --steps 100000 "
     )
     assert hint.endswith(
         f"--out {tmp_path} --global-batch 8 --seq 16 --decay-steps 7 "

@@ -98,7 +98,7 @@ def test_what_may_not_change_is_told_in_one_line(small, seen, refuses_recipe):
     pretrain.pretrain(config)
     resumed = ["--resume", "--out", str(config.out)]
     for options, refusal in (
-        ("--model vocab=256,layers=4", ("run.changed_model", "layers", 2, 4)),
+        ("--model vocab=256,layers=4", ("run.changed_model", "layers", 1, 4)),
         ("--preset tiny --model layers=2", ("run.changed_model",)),
         ("--seed 1", ("run.changed_seed", "seed", 0, 1)),
         ("--steps 2", ("run.too_few_steps", 3, "steps", 2)),
