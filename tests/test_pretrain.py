@@ -184,7 +184,8 @@ def test_ctrl_c_saves_and_ends_cleanly(tmp_path, small_text):
     program = shlex.join([sys.executable, "-m", "recipes.pretrain"])
     hint = output.split("; go on with\n  ")[1].splitlines()[0]
     assert hint.startswith(
-        f"{program} --layout data=2 --preset test --model vocab=256,layers=1 --steps 100000 "
+        f"{program} --layout data=2 --preset test --model vocab=256,layers=1 "
+        "--steps 100000 "
     )
     assert hint.endswith(
         f"--out {tmp_path} --global-batch 8 --seq 16 --decay-steps 7 "
