@@ -85,7 +85,7 @@ def test_what_stands_beside_a_loop_is_found(given, channel, found):
     ("preset", "sizes", "layout", "examples"),
     [
         # A layer, and the same layer computed again.
-        (
+        slow(
             *("tiny", {"layers": 1}),
             *("context=4,tensor=2,microbatches=5,remat=selective", 20),
         ),

@@ -159,7 +159,7 @@ def rows_of_documents():
     ("make", "layout"),
     [
         (attention_alone, "fsdp=2,context=2"),
-        (attention_alone, "stage=2,context=2,microbatches=2,attention=ulysses"),
+        slow(attention_alone, "stage=2,context=2,microbatches=2,attention=ulysses"),
         slow(model, "fsdp=2,context=2,remat=full"),
         slow(model, "stage=2,context=2,microbatches=2"),
         slow(model, "stage=2,context=2,microbatches=2,attention=ulysses"),

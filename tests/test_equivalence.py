@@ -48,6 +48,7 @@ def gradient_errors(found, wanted):
 # What agrees.
 
 
+@pytest.mark.slow
 def test_drawn_layouts_train_the_model_of_one_device():
     report = check_layouts(build("test", layers=1), num=1, seed=5)
     assert report.ok

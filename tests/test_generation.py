@@ -151,7 +151,7 @@ def test_windows_keep_no_more_than_a_window():
     ("name", "layout"),
     [
         # Beside blocks without a window, and with 2 key/value heads copied.
-        ("tiny-gemma3", "tensor=4"),
+        slow("tiny-gemma3", "tensor=4"),
         slow("test", "data=1"),
         slow("test", "tensor=2,context=2"),
     ],

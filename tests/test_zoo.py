@@ -82,7 +82,6 @@ QUICK = {
     "llama": {ALL_AXES},
     "two_groups": {ALL_AXES},
     "batch_norm": {ALL_AXES},
-    "waves": {ALL_AXES},
     "images": {ALL_AXES},
     "vectors": {
         "data=2,stage=2,tensor=2,microbatches=4,schedule=1f1b",
@@ -91,8 +90,8 @@ QUICK = {
 }
 """What `make test` trains: models of few layers each, whose programs compile soonest.
 
-All axes for attention, several groups, state that sums over the batch, complex values
-and convolutions; stages for the smallest model.
+All axes for attention, several groups, state that sums over the batch and
+convolutions; stages for the smallest model.
 """
 
 
