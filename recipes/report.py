@@ -193,10 +193,13 @@ def print_warning(console: Console, line: str) -> None:
 
 
 def print_skipped(console: Console, number: int, row: dict[str, float]) -> None:
-    """Says that a step changed nothing."""
+    """Say that a step changed nothing, and why."""
+    why = f"loss {row['loss']}, gradient norm {row['grad_norm']}: not finite"
+    if row["weight_sum"] == 0:
+        why = "no token counts, all weights are 0"
     console.print(
-        f"step {number}: loss {row['loss']}, gradient norm {row['grad_norm']}: not "
-        f"finite, so nothing was changed; {row['skipped']:.0f} steps skipped so far",
+        f"step {number}: {why}, so nothing was changed; {row['skipped']:.0f} steps "
+        "skipped so far",
         highlight=False,
     )
 

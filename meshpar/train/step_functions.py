@@ -108,8 +108,9 @@ class StepFunctions:
         loss, more, gradients, model_state, of_inputs = self.program.loss_and_gradients(
             apart.params, apart.model_state, batch, state.step, state.seed
         )
+        counts = self._all_finite(of_inputs) & (more["weight_sum"] != 0)
         apart, norm = self.apply_gradients(
-            apart, loss, gradients, model_state, finite=self._all_finite(of_inputs)
+            apart, loss, gradients, model_state, counts=counts
         )
         state = put_in(self.model, apart)
         metrics = {"loss": loss, "grad_norm": norm, **more}
