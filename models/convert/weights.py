@@ -17,11 +17,13 @@ from meshpar.models.convert.families import family_of
 from meshpar.models.convert.gguf_file import GGUFFile
 from meshpar.models.convert.hf_config import config_from_json
 from meshpar.models.convert.safetensors_folder import SafetensorsFolder
-from meshpar.models.convert.source import Source, with_prefix
+from meshpar.models.convert.source import Source, Without, with_prefix
 from meshpar.models.convert.tables.gguf import gguf_config, gguf_table
 from meshpar.models.presets import build_config
 
 CONFIG, GGUF = "config.json", ".gguf"
+_HEADS = frozenset(("lm_head.weight", "output.weight"))
+"""The names of a head's table, of safetensors and of GGUF."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +87,9 @@ def read_weights(path: str | Path, config: Any = None) -> Weights:
     table = family.table(config)
     if isinstance(source, GGUFFile):
         table = gguf_table(config, table)
+    if "unembed" not in model.flat_parameters():
+        # Files of tied models may hold the head too; transformers reads the embedding.
+        source = Without(source, _HEADS)
     source = with_prefix(source, family.prefix)
     params, model_state = assembled(
         model, table, source, skipped=family.skipped(config)
