@@ -18,6 +18,7 @@ from meshpar.cli.parsing import (
     not_negative,
     positive,
 )
+from meshpar.data.text import lines_of
 from meshpar.distributed import Processes
 from meshpar.errors import InputError
 from meshpar.layout import Layout
@@ -267,7 +268,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 
 def _lines(name: str, read: Callable[[], str]) -> list[str]:
     try:
-        return read().splitlines()
+        return lines_of(read())
     except UnicodeDecodeError as error:
         raise InputError(
             f"{name} is not UTF-8 text: byte {error.start} is "

@@ -113,8 +113,8 @@ def _files(path: Path) -> list[Path]:
     named = _named_in(index)
     if (path / WHOLE).is_file() and WHOLE not in named:
         raise InputError(
-            f"{str(path)!r} has two sets of weights, {WHOLE} and the files that {INDEX} "
-            "names: name the file that is meant, or take one of the two away",
+            f"{str(path)!r} has two sets of weights, {WHOLE} and the files that "
+            f"{INDEX} names: name the file that is meant, or take one of the two away",
             key="weights.two_sets",
         )
     for name in named:
