@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from meshpar.cli.joined import add_joined_arguments, num_processes_of, run_joined
@@ -20,7 +19,7 @@ from meshpar.cli.parsing import (
 )
 from meshpar.data.text import lines_of
 from meshpar.distributed import Processes
-from meshpar.errors import InputError
+from meshpar.errors import InputError, local_path
 from meshpar.layout import Layout
 
 _LOAD = "meshpar.recipes.loaded:load"
@@ -245,7 +244,7 @@ def _surely_shown(text: str, stops: tuple[str, ...]) -> str:
 def _prompts(args: argparse.Namespace) -> list[str]:
     prompts = list(args.prompt or ())
     if args.prompts not in (None, "-"):
-        file = Path(args.prompts)
+        file = local_path("--prompts", args.prompts)
         prompts += _lines(repr(args.prompts), partial(file.read_text, encoding="utf-8"))
     elif args.prompts == "-" or not prompts:
         prompts += _lines("standard input", sys.stdin.read)

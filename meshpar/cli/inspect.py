@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshpar.cli.parsing import add_checkpoint_argument, not_negative
+from meshpar.errors import local_path
 
 if TYPE_CHECKING:
     from meshpar.train.checkpoint_contents import Contents
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     """Reads and prints; 1 where the files are not as they were written."""
     from meshpar.train.checkpoint_contents import read_contents
 
-    found = read_contents(Path(args.checkpoint), args.step)
+    found = read_contents(local_path("checkpoint", args.checkpoint), args.step)
     if args.json:
         print(json.dumps(found.as_dict()))
     else:

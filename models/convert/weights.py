@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from meshpar import InputError, Model
+from meshpar.errors import local_path
 from meshpar.models.convert.assembled import assembled
 from meshpar.models.convert.families import family_of
 from meshpar.models.convert.gguf_file import GGUFFile
@@ -54,7 +55,7 @@ def read_config(path: str | Path) -> Any:
     Raises:
         InputError: There is none, or it is of a model that we have not.
     """
-    path = Path(path)
+    path = local_path("weights", path)
     if _is_gguf(path):
         return gguf_config(GGUFFile(path))
     if not (path / CONFIG).is_file():
@@ -78,6 +79,7 @@ def read_weights(path: str | Path, config: Any = None) -> Weights:
     Raises:
         InputError: Something is missing, or of another model than the config says.
     """
+    path = local_path("weights", path)
     source: Source = GGUFFile(path) if _is_gguf(path) else SafetensorsFolder(path)
     if config is None:
         # Not opened twice: its tokens alone take seconds.
