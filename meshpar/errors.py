@@ -5,12 +5,17 @@ from __future__ import annotations
 import difflib
 import operator
 import re
+import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 """Also after `Path` has taken one of the two slashes away."""
+
+
+_TURNS = frozenset(map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x206A))))
+"""Characters that turn the direction of text."""
 
 
 class InputError(ValueError):
@@ -84,6 +89,26 @@ def local_path(name: str, value: str | Path) -> Path:
             key="value.url",
         )
     return Path(value)
+
+
+def printable(text: str) -> str:
+    """Escape what would move or recolour a terminal, or turn its text around.
+
+    Names, messages and texts of others may hold such characters. Line feeds and tabs
+    stay.
+
+    Example:
+        >>> printable("red: \x1b[31m, and on\\n")
+        'red: \\x1b[31m, and on\\n'
+    """
+    return "".join(map(_escaped, text))
+
+
+def _escaped(character: str) -> str:
+    is_control = unicodedata.category(character) == "Cc" and character not in "\n\t"
+    if not is_control and character not in _TURNS:
+        return character
+    return character.encode("unicode_escape").decode()
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

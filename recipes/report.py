@@ -20,6 +20,7 @@ from rich.text import Text
 
 from meshpar import TrainState, TrainStep, batch_shapes, lint
 from meshpar.cli.lint import parameter_table
+from meshpar.errors import printable
 from meshpar.recipes.bubble import Bubble
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.corpus import Corpus
@@ -247,7 +248,7 @@ def print_results(console: Console, loss: float, texts: Corpus) -> None:
 
 def print_sample(console: Console, texts: Corpus, tokens: np.ndarray) -> None:
     """Sampled tokens as text."""
-    text = texts.tokenizer.decode(tokens)
+    text = printable(texts.tokenizer.decode(tokens))
     console.print("sample:", text, sep="\n", highlight=False, markup=False)
 
 
