@@ -112,6 +112,7 @@ def _start_jax(place: Place, roll: Roll, timeout_s: float, heartbeat_s: float) -
             place.process_id,
             local_device_ids=place.local_device,
             cluster_detection_method="deactivate",
+            coordinator_bind_address=roll.bound,
             initialization_timeout=max(int(timeout_s), 1),
             # Ours end the job first, with a line.
             heartbeat_timeout_seconds=100 + int(2 * heartbeat_s),
