@@ -23,7 +23,6 @@ from meshpar.distributed.roll_call import (
     _refuse_late,
     bound_host,
     call_roll,
-    free_port,
     refusal,
 )
 from meshpar.distributed.start import _ended_after
