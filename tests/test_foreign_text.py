@@ -71,7 +71,7 @@ def test_generated_text_is_escaped_unless_it_is_asked_for_raw(raw, capsys):
 DOORS = {
     "run": lambda url: RunConfig(out=url),
     "text": lambda url: RunConfig(text=(url,)),
-    "data": DataSource.parse,
+    "data": lambda url: DataSource.parse(str(url)),
     "fine-tuned": lambda url: FinetuneConfig(from_weights=url, text=("a.txt",)),
     "fine-tuned into": lambda url: FinetuneConfig(
         from_weights=".", out=url, text=("a.txt",)

@@ -97,7 +97,7 @@ def refuse_other_settings(settings: Sequence[Mapping[str, Any]]) -> None:
     """
     for process, other in enumerate(settings):
         for name, value in settings[0].items():
-            if other.get(name) != value:
+            if name not in other or other[name] != value:
                 raise InputError(
                     f"process {process} has {name}={other.get(name)!r}, process 0 has "
                     f"{name}={value!r}: they would train another model together; give "

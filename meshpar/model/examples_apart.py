@@ -111,10 +111,16 @@ def _what_joins(
     told_apart = _told_apart(batch, params, state)
     num = jax.tree.leaves(told_apart)[0].shape[0]
 
+    asked: list[str] = []
+
     def forward(of_examples: list, params: tuple, state: tuple) -> Any:
         batch, examples = of_examples
         once, *_ = traced_forward(
-            model, batch, head=not logits, logits=logits, examples=examples
+            *(model, batch),
+            head=not logits,
+            logits=logits,
+            examples=examples,
+            batch_sums=asked,
         )
         return once(params, state, batch)
 
@@ -124,14 +130,15 @@ def _what_joins(
     found = mixes_tokens(*traced)
     if found is None and not _has_own_backward(forward, told_apart, num, params, state):
         return None
-    place = f": {_of_examples(found)}" if found else ""
+    # To the trace a sum over the global batch is one over the examples at hand.
+    place = f": {_of_examples(found)}" if found and not asked else ""
     try:
         changed = _run_in_halves(model, batch, logits)
     except Exception as error:
         _warn(model, f"cannot run in halves of a batch ({error})")
     else:
         return None if changed is None else changed + place
-    surely = surely_mixes(*traced)
+    surely = None if asked else surely_mixes(*traced)
     return None if surely is None else _of_examples(surely)
 
 

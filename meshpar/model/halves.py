@@ -141,9 +141,9 @@ def _device(
     return {
         "examples": {"stream": streams},
         "sums": {
+            "auxiliary": lax.psum(sums, _HALVES),
             "loss": loss_sum * share,
-            "sums": lax.psum(sums, _HALVES),
-            "gradient": lax.psum(gradients, _HALVES),
+            "parameters": lax.psum(gradients, _HALVES),
         },
     }
 
@@ -227,7 +227,7 @@ def _in_words(path: tuple) -> str:
         return "the logits of some examples depend on others"
     if kind == "loss":
         return "the loss is no mean over examples"
-    if kind == "sums":
+    if kind == "auxiliary":
         name = jax.tree_util.keystr(rest[1:], simple=True, separator=".")
         return f"the sum {name!r} is no sum over examples"
     name = jax.tree_util.keystr(rest[1:], simple=True, separator=".")
