@@ -100,6 +100,7 @@ if TYPE_CHECKING:
     from meshpar.rules.table import RuleError
     from meshpar.tables.tables import embedding_tables
     from meshpar.topology import Topology, TopologyWarning
+    from meshpar.train.idle_axes import IdleMeshAxisWarning
     from meshpar.train.make_step import make_train_step
     from meshpar.train.memory_report import MemoryReport, memory_report
     from meshpar.train.state import TrainState
@@ -148,6 +149,7 @@ __all__ = [
     "FSDP_TENSOR_SEQUENCE",
     "Finding",
     "HSDP",
+    "IdleMeshAxisWarning",
     "Input",
     "InputError",
     "Layout",

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import difflib
 import operator
+import re
+import unicodedata
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+"""Also after `Path` has taken one of the two slashes away."""
+
+
+_TURNS = frozenset(map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x206A))))
+"""Characters that turn the direction of text."""
 
 
 class InputError(ValueError):
@@ -54,6 +64,51 @@ def whole_number(name: str, value: Any, least: int = 1) -> int:
             key="value.not_whole_number",
         )
     return number
+
+
+def local_path(name: str, value: str | Path) -> Path:
+    """Return a path of this machine's own file system.
+
+    Args:
+        name: What the path is of, such as an option.
+        value: The path.
+
+    Raises:
+        InputError: It is a URL, such as of a bucket, which a path would take for a
+            folder `gs:` here.
+
+    Example:
+        >>> local_path("--out", "runs/one").name
+        'one'
+    """
+    if _URL.match(str(value)):
+        raise InputError(
+            f"{name} {str(value)!r} is a URL, and meshpar reads and writes files of "
+            "this machine alone: mount what it names, such as by gcsfuse or s3fs, and "
+            "give the folder",
+            key="value.url",
+        )
+    return Path(value)
+
+
+def printable(text: str) -> str:
+    """Escape what would move or recolour a terminal, or turn its text around.
+
+    Names, messages and texts of others may hold such characters. Line feeds and tabs
+    stay.
+
+    Example:
+        >>> printable("red: \x1b[31m, and on\\n")
+        'red: \\x1b[31m, and on\\n'
+    """
+    return "".join(map(_escaped, text))
+
+
+def _escaped(character: str) -> str:
+    is_control = unicodedata.category(character) == "Cc" and character not in "\n\t"
+    if not is_control and character not in _TURNS:
+        return character
+    return character.encode("unicode_escape").decode()
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

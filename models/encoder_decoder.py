@@ -41,12 +41,12 @@ INPUTS = {
     "source_tokens": Input(("batch", "source_seq"), "int"),
     "source_mask": Input(("batch", "source_seq"), "bool", optional=True),
     "target_tokens": Input(("batch", "seq"), "int"),
-    "labels": Input(("batch", "seq"), "int"),
+    "labels": Input(("batch", "seq"), "int", counted_by="weights"),
     "weights": Input(("batch", "seq"), "float", is_weight=True),
 }
 """What is read and which of it is there, what has been written, what comes next, and
 how much that counts."""
-_TOKENS = ("source_tokens", "target_tokens")
+_TOKENS = ("source_tokens", "target_tokens", "labels")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -135,7 +135,7 @@ def gpt2(config: GPT2Config) -> Model:
         ends=lambda rngs: GPT2Ends(config, rngs),
         block=lambda rngs: LayerNormBlock(config, rngs, causal=True),
         num_layers=config.layers,
-        inputs=language_inputs(config.vocab),
+        inputs=language_inputs(config.vocab, config.max_seq),
         per_token=True,
     )
 

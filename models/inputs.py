@@ -9,9 +9,9 @@ from meshpar.model.inputs import Input, Inputs
 
 LANGUAGE = {
     "tokens": Input(("batch", "seq"), "int"),
-    "targets": Input(("batch", "seq"), "int"),
+    "targets": Input(("batch", "seq"), "int", counted_by="weights"),
     "weights": Input(("batch", "seq"), "float", is_weight=True),
-    "positions": Input(("batch", "seq"), "int", optional=True),
+    "positions": Input(("batch", "seq"), "int", optional=True, below=2**31),
     "segment_ids": Input(("batch", "seq"), "int", optional=True),
 }
 """A language model's: each token, the one that follows it, how much that counts, its
@@ -19,16 +19,21 @@ position where it is not its place in the row, and the number of its document wh
 row has several: a token sees none of another, and none of a number below 0."""
 
 
-def language_inputs(vocab: int) -> Inputs:
+def language_inputs(vocab: int, max_seq: int | None = None) -> Inputs:
     """A language model's inputs, their tokens below the size of its vocabulary.
 
-    Targets are free: one outside it, such as -100, is left out by a weight of 0.
+    A target outside it, such as -100, is left out by a weight of 0.
+
+    Args:
+        vocab: Tokens that the model knows.
+        max_seq: Positions that it knows; any when absent.
 
     Example:
         >>> language_inputs(64)["tokens"].below
         64
     """
-    return all_below(vocab, LANGUAGE, ("tokens",))
+    inputs = all_below(vocab, LANGUAGE, ("tokens", "targets"))
+    return inputs if max_seq is None else all_below(max_seq, inputs, ("positions",))
 
 
 def all_below(vocab: int, inputs: Inputs, names: Sequence[str]) -> Inputs:

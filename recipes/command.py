@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshpar.distributed import leave, status_of
-from meshpar.errors import InputError
+from meshpar.errors import InputError, printable
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.options import parse_arguments, program_words
 from meshpar.train.faults import BadStepError
@@ -66,4 +66,4 @@ def _one_line(error: Exception, config: RunConfig | None) -> str:
         out = Path("runs") if config is None or config.out is None else config.out
         where = str(error.filename or out)
         return f"the disk of {where!r} is full; free some space or name another folder"
-    return " ".join(str(error).split())
+    return printable(" ".join(str(error).split()))

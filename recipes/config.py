@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from meshpar.errors import InputError, whole_number
+from meshpar.errors import InputError, local_path, whole_number
 from meshpar.recipes.option_checks import (
     OF_DATA,
     check_data,
@@ -196,10 +196,12 @@ class RunConfig:
     def __post_init__(self) -> None:
         if isinstance(self.text, str | Path):
             object.__setattr__(self, "text", (self.text,))
-        object.__setattr__(self, "text", tuple(Path(path) for path in self.text))
+        texts = tuple(local_path("--text", path) for path in self.text)
+        object.__setattr__(self, "text", texts)
         for name in PATHS:
             if (path := getattr(self, name)) is not None:
-                object.__setattr__(self, name, Path(path))
+                option = f"--{name.replace('_', '-')}"
+                object.__setattr__(self, name, local_path(option, path))
         check_texts(self.values())
         self._check_data()
         for least, names in ((1, _AT_LEAST_ONE), (0, _AT_LEAST_ZERO)):

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from meshpar.data.errors import DataError
+from meshpar.data.text import lines_of
 from meshpar.models.convert.chat_template import ChatTemplate
 from meshpar.train.data import HostBatch
 
@@ -28,7 +29,7 @@ def read_conversations(path: Path) -> list[Messages]:
         DataError: It cannot be read, or a line holds none.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = lines_of(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"cannot read {str(path)!r}: {error}", key="data.unreadable_file"

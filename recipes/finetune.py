@@ -28,7 +28,7 @@ import tyro
 from meshpar import InputError, Layout, TrainState, TrainStep, emulate, make_train_step
 from meshpar.data.mixture import mixed
 from meshpar.emulate import num_cpu_devices
-from meshpar.errors import whole_number
+from meshpar.errors import local_path, whole_number
 from meshpar.model.lora import TARGETS, LoRA
 from meshpar.models.convert.chat_template import read_template
 from meshpar.recipes.conversations import ConversationRows, read_conversations
@@ -104,6 +104,11 @@ class FinetuneConfig:
     emulate: int = -1
 
     def __post_init__(self) -> None:
+        for name in ("from_weights", "out", "chat", "tokenizer"):
+            if (path := getattr(self, name)) is not None:
+                local_path(f"--{name.replace('_', '-')}", path)
+        for path in self.text:
+            local_path("--text", path)
         for name in (
             *("steps", "global_batch", "seq"),
             *("validation_rows", "validate_every", "save_every"),

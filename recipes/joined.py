@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,9 @@ from meshpar.train.interrupt import StopRequest
 
 _OWN = ("process_id",)
 """Options that differ from process to process."""
+
+_APPEARS_S = 5.0
+"""Within which a file that one host writes is seen by another."""
 
 
 def join(config: RunConfig) -> Processes:
@@ -48,7 +52,51 @@ def agreed(config: RunConfig, processes: Processes) -> RunConfig:
     if config.out is None:
         here = str(Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
         config = replace(config, out=Path(processes.gather(here)[0]))
+    check_shared(config.folder, processes)
     return config
+
+
+def check_shared(folder: Path, processes: Processes) -> None:
+    """Refuse processes that do not all see the folder of their run.
+
+    Each host writes its part of a checkpoint there: apart they are two halves of one.
+
+    Args:
+        folder: Of the run; made if it is not there.
+        processes: Which tell one another.
+
+    Raises:
+        InputError: One does not see what process 0 has written there.
+    """
+    if processes.num_processes == 1:
+        return
+    proof = folder / f".shared-{uuid.uuid4().hex}"
+    try:
+        if processes.is_first:
+            folder.mkdir(parents=True, exist_ok=True)
+            proof.touch()
+        name = processes.gather(proof.name)[0]
+        is_seen = processes.gather(_appears(folder / name))
+    finally:
+        if processes.is_first:
+            proof.unlink(missing_ok=True)
+    hosts = [number for number, seen in enumerate(is_seen) if not seen]
+    if hosts:
+        raise InputError(
+            f"process {hosts[0]} does not see the file that process 0 wrote in "
+            f"{str(folder)!r}: give all a folder that they share, by its absolute path",
+            key="processes.folder_not_shared",
+        )
+
+
+def _appears(path: Path) -> bool:
+    """Whether a file is there, or comes within the time that networks take."""
+    deadline = time.monotonic() + _APPEARS_S
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def refuse_different(options: Sequence[Mapping[str, Any]]) -> None:

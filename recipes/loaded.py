@@ -16,6 +16,7 @@ from meshpar.data.tokenizer import (
     read_tokenizer,
     whole_texts_tokenizer,
 )
+from meshpar.errors import local_path
 from meshpar.models.convert.weights import read_weights
 
 _TOKENIZER = "tokenizer.json"
@@ -125,7 +126,7 @@ def load(
     Raises:
         InputError: It is none of these, or something is missing in it.
     """
-    path = Path(path)
+    path = local_path("--from", path)
     if not path.exists():
         raise InputError(
             f"no {str(path)!r}; name a run's folder, or a model's",

@@ -223,9 +223,11 @@ def train(
             told = {"learning_rate": learning_rate, **use.row(row["step_s"])}
             told["data_s"] = times.note(row["step_s"], waited)
             log.write(step=number, **row, **told)
-            if row["skipped"] > skipped:
+            is_skipped = row["skipped"] > skipped
+            if is_skipped:
                 report.print_skipped(progress.console, number, row)
-            run.watch.check(number, loss=row["loss"], skipped=row["skipped"] > skipped)
+            is_bad = is_skipped and row["weight_sum"] != 0
+            run.watch.check(number, loss=row["loss"], skipped=is_bad)
             skipped = row["skipped"]
             told = {"loss": row["loss"], "rate": row["tokens_per_s"]}
             progress.update(task, advance=1, description="training", **told)

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from meshpar import TrainState, TrainStep, batch_shapes, lint
 from meshpar.cli.lint import parameter_table
+from meshpar.errors import printable
 from meshpar.recipes.bubble import Bubble
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.corpus import Corpus
@@ -193,10 +194,13 @@ def print_warning(console: Console, line: str) -> None:
 
 
 def print_skipped(console: Console, number: int, row: dict[str, float]) -> None:
-    """Says that a step changed nothing."""
+    """Say that a step changed nothing, and why."""
+    why = f"loss {row['loss']}, gradient norm {row['grad_norm']}: not finite"
+    if row["weight_sum"] == 0:
+        why = "no token counts, all weights are 0"
     console.print(
-        f"step {number}: loss {row['loss']}, gradient norm {row['grad_norm']}: not "
-        f"finite, so nothing was changed; {row['skipped']:.0f} steps skipped so far",
+        f"step {number}: {why}, so nothing was changed; {row['skipped']:.0f} steps "
+        "skipped so far",
         highlight=False,
     )
 
@@ -244,7 +248,7 @@ def print_results(console: Console, loss: float, texts: Corpus) -> None:
 
 def print_sample(console: Console, texts: Corpus, tokens: np.ndarray) -> None:
     """Sampled tokens as text."""
-    text = texts.tokenizer.decode(tokens)
+    text = printable(texts.tokenizer.decode(tokens))
     console.print("sample:", text, sep="\n", highlight=False, markup=False)
 
 

@@ -1,6 +1,7 @@
 """Checksums find what has changed, whoever has noted them and whoever reads them."""
 
 import json
+import os
 import zlib
 
 import pytest
@@ -40,12 +41,32 @@ def test_every_byte_is_noted_once_and_read_once(writers, readers, folder):
     assert not any(damage(folder, part=k, num_parts=readers) for k in range(readers))
 
 
-def test_of_several_writers_what_one_has_noted_is_compared(folder):
-    write_checksums(folder, part=1, num_parts=2)
-    assert not has_checksums(folder) and damage(folder) is None
-    noted = json.loads((folder / "checksums-1-of-2.json").read_text())
-    (folder / noted[0][0]).write_bytes(b"short")
-    assert names(damage(folder), noted[0][0]) and names(damage(folder), 5)
+@pytest.mark.parametrize("writers", [2, 3])
+def test_a_set_of_checksums_that_is_not_whole_is_damage(writers, folder):
+    for part in range(1, writers):
+        write_checksums(folder, part=part, num_parts=writers)
+        assert not has_checksums(folder)
+        assert names(damage(folder), part)
+    write_checksums(folder, part=0, num_parts=writers)
+    assert damage(folder) is None
+
+
+@pytest.mark.parametrize("name", ["../outside", "/dev/zero", "below/../../outside"])
+def test_checksums_name_files_of_their_own_folder_alone(name, folder):
+    (folder.parent / "outside").write_bytes(b"1")
+    noted = [[name, 1, 0, 1, zlib.crc32(b"1")]]
+    (folder / "checksums.json").write_text(json.dumps(noted))
+    assert names(damage(folder), "checksums.json")
+
+
+def test_a_link_or_a_pipe_in_the_place_of_a_file_is_damage(folder):
+    write_checksums(folder)
+    (folder / "c").unlink()
+    os.mkfifo(folder / "c")
+    assert names(damage(folder), "c")
+    (folder / "c").unlink()
+    (folder / "c").symlink_to("/dev/null")
+    assert names(damage(folder), "c")
 
 
 def test_checksums_of_whole_files_are_read_too(folder, snapshot):

@@ -208,6 +208,33 @@ def test_several_files_have_an_index_that_is_read(theirs, tmp_path, refuses):
         read_weights(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/hostname", "a/b", 7])
+def test_an_index_names_files_of_its_own_folder_alone(name, tmp_path, refuses):
+    index = {"weight_map": {"model.norm.weight": name}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with refuses("weights.file_outside_folder", str(name)):
+        SafetensorsFolder(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', "[" * 100_000])
+def test_an_index_that_is_none_is_told_in_one_line(text, tmp_path, refuses):
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with refuses("weights.no_weight_map"):
+        SafetensorsFolder(tmp_path)
+
+
+def test_two_sets_of_weights_in_a_folder_are_refused(theirs, tmp_path, refuses):
+    weights = theirs("llama")
+    files = write_weights(tmp_path, weights.config, weights.params, shard_bytes=4000)
+    (tmp_path / "model.safetensors").write_bytes(files[0].read_bytes())
+    with refuses("weights.two_sets", "model.safetensors"):
+        SafetensorsFolder(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    files[1].write_bytes(files[0].read_bytes())
+    with refuses("weights.tensor_twice", files[0].name, files[1].name):
+        SafetensorsFolder(tmp_path)
+
+
 @pytest.mark.parametrize("dtype, digits", [("bf16", 8), ("fp16", 11)])
 def test_what_is_stored_in_fewer_bits_is_read_as_fp32(dtype, digits, theirs, tmp_path):
     weights = theirs("qwen2")
@@ -231,6 +258,20 @@ def test_names_may_leave_their_prefix_out(folders, tmp_path):
     params = by_path(read_weights(copy).params)
     wanted = tensors["transformer.wpe.weight"]
     np.testing.assert_array_equal(params["position_embed"][...], wanted)
+
+
+@pytest.mark.parametrize("family", ["smollm2", "gpt2", "gemma3", "t5"])
+def test_a_tied_model_may_bring_its_head_too(family, folders, theirs, tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    copy = altered(folders[family], tmp_path / family)
+    tensors = load_file(copy / "model.safetensors")
+    head = np.full((32, 16), 7.0, np.float32)
+    save_file({**tensors, "lm_head.weight": head}, copy / "model.safetensors")
+    found, wanted = by_path(read_weights(copy).params), by_path(theirs(family).params)
+    assert found.keys() == wanted.keys()
+    for name, one in found.items():
+        np.testing.assert_array_equal(one[...], wanted[name][...])
 
 
 def test_a_missing_an_unknown_and_a_misshapen_tensor_are_named(

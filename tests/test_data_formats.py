@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import struct
 
 import numpy as np
@@ -15,9 +16,13 @@ from tokenizers import Tokenizer, models
 
 from meshpar.data import megatron, token_cache
 from meshpar.data.errors import DataError
+from meshpar.data.jsonl import jsonl_documents
 from meshpar.data.megatron import MegatronWriter, read_megatron
 from meshpar.data.nanogpt import read_nanogpt
+from meshpar.data.parquet import parquet_documents
+from meshpar.data.skipped import Skipped
 from meshpar.data.sources import DataSource, check_weights
+from meshpar.data.text import read_text
 from meshpar.data.token_cache import TokenCache
 from meshpar.data.token_stream import TokenStream
 from meshpar.data.tokenizer import (
@@ -165,6 +170,74 @@ def test_a_flat_file_is_one_document_or_cut_at_its_ends(
     path.write_bytes(header + np.array(tokens, dtype).tobytes())
     assert documents(read_nanogpt(path)) == [tokens]
     assert documents(read_nanogpt(path, eos=9)) == wanted
+
+
+@pytest.mark.parametrize("vocab", [50_257, 128_256])
+@pytest.mark.parametrize("dtype", ["<i4", "<u4"])
+def test_flat_tokens_of_four_bytes_are_refused_without_a_header(
+    vocab, dtype, tmp_path, refuses
+):
+    tokens = np.random.default_rng(0).integers(0, vocab, 4096).astype(dtype)
+    tokens.tofile(path := tmp_path / "tokens.bin")
+    with refuses("data.tokens_of_four_bytes", str(path), 4, vocab >> 16):
+        read_nanogpt(path)
+    tokens.astype("<u2").tofile(path)
+    assert read_nanogpt(path).num_tokens == 4096
+
+
+def test_few_tokens_and_tokens_of_a_small_vocabulary_are_taken(tmp_path):
+    for tokens in ([5, 0] * 3, [9, 12] * 100):
+        np.array(tokens, "<u2").tofile(path := tmp_path / "tokens.bin")
+        assert read_nanogpt(path).num_tokens == len(tokens)
+
+
+def test_a_flat_file_of_another_format_is_refused(tmp_path, refuses):
+    path, tokens = tmp_path / "tokens.bin", np.arange(600, dtype=np.uint16)
+    with open(path, "wb") as file:
+        np.save(file, tokens)
+    with refuses("data.other_format", str(path), ".npy"):
+        read_nanogpt(path)
+    path.write_bytes(gzip.compress(tokens.tobytes()) + b"\0")
+    with refuses("data.other_format", str(path), "gzip"):
+        read_nanogpt(path)
+
+
+@pytest.mark.parametrize("kind", ["dictionary", "string_view", "large_string"])
+def test_every_kind_of_text_column_is_read(kind, tmp_path):
+    kinds = {
+        "dictionary": pyarrow.dictionary(pyarrow.int32(), pyarrow.string()),
+        "string_view": pyarrow.string_view(),
+        "large_string": pyarrow.large_string(),
+    }
+    texts = ["one", "two", "one"]
+    column = pyarrow.array(texts).cast(kinds[kind])
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), path)
+    assert list(parquet_documents(path, "text", Skipped(policy="stop"))) == texts
+
+
+def test_a_byte_order_mark_is_no_token(tmp_path):
+    plain, marked = tmp_path / "plain.txt", tmp_path / "marked.txt"
+    plain.write_text("text\u2028and more\x0c.", encoding="utf-8")
+    marked.write_text("text\u2028and more\x0c.", encoding="utf-8-sig")
+    assert read_text(marked) == read_text(plain)
+    lines = tmp_path / "marked.jsonl"
+    lines.write_text('{"text": "a\u2028b"}\n{"text": "c"}\n', encoding="utf-8-sig")
+    found = jsonl_documents(lines, "text", Skipped(policy="stop"))
+    assert list(found) == ["a\u2028b", "c"]
+
+
+def test_a_file_replaced_by_one_of_equal_size_and_time_is_tokenized_anew(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("one")
+    before, times = cached(tmp_path, path), path.stat()
+    assert documents(before) == [[*b"one", 0]]
+    other = tmp_path / "other.txt"
+    other.write_text("two")
+    os.utime(other, ns=(times.st_atime_ns, times.st_mtime_ns))
+    other.replace(path)
+    assert path.stat().st_mtime_ns == times.st_mtime_ns
+    assert documents(cached(tmp_path, path)) == [[*b"two", 0]]
 
 
 def test_texts_are_tokenized_once_and_anew_once_they_change(tmp_path):

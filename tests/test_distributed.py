@@ -17,7 +17,14 @@ from meshpar.distributed.cluster import first_node
 from meshpar.distributed.collectives_check import check_collectives
 from meshpar.distributed.errors import status_of
 from meshpar.distributed.lines import Lines
-from meshpar.distributed.roll_call import Greeting, _refuse_late, call_roll, refusal
+from meshpar.distributed.roll_call import (
+    Greeting,
+    _listen,
+    _refuse_late,
+    bound_host,
+    call_roll,
+    refusal,
+)
 from meshpar.distributed.start import _ended_after
 from meshpar.recipes.command import main
 from tests.multiprocess.children import free_port
@@ -580,3 +587,20 @@ def test_a_listener_that_is_closed_at_once_ends_who_listens():
     listener = socket.socket()
     listener.close()
     _refuse_late(places_of(2, 0)[0], "", listener)
+
+
+@pytest.mark.parametrize(
+    ("host", "bound"),
+    [
+        ("localhost", "127.0.0.1"),
+        ("127.0.0.1", "127.0.0.1"),
+        ("node-7", ""),
+        ("192.0.2.1", ""),  # of nobody (RFC 5737)
+    ],
+)
+def test_a_service_listens_on_the_address_that_is_named(host, bound):
+    assert bound_host(host) == bound
+    place = Place(coordinator=f"{host}:{free_port()}", num_processes=1, process_id=0)
+    with _listen(place) as listener:
+        address = listener.getsockname()[0]
+    assert (address in ("127.0.0.1", "::ffff:127.0.0.1")) is bool(bound)

@@ -112,7 +112,8 @@ def by_hand(num_steps, outer=nesterov()):  # noqa: B008
             own = {name: array[rows] for name, array in batch_of(number).items()}
             found.append(step_by_hand(params, state, own))
         replicas = [(params, state) for params, state, _ in found]
-        losses.append(np.mean([loss for *_, loss in found]))
+        weights = batch_of(number)["weights"].reshape(REPLICAS, -1).sum(-1)
+        losses.append(np.average([loss for *_, loss in found], weights=weights))
         if (number + 1) % EVERY == 0:
             of_all = [params for params, _ in replicas]
             outer_gradient = jax.tree.map(

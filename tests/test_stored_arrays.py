@@ -1,6 +1,7 @@
 """A host reads what its devices need of an array, each chunk once."""
 
 import math
+import shutil
 from types import SimpleNamespace
 
 import jax
@@ -131,3 +132,14 @@ def test_blocks_cover_a_box_once_and_are_cut_between_chunks(most):
             assert stop in (last, *range(0, 16, step))
     inside = seen[tuple(slice(*bounds) for bounds in box)]
     assert inside.min() == inside.max() == 1 and seen.sum() == inside.size
+
+
+def test_a_chunk_that_is_missing_is_no_zeros(mesh, folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "state")
+    base = {"driver": "ocdbt", "base": copy.as_uri()}
+    store = tensorstore.KvStore.open(base).result()
+    chunk = next(k for k in store.list().result() if k.startswith(b"a/0"))
+    store.delete_range(tensorstore.KvStore.KeyRange(chunk, chunk + b"\0")).result()
+    with pytest.raises(Exception, match="(?i)missing"):
+        stored_arrays.opened(copy, "a").read().result()
+    assert stored_arrays.opened(folder, "a").read().result().size == VALUES.size

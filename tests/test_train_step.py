@@ -365,7 +365,7 @@ def test_a_layout_that_is_not_built_is_refused(line, refusal, refuses):
         ),
         (
             dict(batch_of(), length=np.int32(3)),
-            ("batch.no_example_dim", "batch['length']", ()),
+            ("batch.unknown_array", "batch['length']", "'tokens'"),
         ),
     ],
 )
@@ -424,10 +424,8 @@ def test_a_token_that_the_model_does_not_know_is_told_with_its_place(value, refu
     step.place(batch_of())  # Its shapes have passed now; values are looked at again.
     with refuses(*refusal):
         step.place(batch)
-    # A target is free: a weight of 0 leaves it out.
-    step.place({**batch_of(), "targets": tokens})
-    # To look at what is on a device already, each step would have to wait for it.
-    step.place({**batch, name: jax.numpy.asarray(batch[name])})
+    with refuses(*refusal):
+        step.place({**batch, name: jax.numpy.asarray(batch[name])})
 
 
 @pytest.mark.parametrize(

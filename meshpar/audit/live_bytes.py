@@ -17,20 +17,14 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from meshpar.audit.jaxprs import inner_jaxprs
 from meshpar.hardware.tpus import HEAP_OVER_ARRAYS, LANES
+from meshpar.model.elementwise import ELEMENTWISE
 
 _READS_ARRAYS = ("conv_general_dilated", "dot_general", "scan", "while", "cond")
 _LAYS_OUT = ("reshape", "squeeze", "expand_dims", "copy", "sharding_constraint")
+_MOVES = ("broadcast_in_dim", "transpose", "rev", "pad", "slice", "dynamic_slice")
+_JOINS = ("concatenate", "dynamic_update_slice")
 _FUSED = frozenset(
-    (
-        *_LAYS_OUT,
-        *("add", "sub", "mul", "div", "rem", "max", "min", "neg", "sign", "abs"),
-        *("exp", "log", "log1p", "tanh", "logistic", "erf", "sin", "cos", "square"),
-        *("pow", "integer_pow", "sqrt", "rsqrt", "select_n", "clamp", "is_finite"),
-        *("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "iota"),
-        *("convert_element_type", "broadcast_in_dim", "transpose", "rev", "pad"),
-        *("slice", "dynamic_slice", "concatenate", "add_any"),
-        *("stop_gradient", "device_put", "name", "dynamic_update_slice"),
-    )
+    (*ELEMENTWISE, *_LAYS_OUT, *_MOVES, *_JOINS, "device_put", "iota", "name")
 )
 
 

@@ -68,11 +68,8 @@ class AuditReport:
         Raises:
             TargetError: It did not.
         """
-        if self.memory is None:
-            raise TargetError(
-                self.problem,
-                key="audit.does_not_fit" if self.too_large else "audit.not_compiled",
-            )
+        self._check_compiled()
+        assert self.memory is not None
         return self.memory
 
     @property
@@ -86,15 +83,28 @@ class AuditReport:
 
     @property
     def surprises(self) -> tuple[Explained, ...]:
-        """The collectives that nobody asked for."""
+        """The collectives that nobody asked for.
+
+        Raises:
+            TargetError: The program did not compile, so that it has none to read.
+        """
+        self._check_compiled()
         return tuple(row for row in self.rows if row.surprise)
 
     def complaints(self) -> list[str]:
-        """A line for every hazard, and for every collective that nobody asked for."""
+        """A line for every hazard, and for every collective that nobody asked for.
+
+        One too for a program that did not compile, of which no collective is known.
+        """
         lines = [
             f"hazard {hazard.kind}: {hazard.source}: {hazard.message}"
             for hazard in self.hazards
         ]
+        if self.problem:
+            return [
+                *lines,
+                f"not compiled, so its collectives are not known: {self.problem}",
+            ]
         return lines + [
             f"surprise: {row.collective.kind} over "
             f"{axes_text(row.collective.mesh_axes)}, {row.collective.source}: "
@@ -120,6 +130,13 @@ class AuditReport:
     def overlap(self) -> tuple[OverlapTotal, ...]:
         """What matmuls hide, for each kind of collective over each mesh axes."""
         return overlap_totals((row.collective for row in self.rows), self.overlaps)
+
+    def _check_compiled(self) -> None:
+        if self.problem:
+            raise TargetError(
+                self.problem,
+                key="audit.does_not_fit" if self.too_large else "audit.not_compiled",
+            )
 
     def to_json(self) -> dict[str, Any]:
         """The object that `meshpar audit --json` prints."""

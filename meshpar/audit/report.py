@@ -106,7 +106,7 @@ def audit(
             memory_bytes=memory_bytes,
         )
     except TargetError as error:
-        if not fatal:
+        if not fatal or error.key == "audit.missing_package":
             raise
         return replace(known, problem=str(error))
     known = replace(known, compile_s=time.perf_counter() - start)

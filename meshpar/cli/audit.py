@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshpar.audit.target import Target
@@ -23,7 +22,7 @@ from meshpar.cli.parsing import (
 )
 from meshpar.cli.report.destination import PAGES, check_picture
 from meshpar.emulate import emulate, num_cpu_devices
-from meshpar.errors import InputError
+from meshpar.errors import InputError, local_path
 from meshpar.layout import Layout
 
 if TYPE_CHECKING:
@@ -122,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
     if args.html:
         from meshpar.cli.report.audit_page import audit_page
 
-        Path(args.html).write_text(audit_page(report), encoding="utf-8")
+        local_path("--html", args.html).write_text(audit_page(report), encoding="utf-8")
     if args.json:
         print(json.dumps(report.to_json()))
     else:

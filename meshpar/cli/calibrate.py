@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-from pathlib import Path
 
 from meshpar.cli.parsing import positive
 from meshpar.cli.report.destination import output_file
-from meshpar.errors import InputError
+from meshpar.errors import InputError, local_path
 from meshpar.hardware.devices import DEVICES
 from meshpar.planner.machine.clusters import device_of
 
@@ -51,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     from meshpar.calibration.device_file import device_toml
     from meshpar.calibration.measure import calibrate
 
-    output = None if args.output is None else Path(args.output)
+    output = None if args.output is None else local_path("--output", args.output)
     if output is not None and output.suffix != ".toml":
         raise InputError(
             f"--output {args.output}: must end in .toml, for --hardware",

@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from meshpar.cli.joined import add_joined_arguments, num_processes_of, run_joined
@@ -18,8 +17,9 @@ from meshpar.cli.parsing import (
     not_negative,
     positive,
 )
+from meshpar.data.text import lines_of
 from meshpar.distributed import Processes
-from meshpar.errors import InputError
+from meshpar.errors import InputError, local_path, printable
 from meshpar.layout import Layout
 
 _LOAD = "meshpar.recipes.loaded:load"
@@ -87,6 +87,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="so many virtual CPU devices a process, 0 for the devices that there are, "
         "such as GPUs (default: as many as the layout needs)",
     )
+    add(
+        "--raw",
+        action="store_true",
+        help="print control characters of a text as they are (default: escaped, as "
+        "they may change the terminal)",
+    )
     add_joined_arguments(parser)
     add("--json", action="store_true", help="print one JSON array on stdout")
 
@@ -113,7 +119,7 @@ def _run(args: argparse.Namespace, layout: Layout, processes: Processes) -> int:
         print(json.dumps(found))
     elif len(prompts) > 1:
         for one in found:
-            print(f"{one['prompt']}{one['text']}")
+            print(_for_terminal(args, f"{one['prompt']}{one['text']}"))
     return 0
 
 
@@ -190,12 +196,21 @@ def _generated(
     values = placed(programs, model, params, model_state=loaded.model_state)
     engine = Engine(programs, *values, loaded.tokenizer.decode)
     streams = prints and len(prompts) == 1 and not args.json
-    return _completed(engine, prompts, requests, streams=streams)
+    show = partial(_for_terminal, args) if streams else None
+    return _completed(engine, prompts, requests, show)
+
+
+def _for_terminal(args: argparse.Namespace, text: str) -> str:
+    return text if args.raw else printable(text)
 
 
 def _completed(
-    engine: Any, prompts: list[str], requests: Any, *, streams: bool
+    engine: Any,
+    prompts: list[str],
+    requests: Any,
+    show: Callable[[str], str] | None,
 ) -> list[dict[str, Any]]:
+    """Run all requests; `show` makes of the one prompt's text what is printed of it."""
     for request in requests:
         engine.submit(request)
     found: list[dict[str, Any]] = [
@@ -203,21 +218,21 @@ def _completed(
         for prompt in prompts
     ]
     shown = ""
-    if streams:
-        print(prompts[0], end="", flush=True)
+    if show:
+        print(show(prompts[0]), end="", flush=True)
     for token in engine.run():
         one = found[token.request]
         if token.token >= 0:
             one["tokens"].append(token.token)
             one["logprobs"].append(token.logprob)
         one["text"] = engine.text_of(token.request)
-        if streams:
+        if show:
             ready = one["text"]
             if token.finish is None:
                 ready = _surely_shown(ready, requests[0].stop)
-            print(ready[len(shown) :], end="", flush=True)
+            print(show(ready[len(shown) :]), end="", flush=True)
             shown = ready
-    if streams:
+    if show:
         print()
     return found
 
@@ -244,7 +259,7 @@ def _surely_shown(text: str, stops: tuple[str, ...]) -> str:
 def _prompts(args: argparse.Namespace) -> list[str]:
     prompts = list(args.prompt or ())
     if args.prompts not in (None, "-"):
-        file = Path(args.prompts)
+        file = local_path("--prompts", args.prompts)
         prompts += _lines(repr(args.prompts), partial(file.read_text, encoding="utf-8"))
     elif args.prompts == "-" or not prompts:
         prompts += _lines("standard input", sys.stdin.read)
@@ -267,7 +282,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 
 def _lines(name: str, read: Callable[[], str]) -> list[str]:
     try:
-        return read().splitlines()
+        return lines_of(read())
     except UnicodeDecodeError as error:
         raise InputError(
             f"{name} is not UTF-8 text: byte {error.start} is "

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshpar.cli.parsing import add_checkpoint_argument, not_negative
+from meshpar.errors import local_path, printable
 
 if TYPE_CHECKING:
     from meshpar.train.checkpoint_contents import Contents
@@ -29,13 +29,14 @@ def run(args: argparse.Namespace) -> int:
     """Reads and prints; 1 where the files are not as they were written."""
     from meshpar.train.checkpoint_contents import read_contents
 
-    found = read_contents(Path(args.checkpoint), args.step)
+    found = read_contents(local_path("checkpoint", args.checkpoint), args.step)
     if args.json:
         print(json.dumps(found.as_dict()))
     else:
         _print(found)
     if found.damage:
-        print(f"step {found.step} is damaged: {found.damage}", file=sys.stderr)
+        damage = printable(str(found.damage))
+        print(f"step {found.step} is damaged: {damage}", file=sys.stderr)
     return 1 if found.damage else 0
 
 
@@ -47,6 +48,7 @@ def _print(found: Contents) -> None:
     console = wide_console()
 
     def say(line: str) -> None:
+        line = printable(line)
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     steps = ", ".join(map(str, found.steps))
@@ -59,6 +61,6 @@ def _print(found: Contents) -> None:
     table.add_column("bytes", justify="right")
     for one in found.arrays:
         shape = " ".join(map(str, one.shape))
-        table.add_row(one.path, shape, one.dtype, f"{one.bytes:,}")
+        table.add_row(printable(one.path), shape, one.dtype, f"{one.bytes:,}")
     table.add_row("all", "", "", f"{sum(one.bytes for one in found.arrays):,}")
     console.print(table)

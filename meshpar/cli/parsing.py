@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from meshpar.errors import InputError
+from meshpar.errors import InputError, printable
 from meshpar.key_values import key_values
 from meshpar.layout import MESH_AXES, Layout
 
@@ -251,8 +251,9 @@ def above_zero(text: str) -> float:
 
 
 def one_line(error: Exception) -> str:
-    """An error's words in one line."""
-    return "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    """An error's words in one line, without what a terminal would act on."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return printable("; ".join(filter(None, lines)))
 
 
 def print_error(error: Exception, *, as_json: bool) -> None:

@@ -6,7 +6,6 @@ import argparse
 import json
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshpar.cli.estimate import (
@@ -26,7 +25,7 @@ from meshpar.cli.plan_other import (
 )
 from meshpar.cli.plan_training import add_training_arguments, training_of
 from meshpar.cli.report.destination import PAGES, check_picture, output_file
-from meshpar.errors import InputError
+from meshpar.errors import InputError, local_path
 from meshpar.layout import MESH_AXES
 from meshpar.planner.cost.estimate import (
     Estimate,
@@ -172,7 +171,7 @@ def run(args: argparse.Namespace) -> int:
         from meshpar.cli.report.plan_page import plan_page
 
         page = plan_page(found, confirmed, costs, measured)
-        Path(args.html).write_text(page, encoding="utf-8")
+        local_path("--html", args.html).write_text(page, encoding="utf-8")
     if args.json:  # last: an error is the one object
         print(json.dumps(_report(found, costs, confirmed, measured)))
     return 0

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 
 from meshpar.cli.parsing import given_options
 from meshpar.cli.plan_training import OF_TRAINING
 from meshpar.cli.report.destination import PICTURES, check_picture, output_file
-from meshpar.errors import InputError
+from meshpar.errors import InputError, local_path
 from meshpar.planner.curve import BATCHES, bend_in_words, curve_in_words, scaling_curve
 from meshpar.planner.other_plan import OtherRequest
 from meshpar.planner.search.search import Request
@@ -76,7 +75,7 @@ def run_curve(args: argparse.Namespace, request: Request | OtherRequest) -> int:
         from meshpar.cli.report.curve_plot import curve_page
 
         page = curve_page(name, curve)
-        Path(args.html).write_text(page, encoding="utf-8")
+        local_path("--html", args.html).write_text(page, encoding="utf-8")
     if args.plot:
         from meshpar.cli.report.curve_plot import write_curve_picture
 

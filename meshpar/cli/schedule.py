@@ -16,7 +16,7 @@ from meshpar.cli.report.destination import (
     check_picture,
     output_file,
 )
-from meshpar.errors import InputError
+from meshpar.errors import InputError, local_path
 from meshpar.schedules import (
     SCHEDULES,
     Schedule,
@@ -232,13 +232,15 @@ def _write_files(timeline: Timeline, args: argparse.Namespace) -> None:
     if args.plot and Path(args.plot).suffix in PAGES:
         from meshpar.cli.report.timeline_plot import timeline_page
 
-        Path(args.plot).write_text(timeline_page(timeline), encoding="utf-8")
+        local_path("--plot", args.plot).write_text(
+            timeline_page(timeline), encoding="utf-8"
+        )
     elif args.plot:
         from meshpar.cli.report.timeline_picture import write_timeline_picture
 
         write_timeline_picture(timeline, args.plot)
     if args.trace:
-        Path(args.trace).write_text(
+        local_path("--trace", args.trace).write_text(
             json.dumps(trace_events(timeline)), encoding="utf-8"
         )
 

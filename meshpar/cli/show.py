@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
 from meshpar.cli.estimate import (
     add_layout_and_workload,
@@ -14,7 +13,7 @@ from meshpar.cli.estimate import (
 )
 from meshpar.cli.plan_other import is_other
 from meshpar.cli.report.destination import PAGES, check_picture, output_file
-from meshpar.errors import InputError
+from meshpar.errors import InputError, local_path
 from meshpar.layout import Layout
 from meshpar.planner.cost.estimate import Estimate
 from meshpar.train.layout_refusals import layout_errors
@@ -57,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     if args.html:
         from meshpar.cli.report.show_page import show_page
 
-        Path(args.html).write_text(show_page(page), encoding="utf-8")
+        local_path("--html", args.html).write_text(show_page(page), encoding="utf-8")
     if args.json:
         print(json.dumps(page.as_json()))
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import zlib
@@ -28,6 +29,8 @@ def jsonl_documents(path: Path, field: str, skipped: Skipped) -> Iterator[str]:
     try:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
             for number, line in enumerate(file, 1):
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
                 if line.strip():
                     found = _document(line, field)
                     if found.wrong is None:

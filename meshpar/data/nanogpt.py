@@ -20,17 +20,29 @@ from meshpar.data.token_file import TokenFile, file_size
 _HEADER_BYTES = 256 * 4
 _WITH_HEADER = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
 _SCANNED_AT_ONCE = 1 << 24  # tokens
+_LOOKED_AT, _FEWEST = 1 << 18, 8
+"""Bytes that tell the size of a token, and how many pairs of two bytes say anything."""
+_MOST_HIGH = 15
+"""The upper half of a token of four bytes, of vocabularies below a million."""
+_OTHERS = {
+    b"\x93NUMPY": "NumPy's .npy",
+    b"PK\x03\x04": "a zip archive, such as .npz,",
+    b"PAR1": "Parquet",
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+}
 
 
 def read_nanogpt(path: Path, eos: int | None = None) -> TokenFile:
-    """The tokens of a flat file, as one document.
+    """Return the tokens of a flat file, as one document.
 
     Args:
         path: NAME.bin.
         eos: Cuts documents at this token; the whole file is read for it once.
 
     Raises:
-        DataError: There is no such file, or it is cut off or empty.
+        DataError: There is no such file, it is cut off or empty, or looks like one of
+            another format, such as tokens of four bytes without a header.
     """
     file_bytes = file_size(path)
     with open(path, "rb") as file:
@@ -40,6 +52,7 @@ def read_nanogpt(path: Path, eos: int | None = None) -> TokenFile:
     if has_header:
         dtype, num_tokens = _headed(path, magic, head[1:], file_bytes)
     else:
+        _check_two_bytes(path)
         dtype, num_tokens = np.dtype("<u2"), file_bytes // 2
         if file_bytes % 2:
             raise DataError(
@@ -61,6 +74,29 @@ def read_nanogpt(path: Path, eos: int | None = None) -> TokenFile:
     if eos is None:
         return whole
     return replace(whole, bounds=_documents(whole, eos, begins=has_header))
+
+
+def _check_two_bytes(path: Path) -> None:
+    """Refuse a file without a header whose first tokens are not of two bytes each."""
+    with open(path, "rb") as file:
+        head = file.read(_LOOKED_AT)
+    for magic, name in _OTHERS.items():
+        if head.startswith(magic):
+            raise DataError(
+                f"{str(path)!r} begins as {name} does, and is no flat file of uint16 "
+                "tokens: write its tokens with .astype(numpy.uint16).tofile",
+                key="data.other_format",
+            )
+    pairs = np.frombuffer(head, "<u2", len(head) // 4 * 2).reshape(-1, 2)
+    if len(pairs) < _FEWEST or pairs[:, 1].max() > _MOST_HIGH:
+        return
+    if pairs[:, 0].max() > _MOST_HIGH:
+        raise DataError(
+            f"{str(path)!r} has numbers up to {pairs[:, 1].max()} in every other "
+            "place, as tokens of 4 bytes would have, but without a header tokens are "
+            "read as uint16: write them so, or with llm.c's header for uint32",
+            key="data.tokens_of_four_bytes",
+        )
 
 
 def _headed(

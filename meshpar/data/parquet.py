@@ -55,12 +55,20 @@ def _check_column(path: Path, schema: Any, field: str, pyarrow: Any) -> None:
             key="data.missing_column",
         )
     kind = schema.field(field).type
-    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+    if not _is_text(kind, pyarrow.types):
         raise DataError(
             f"{str(path)!r}: column {field!r} is of {kind}, no text; name another by "
             "field=",
             key="data.column_not_text",
         )
+
+
+def _is_text(kind: Any, types: Any) -> bool:
+    """Whether values are texts, each as it is or as a number in a dictionary."""
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    known = (types.is_string, types.is_large_string, types.is_string_view)
+    return any(is_kind(kind) for is_kind in known)
 
 
 def _pyarrow(path: Path) -> tuple[Any, Any]:

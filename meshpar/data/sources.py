@@ -10,7 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from meshpar.data.errors import DataError
-from meshpar.errors import nearest
+from meshpar.errors import local_path, nearest
 from meshpar.key_values import key_values
 
 _SUFFIXES = {
@@ -52,6 +52,7 @@ class DataSource:
     format: str | None = None
 
     def __post_init__(self) -> None:
+        local_path("data", self.path)
         if self.weight is not None and self.weight <= 0:
             raise DataError(
                 f"weight={self.weight} of {self.path!r}: must be a positive number; "

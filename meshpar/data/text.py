@@ -17,14 +17,27 @@ def text_documents(path: Path) -> Iterator[str]:
     yield read_text(path)
 
 
+def lines_of(text: str) -> list[str]:
+    """Split a text at its line feeds alone, and drop a byte order mark before it.
+
+    `str.splitlines` splits at characters that may stand in a line, too.
+
+    Example:
+        >>> lines_of("one\\u2028still\\ntwo\\n")
+        ['one\\u2028still', 'two']
+    """
+    lines = text.removeprefix("\ufeff").split("\n")
+    return lines[:-1] if lines[-1] == "" else lines
+
+
 def read_text(file: Path) -> str:
-    """The text of a file.
+    """The text of a file, without a byte order mark.
 
     Raises:
         DataError: It cannot be read, is empty, or is not UTF-8 text.
     """
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise DataError(
             f"{str(file)!r} is not UTF-8 text: byte {error.start} is "

@@ -66,7 +66,8 @@ class TokenCache:
 
     def kept_as(self, path: Path, format: str, field: str) -> Path:
         """The .bin that holds, or will hold, the tokens of a file."""
-        size, changed = file_size(path), path.stat().st_mtime_ns
+        # The time of the last change of any kind, which nobody can set back.
+        size, changed = file_size(path), path.stat().st_ctime_ns
         of = [str(path.resolve()), size, changed, format, field]
         by = [self.tokenizer.identity, self.tokenizer.eos, self.on_bad_line, _VERSION]
         key = hashlib.sha256(json.dumps(of + by).encode()).hexdigest()[:16]

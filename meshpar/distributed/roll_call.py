@@ -9,6 +9,7 @@ JAX's service gets a free port of its own.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import queue
 import socket
 import threading
@@ -40,12 +41,15 @@ class Roll:
         service: HOST:PORT for JAX's own service.
         peers: The connection to each other process, process 0's only to all.
         listener: What holds the port; process 0's.
+        bound: HOST:PORT that JAX's own service listens on; process 0's, and None for
+            all addresses of its machine.
     """
 
     hosts: tuple[str, ...]
     service: str
     peers: dict[int, Lines]
     listener: socket.socket | None = None
+    bound: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +115,14 @@ def _call(place: Place, job: str, deadline: float, timeout_s: float) -> Roll:
         target=_refuse_late, args=(place, job, listener), daemon=True
     )
     late.start()
-    return Roll(hosts=tuple(in_order), service=service, peers=peers, listener=listener)
+    host = bound_host(place.host)
+    return Roll(
+        hosts=tuple(in_order),
+        service=service,
+        peers=peers,
+        listener=listener,
+        bound=_address(host, service_port) if host else None,
+    )
 
 
 def _refuse_late(place: Place, job: str, listener: socket.socket) -> None:
@@ -145,14 +156,41 @@ def late_refusal(place: Place, job: str, greeting: Greeting) -> DistributedError
     )
 
 
+def bound_host(host: str) -> str:
+    """Return the address that a service listens on for those that name a host.
+
+    That of the loopback where the host is this machine to itself, the host where it is
+    an address of this machine, and else "", all addresses: others may resolve a name to
+    another of them, and an address may be that of a gateway.
+
+    Example:
+        >>> bound_host("localhost"), bound_host("127.0.0.1"), bound_host("node-7")
+        ('127.0.0.1', '127.0.0.1', '')
+    """
+    if host == "localhost":
+        return "127.0.0.1"
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return ""
+    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+    with socket.socket(family) as probe:
+        try:
+            probe.bind((str(address), 0))
+        except OSError:  # Of another machine.
+            return ""
+    return str(address)
+
+
 def _listen(place: Place) -> socket.socket:
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
+    host = bound_host(place.host)
+    both = not host and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
     tried_until = time.monotonic() + _PORT_S
     while True:
         try:
             return socket.create_server(
-                ("", place.port),
+                (host, place.port),
                 family=family,
                 dualstack_ipv6=both,
                 backlog=place.num_processes,

@@ -5,15 +5,24 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
 from typing import Any, cast
 
+import meshpar
 from meshpar.distributed.cluster import Place, find_place, is_kubernetes_pod
 from meshpar.distributed.errors import BAD_INPUT, LOST, DistributedError
 from meshpar.distributed.processes import Processes
 from meshpar.distributed.roll_call import Roll, call_roll, free_port
 from meshpar.emulate import prepare
 from meshpar.errors import InputError
+
+_OF_NUMBERS = (
+    *("jax_threefry_partitionable", "jax_default_prng_impl", "jax_enable_x64"),
+    *("jax_default_matmul_precision", "jax_numpy_dtype_promotion"),
+    *("jax_numpy_rank_promotion", "jax_random_seed_offset"),
+)
+"""JAX's options on which the numbers depend that a program computes."""
 
 
 def start(
@@ -44,7 +53,8 @@ def start(
 
     Raises:
         InputError: Not all came in time, named by number; the port is another job's;
-            JAX has started already; or the three are not given together.
+            JAX has started already; the three are not given together; or a process has
+            other versions or settings of JAX.
         DistributedError: A collective returns wrong numbers.
 
     Example:
@@ -61,9 +71,39 @@ def start(
     roll = call_roll(place, job=job, timeout_s=timeout_s)
     processes = Processes(place.process_id, roll, heartbeat_s=heartbeat_s)
     with processes.told_of_errors(), _ended_after(2 * timeout_s, processes):
+        refuse_other_settings(processes.gather(_settings()))
         _start_jax(place, roll, timeout_s, heartbeat_s)
         _check_collectives(processes)
     return processes
+
+
+def _settings() -> dict[str, Any]:
+    """What processes must have in common to compute the same numbers, by name."""
+    import jax
+
+    versions = {name: version(name) for name in ("jax", "jaxlib", "flax", "optax")}
+    options = {name: getattr(jax.config, name) for name in _OF_NUMBERS}
+    return {"meshpar": meshpar.__version__, **versions, **options}
+
+
+def refuse_other_settings(settings: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse processes whose versions, or JAX's settings, would compute other numbers.
+
+    Args:
+        settings: Of each process, by name.
+
+    Raises:
+        InputError: Names the first that differs, both processes and both values.
+    """
+    for process, other in enumerate(settings):
+        for name, value in settings[0].items():
+            if name not in other or other[name] != value:
+                raise InputError(
+                    f"process {process} has {name}={other.get(name)!r}, process 0 has "
+                    f"{name}={value!r}: they would train another model together; give "
+                    "all the same versions, JAX options and JAX_ variables",
+                    key="processes.different_settings",
+                )
 
 
 @contextlib.contextmanager
@@ -112,6 +152,7 @@ def _start_jax(place: Place, roll: Roll, timeout_s: float, heartbeat_s: float) -
             place.process_id,
             local_device_ids=place.local_device,
             cluster_detection_method="deactivate",
+            coordinator_bind_address=roll.bound,
             initialization_timeout=max(int(timeout_s), 1),
             # Ours end the job first, with a line.
             heartbeat_timeout_seconds=100 + int(2 * heartbeat_s),

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec
 from meshpar.layout import BATCH_AXES, Layout
 from meshpar.lint.rows import ParameterRow
 from meshpar.rules.rules import Rules, spec_axes
+from meshpar.train.idle_axes import idle_message
 from meshpar.train.layout_refusals import layout_errors
 
 
@@ -115,10 +116,7 @@ def idle_mesh_axes(
         Finding(
             kind="idle",
             path=axis,
-            message=(
-                f"mesh axis {axis!r} of size {size} shards nothing: its devices repeat "
-                f"each other's work; set {axis}=1 or map a logical axis to it"
-            ),
+            message=idle_message(axis, size),
             key="mesh.idle_axis",
         )
         for axis, size in _axes_at_work(layout).items()

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from meshpar.errors import InputError
+from meshpar.layout import nearest
 from meshpar.model.inputs import BATCH_DIM, Input, Inputs
 
 _ACCEPTED = {
@@ -20,18 +22,17 @@ _ACCEPTED = {
 
 
 def check_batch(inputs: Inputs, batch: Mapping[str, Any]) -> int:
-    """The number of examples of a batch, once every array is as declared.
-
-    Arrays that are not declared need the example first and nothing else.
+    """Return the number of examples of a batch whose arrays are as declared.
 
     Args:
-        inputs: What the model declares.
+        inputs: What the model declares. Of a model that declares nothing, all arrays
+            need the example first and nothing else.
         batch: Name -> array or its shape.
 
     Raises:
-        InputError: An array is missing, is none, has other dims or another kind of
-            numbers than declared, a size that another array contradicts, or (in a
-            NumPy array) a number that is not below what is declared.
+        InputError: An array is missing or not declared, is none, has other dims or
+            another kind of numbers than declared, a size that another array
+            contradicts, or numbers that `check_values` refuses.
     """
     if not isinstance(batch, Mapping) or not batch:
         raise InputError(
@@ -46,6 +47,15 @@ def check_batch(inputs: Inputs, batch: Mapping[str, Any]) -> int:
                 f"the batch has {has}, but no {name!r}, which the model declares as "
                 f"{declared.logical_axes}",
                 key="batch.missing_array",
+            )
+    for name in batch:
+        if inputs and name not in inputs:
+            raise InputError(
+                f"the model declares no batch[{name!r}]; {nearest(str(name), inputs)}. "
+                "Leave the array out, or declare it in the model's inputs, such as "
+                f"replace(model, inputs={{**model.inputs, {name!r}: "
+                "meshpar.Input(('batch',), optional=True)})",
+                key="batch.unknown_array",
             )
     sizes: dict[str, tuple[str, int]] = {}
     for name, array in batch.items():
@@ -65,21 +75,43 @@ def check_batch(inputs: Inputs, batch: Mapping[str, Any]) -> int:
 
 
 def check_values(inputs: Inputs, batch: Mapping[str, Any]) -> None:
-    """Refuses whole numbers that are no index of what they select.
+    """Refuse numbers that would train another model than they say.
 
-    Only arrays of NumPy are looked at: one on a device would have to come back first.
+    Only arrays in the host's memory are looked at, those of JAX on CPU devices among
+    them: one on another device would have to come back first.
 
     Args:
-        inputs: What the model declares; `below` is the bound.
+        inputs: What the model declares.
         batch: Name -> array, of the shapes that are declared.
 
     Raises:
-        InputError: Of the first such number, with its place.
+        InputError: Of the first whole number that is no index of what it selects, or
+            has more bits than devices keep, and of the first weight that is below 0
+            or not finite; with its place.
     """
-    for name, declared in inputs.items():
-        array = batch.get(name)
-        if declared.below is not None and isinstance(array, np.ndarray):
-            _check_below(name, array, declared.below)
+    for name, given in batch.items():
+        array, declared = _in_host_memory(given), inputs.get(name)
+        if array is None or not array.size:
+            continue
+        if jnp.issubdtype(array.dtype, jnp.integer):
+            _check_bits(name, array)
+        if declared is None:
+            continue
+        if declared.is_weight:
+            _check_weights(name, array)
+        if declared.below is not None:
+            weights = _in_host_memory(batch.get(str(declared.counted_by)))
+            counted = None if weights is None else weights != 0
+            _check_below(name, array, declared.below, counted)
+
+
+def _in_host_memory(array: Any) -> np.ndarray | None:
+    if isinstance(array, np.ndarray):
+        return array
+    if not isinstance(array, jax.Array) or not array.is_fully_addressable:
+        return None
+    on_host = all(device.platform == "cpu" for device in array.devices())
+    return np.asarray(array) if on_host else None
 
 
 def _named_dims(array: Any, declared: Input | None) -> Iterator[tuple[str, int]]:
@@ -132,16 +164,56 @@ def _check_array(name: str, array: Any, declared: Input | None) -> None:
         )
 
 
-def _check_below(name: str, array: np.ndarray, below: int) -> None:
-    if not array.size or (array.min() >= 0 and array.max() < below):
+def _check_below(
+    name: str, array: np.ndarray, below: int, counted: np.ndarray | None
+) -> None:
+    if array.min() >= 0 and array.max() < below:
         return
-    place = np.unravel_index(np.argmax((array < 0) | (array >= below)), array.shape)
+    wrong = (array < 0) | (array >= below)
+    if counted is not None and counted.shape == wrong.shape:
+        wrong &= counted
+    if not wrong.any():
+        return
+    value, place = _first(array, wrong)
+    uncounted = "" if counted is None else ", or give it the weight 0"
     raise InputError(
-        f"batch[{name!r}] has {array[place]} at {tuple(map(int, place))}, but the "
-        f"model takes 0 to {below - 1} there: give numbers below {below}, or a model "
-        "that knows more",
+        f"batch[{name!r}] has {value} at {place}, but the model takes 0 to "
+        f"{below - 1} there: give numbers below {below}, or a model that knows more"
+        f"{uncounted}",
         key="batch.index_out_of_range",
     )
+
+
+def _check_bits(name: str, array: np.ndarray) -> None:
+    """Refuse integers that change their value when JAX stores them in fewer bits."""
+    kept = np.iinfo(jax.dtypes.canonicalize_dtype(array.dtype))
+    wrong = (array < kept.min) | (array > kept.max)
+    if not wrong.any():
+        return
+    value, place = _first(array, wrong)
+    raise InputError(
+        f"batch[{name!r}] has {value} at {place}, but JAX keeps {kept.bits} bits of "
+        f"it, numbers from {kept.min} to {kept.max}: give such numbers",
+        key="batch.too_many_bits",
+    )
+
+
+def _check_weights(name: str, array: np.ndarray) -> None:
+    wrong = ~(np.isfinite(array) & (array >= 0))
+    if not wrong.any():
+        return
+    value, place = _first(array, wrong)
+    raise InputError(
+        f"batch[{name!r}] has {value} at {place}, but the model declares it as weights "
+        "of the loss: give finite numbers, 0 or more",
+        key="batch.wrong_weight",
+    )
+
+
+def _first(array: np.ndarray, wrong: np.ndarray) -> tuple[Any, tuple[int, ...]]:
+    """Return the first number that is wrong, and its place."""
+    place = np.unravel_index(np.argmax(wrong), array.shape)
+    return array[place], tuple(map(int, place))
 
 
 def _described(batch: Any) -> str:

@@ -26,6 +26,11 @@ with `sums` over all layers and the global batch too. What is not a sum over exa
 such as a product of means over a batch, would depend on the microbatches: take it of
 each example.
 
+The backward starts from the gradient of that mean on every layout: each example's
+`loss_sum` has the cotangent 1 / `sum(weight_sum)` of the global batch, also where the
+batch is cut into microbatches. So a `jax.custom_vjp` whose backward is not linear, such
+as one that clips, sees the same values everywhere.
+
 *State* is arrays that are no parameters: running statistics, a router's bias, integer
 tables. A function reads its layer's as `scope.state`. It changes once a step, outside
 the gradient: `update_state(state, sums) -> state` of each layer, from what its blocks

@@ -29,9 +29,26 @@ def has_gradient(function: Callable[..., Any], *arguments: Any) -> bool:
         >>> has_gradient(lambda x: jnp.sum(jnp.ones_like(x) * (x > 0)), x)
         False
     """
-    program = jax.make_jaxpr(function)(*arguments)
-    reached = [_is_real(var) for var in program.jaxpr.invars]
-    return any(_reached(program.jaxpr, reached))
+    jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
+    return any(_reached(jaxpr, [_is_real(var) for var in jaxpr.invars], _is_real))
+
+
+def is_read(function: Callable[..., Any], *arguments: Any) -> bool:
+    """Return whether the arguments can change the result, with a derivative or without.
+
+    Args:
+        function: Arrays -> an array, or a tree of them.
+        arguments: Arrays or their shapes.
+
+    Example:
+        >>> x = jax.ShapeDtypeStruct((3,), jnp.float32)
+        >>> is_read(lambda x: jnp.sum(jax.lax.stop_gradient(x)), x)
+        True
+        >>> is_read(lambda x: jnp.float32(x.size), x)
+        False
+    """
+    jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
+    return any(_reached(jaxpr, [True] * len(jaxpr.invars), lambda var: True))
 
 
 def arguments_read(function: Callable[..., Any], *arguments: Any) -> list[bool]:
@@ -104,33 +121,40 @@ def _origins(jaxpr: Jaxpr) -> list[int | None]:
     return [None if hasattr(one, "val") else known.get(one) for one in jaxpr.outvars]
 
 
-def _reached(jaxpr: Jaxpr, arguments: Sequence[bool]) -> list[bool]:
-    """Which results some of the arguments reach."""
+def _reached(
+    jaxpr: Jaxpr, arguments: Sequence[bool], passes: Callable[[Any], bool]
+) -> list[bool]:
+    """Which results some of the arguments reach, through variables that `passes`."""
     known = {var for var, flag in zip(jaxpr.invars, arguments, strict=True) if flag}
     for equation in jaxpr.eqns:
         flags = [not hasattr(atom, "val") and atom in known for atom in equation.invars]
-        if not any(flags) or equation.primitive.name == "stop_gradient":
+        stops = passes is _is_real and equation.primitive.name == "stop_gradient"
+        if stops or not any(flags):
             continue
-        found = _through(equation, flags)
+        found = _through(equation, flags, passes)
         known |= {
             var
             for var, flag in zip(equation.outvars, found, strict=True)
-            if flag and _is_real(var)
+            if flag and passes(var)
         }
     return [not hasattr(atom, "val") and atom in known for atom in jaxpr.outvars]
 
 
-def _through(equation: Any, flags: list[bool]) -> list[bool]:
+def _through(
+    equation: Any, flags: list[bool], passes: Callable[[Any], bool]
+) -> list[bool]:
     """Which results of one operation its flagged operands reach."""
     name, params = equation.primitive.name, equation.params
     if name == "scan":
-        return _through_scan(equation, flags)
-    if name == "cond":
-        branches = [_reached(one.jaxpr, flags[1:]) for one in params["branches"]]
+        return _through_scan(equation, flags, passes)
+    if name == "cond" and not (flags[0] and passes(equation.invars[0])):
+        branches = [
+            _reached(one.jaxpr, flags[1:], passes) for one in params["branches"]
+        ]
         return [any(of_result) for of_result in zip(*branches, strict=True)]
     inner = _inner(equation)
-    if name != "while" and inner is not None:
-        return _reached(inner, flags)
+    if name not in ("cond", "while") and inner is not None:
+        return _reached(inner, flags, passes)
     return [True] * len(equation.outvars)
 
 
@@ -146,13 +170,15 @@ def _inner(equation: Any) -> Jaxpr | None:
     return fits[0] if len(fits) == 1 else None
 
 
-def _through_scan(equation: Any, flags: list[bool]) -> list[bool]:
+def _through_scan(
+    equation: Any, flags: list[bool], passes: Callable[[Any], bool]
+) -> list[bool]:
     body = equation.params["jaxpr"].jaxpr
     num_consts, num_carry = scan_counts(equation)
     consts, carry = flags[:num_consts], flags[num_consts : num_consts + num_carry]
     xs = flags[num_consts + num_carry :]
     while True:
-        found = _reached(body, [*consts, *carry, *xs])
+        found = _reached(body, [*consts, *carry, *xs], passes)
         more = [a or b for a, b in zip(carry, found[:num_carry], strict=True)]
         if more == carry:
             return [*more, *found[num_carry:]]

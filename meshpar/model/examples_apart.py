@@ -1,8 +1,13 @@
-"""Whether a model treats every example by itself, read from a trace before it runs."""
+"""Whether a model treats every example by itself: found before it trains."""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import itertools
+import os
+import warnings
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,8 +15,19 @@ import jax.numpy as jnp
 
 from meshpar.errors import InputError
 from meshpar.model.contract import Model
-from meshpar.model.token_mixing import surely_mixes
+from meshpar.model.equations import equations
+from meshpar.model.halves import (
+    EXAMPLES,
+    MOST_VALUES,
+    num_values,
+    what_halves_change,
+)
+from meshpar.model.inputs import BATCH_DIM
+from meshpar.model.token_mixing import mixes_tokens, surely_mixes
 from meshpar.model.tracing import one_layer_shapes, one_layer_state, traced_forward
+
+_FEW_TOKENS = (8, 16)
+"""Of the sequences that a model runs on: the first that it takes."""
 
 _TIMES, _MANY = 13, 100
 """At least so many times the examples are traced with: as few sizes of a model are.
@@ -46,11 +62,14 @@ def check_examples_first(model: Model, batch: Any) -> None:
 def check_examples_apart(
     model: Model, batch: Any, layout: str, *, logits: bool = False
 ) -> None:
-    """Refuses a model that joins examples otherwise than by sums.
+    """Refuse a model that joins examples otherwise than by sums.
 
     Devices and microbatches have some examples of the batch each: what is not a sum
     over them, such as a mean's difference, a contrastive loss or noise of the batch's
-    own shape, would be of these alone.
+    own shape, would be of these alone. A trace settles it where it knows every
+    operation and no one wrote a backward of one's own. Otherwise a small instance of
+    the model runs whole and in halves (`meshpar.model.halves`), and the trace names the
+    line. Of a layer too large for that the trace judges alone, and a warning says so.
 
     Args:
         model: The model.
@@ -59,12 +78,39 @@ def check_examples_apart(
         logits: Whether it is asked of `logits`, which a model has that calls this.
 
     Raises:
-        InputError: It surely joins them; what only may is let through, and so is a
-            model that asks for sums over the global batch itself.
+        InputError: It joins them.
     """
+    shapes = tuple(
+        (name, tuple(x.shape[1:]), jnp.dtype(x.dtype).name) for name, x in batch.items()
+    )
+    found = _what_joins(model, shapes, logits)
+    if found is None:
+        return
+    function, instead = "a function of the model", "sums over examples alone"
+    if logits:
+        function, instead = "logits", "each example's own"
+    raise InputError(
+        f"layout {layout!r} gives devices or microbatches some examples each, but "
+        f"{function} joins those that it has: {found}; give {instead}, "
+        "take scope.batch_sum for statistics and scope.key for noise, or leave the "
+        "batch whole",
+        key="model.joins_examples",
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _what_joins(
+    model: Model, shapes: tuple[tuple[str, tuple[int, ...], str], ...], logits: bool
+) -> str | None:
+    """Return what joins examples, in words; None if nothing does."""
+    batch = {
+        name: jax.ShapeDtypeStruct((EXAMPLES, *shape), dtype)
+        for name, shape, dtype in shapes
+    }
     params, state = one_layer_shapes(model), one_layer_state(model)
-    shapes = _told_apart(batch, params, state)
-    num = jax.tree.leaves(shapes)[0].shape[0]
+    told_apart = _told_apart(batch, params, state)
+    num = jax.tree.leaves(told_apart)[0].shape[0]
+
     asked: list[str] = []
 
     def forward(of_examples: list, params: tuple, state: tuple) -> Any:
@@ -78,28 +124,101 @@ def check_examples_apart(
         )
         return once(params, state, batch)
 
-    given = {name: (shape, 0) for name, shape in shapes.items()}
+    given = {name: (shape, 0) for name, shape in told_apart.items()}
     numbers = jax.ShapeDtypeStruct((num,), jnp.uint32), 0
-    found = surely_mixes(forward, num, [given, numbers], params, state)
-    if found is None or asked:
-        return
-    function, instead = "a function of the model", "sums over examples alone"
-    if logits:
-        function, instead = "logits", "each example's own"
-    raise InputError(
-        f"layout {layout!r} gives devices or microbatches some examples each, but "
-        f"{function} joins those that it has: {_of_examples(found)}; give {instead}, "
-        "take scope.batch_sum for statistics and scope.key for noise, or leave the "
-        "batch whole",
-        key="model.joins_examples",
+    traced = forward, num, [given, numbers], params, state
+    found = mixes_tokens(*traced)
+    if found is None and not _has_own_backward(forward, told_apart, num, params, state):
+        return None
+    # To the trace a sum over the global batch is one over the examples at hand.
+    place = f": {_of_examples(found)}" if found and not asked else ""
+    try:
+        changed = _run_in_halves(model, batch, logits)
+    except Exception as error:
+        _warn(model, f"cannot run in halves of a batch ({error})")
+    else:
+        return None if changed is None else changed + place
+    surely = None if asked else surely_mixes(*traced)
+    return None if surely is None else _of_examples(surely)
+
+
+def _run_in_halves(model: Model, batch: Any, logits: bool) -> str | None:
+    number = num_values(model)
+    if number > MOST_VALUES:
+        raise ValueError(f"{number} parameters of one layer, above {MOST_VALUES}")
+    for seq in _FEW_TOKENS:
+        few = _with_few_tokens(model, batch, seq)
+        once, *shapes = traced_forward(model, few, head=True)
+        try:
+            jax.eval_shape(once, *shapes)
+        except Exception:
+            continue  # Sequences that this model does not take.
+        return what_halves_change(model, few, logits=logits)
+    return what_halves_change(model, batch, logits=logits)
+
+
+def _with_few_tokens(model: Model, batch: Any, seq: int) -> Any:
+    """Shapes of a batch with at most `seq` in each size that the inputs leave open."""
+
+    def few(name: str, x: Any) -> Any:
+        declared = model.known_inputs.get(name)
+        if declared is None or len(declared.sizes) != len(x.shape):
+            return x
+        pairs = zip(declared.logical_axes, declared.sizes, x.shape, strict=True)
+        sizes = [
+            min(size, seq) if axis not in (None, BATCH_DIM) and fixed is None else size
+            for axis, fixed, size in pairs
+        ]
+        return jax.ShapeDtypeStruct(tuple(sizes), x.dtype)
+
+    return {name: few(name, x) for name, x in batch.items()}
+
+
+def _has_own_backward(forward: Any, batch: Any, num: int, *others: Any) -> bool:
+    """Whether a function has a backward that neither the library nor JAX wrote."""
+    numbers = jax.ShapeDtypeStruct((num,), jnp.uint32)
+    program = jax.make_jaxpr(forward)([batch, numbers], *others)
+    return any(
+        equation.primitive.name.startswith("custom_vjp_call")
+        and not _is_known(equation.source_info.traceback)
+        for equation in equations(program)
+    )
+
+
+def _is_known(traceback: Any) -> bool:
+    """Whether the call of a function is written in the library, JAX, Flax or optax."""
+    frames = () if traceback is None else traceback.frames
+    files = (frame.file_name for frame in frames)
+    jax_files = str(Path(jax.__file__).parent)
+    caller = next((file for file in files if not file.startswith(jax_files)), "")
+    return caller.startswith(_known_folders())
+
+
+@functools.cache
+def _known_folders() -> tuple[str, ...]:
+    own = Path(__file__).parents[1]
+    folders = [own, (own / "models").resolve()]
+    for name in ("flax", "optax"):
+        spec = importlib.util.find_spec(name)
+        folders += [Path(spec.origin).parent] if spec and spec.origin else []
+    return tuple(f"{folder}{os.sep}" for folder in folders)
+
+
+def _warn(model: Model, why: str) -> None:
+    names = ", ".join(repr(group.name) for group in model.groups)
+    warnings.warn(
+        f"the model of blocks {names} {why}: whether it treats every example by itself "
+        "is judged from its trace alone, which says nothing of a backward of your own",
+        stacklevel=2,
     )
 
 
 def _of_examples(found: str) -> str:
-    """What joins tokens, in words of examples; its place as it is."""
+    """Say of examples what was found of tokens, without advice; its place as it is."""
     what, bracket, place = found.rpartition(" (")
     if not bracket:
         what, place = found, ""
+    what, *_ = what.split(";")
     for word, other in (("token", "example"), ("the sequence", "the batch")):
         what = what.replace(word, other)
     return what + bracket + place

@@ -53,8 +53,11 @@ class Input:
         shape: Sizes of dims that every batch has alike, None for any other; all vary
             when absent.
         below: Integers are from 0 to below this; not known when absent. Checked where
-            the array is NumPy's; one on a device is not fetched for it.
-        is_weight: Whether it says how much each of its elements counts in the loss.
+            the array is in the host's memory; one on a device is not fetched for it.
+        counted_by: Name of the input of weights, of the same dims, whose 0 leaves an
+            element out: there it may be anything.
+        is_weight: Whether it says how much each of its elements counts in the loss: a
+            finite number, 0 or more.
         has_gradient: Whether the step finds the loss's gradient of it, as of rows that
             were looked up outside the model (`meshpar.tables`). `embed` alone reads it.
 
@@ -72,6 +75,7 @@ class Input:
     optional: bool = False
     shape: tuple[int | None, ...] | None = None
     below: int | None = None
+    counted_by: str | None = None
     is_weight: bool = False
     has_gradient: bool = False
 

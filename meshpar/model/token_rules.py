@@ -6,6 +6,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
+from meshpar.model.elementwise import AS_THEY_ARE, ELEMENTWISE, RANDOM
 from meshpar.model.token_dims import DIM_RULES
 from meshpar.model.token_flow import (
     Flow,
@@ -27,24 +28,7 @@ _ORDERED = {
     *("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul"),
     *("scatter_add", "select_and_scatter_add", "ppermute", "psum"),
 }
-OF_EACH_ELEMENT = {
-    *("abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan"),
-    *("atan2", "atanh", "bessel_i0e", "bessel_i1e", "bitcast_convert_type", "cbrt"),
-    "ceil",
-    *("clamp", "clz", "complex", "conj", "convert_element_type", "copy", "copy_p"),
-    *("cos", "cosh", "digamma", "div", "eq", "eq_to", "erf", "erf_inv"),
-    *("erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igamma_grad_a"),
-    *("igammac", "imag", "integer_pow", "is_finite", "layout_constraint", "le"),
-    *("le_to", "lgamma", "log", "log1p", "log2", "logistic", "lt", "lt_to", "max"),
-    *("mesh_cast", "min", "mul", "name", "ne", "neg", "nextafter", "not"),
-    *("one_minus_square", "or", "pcast", "polygamma", "polynomial", "pow", "pvary"),
-    *("population_count", "random_bits", "random_clone", "random_fold_in"),
-    *("random_gamma", "random_gamma_grad", "random_seed", "real", "reduce_precision"),
-    *("regularized_incomplete_beta", "rem", "reshard", "round", "rsqrt", "select_n"),
-    *("sharding_constraint", "shift_left", "shift_right_arithmetic", "sign", "sin"),
-    *("shift_right_logical", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan"),
-    *("tanh", "threefry2x32", "xor", "zeta"),
-}
+OF_EACH_ELEMENT = ELEMENTWISE | AS_THEY_ARE | RANDOM
 """Operations whose results are each made of the operands' elements at the same place.
 
 Others may have results of the same shape too, and join elements all the same.

@@ -103,7 +103,7 @@ def run_backward(
     totals: Any,
     add: Callable[[Any, Any, jax.Array], Any],
     *,
-    of_loss: jax.Array | float = 1.0,
+    of_loss: jax.Array | float,
 ) -> tuple[Stream, Any]:
     """The backward of `run_keeping`, gradients added up in place, layer by layer.
 

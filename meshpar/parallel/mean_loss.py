@@ -47,3 +47,11 @@ def scaled(tree: Any, scale: jax.Array | float, dtype: Any = None) -> Any:
         return (x * wide).astype(dtype if dtype is not None and real else x.dtype)
 
     return jax.tree.map(of, tree)
+
+
+def in_fp32(tree: Any) -> Any:
+    """Convert arrays of real numbers to fp32, and leave others as they are."""
+    return jax.tree.map(
+        lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x,
+        tree,
+    )

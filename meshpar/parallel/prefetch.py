@@ -102,7 +102,7 @@ def run_backward(
     totals: Any,
     add: Callable[[Any, Any, Any], Any],
     *,
-    of_loss: jax.Array | float = 1.0,
+    of_loss: jax.Array | float,
     beside: Any = (),
 ) -> tuple[Stream, Any, Any]:
     """As `meshpar.parallel.blocks.run_backward`, after this module's `run_keeping`.

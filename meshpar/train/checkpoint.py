@@ -13,6 +13,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from meshpar.distributed import Processes
+from meshpar.errors import local_path
 from meshpar.train.checkpoint_choice import Choice
 from meshpar.train.checkpoint_errors import (
     CheckpointError,
@@ -71,7 +72,7 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, keep_period=keep_every, enable_async_checkpointing=True
         )
-        self.directory = Path(directory).absolute()
+        self.directory = local_path("checkpoints", directory).absolute()
         self._processes = processes or Processes()
         self._saving: Saving | None = None
         self._failed: CheckpointError | None = None

@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+from meshpar.errors import local_path
 from meshpar.train.checkpoint_errors import CheckpointError, explained
 from meshpar.train.checksums import damage
 from meshpar.train.stored_arrays import stored
@@ -80,7 +81,7 @@ def read_contents(path: Path, step: int | None = None) -> Contents:
     Raises:
         CheckpointError: There is none, or it cannot be read.
     """
-    directory, named = _found(Path(path))
+    directory, named = _found(local_path("checkpoint", path))
     steps = steps_of(directory)
     chosen = next(one for one in (step, named, steps[-1]) if one is not None)
     if chosen not in steps:

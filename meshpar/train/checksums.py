@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -86,7 +87,10 @@ def damage(folder: Path, *, part: int = 0, num_parts: int = 1) -> str | None:
         num_parts: Among how many readers they are shared, whoever has noted them.
     """
     crcs: dict[Piece, int] = {}
-    for path in _noted_in(folder):
+    paths = _noted_in(folder)
+    if paths and not has_checksums(folder):
+        return f"of its files of checksums there are but {len(paths)}"
+    for path in paths:
         try:
             crcs.update(_read(path))
         except (OSError, ValueError, TypeError, AttributeError):
@@ -99,7 +103,10 @@ def damage(folder: Path, *, part: int = 0, num_parts: int = 1) -> str | None:
 
 def _damage_of(folder: Path, piece: Piece, crc: int) -> str | None:
     try:
-        found = (folder / piece.name).stat().st_size
+        state = (folder / piece.name).lstat()
+        if not stat.S_ISREG(state.st_mode):
+            return f"its file {piece.name} is a link, a folder or a device"
+        found = state.st_size
         if found != piece.size:
             return f"its file {piece.name} has {found:,} bytes, not {piece.size:,}"
         if piece.crc32(folder) != crc:
@@ -141,6 +148,16 @@ def _read(path: Path) -> dict[Piece, int]:
     if isinstance(noted, dict):  # Of an earlier version: one piece a file.
         noted = [[name, size, 0, size, crc] for name, (size, crc) in noted.items()]
     return {
-        Piece(name=str(name), size=int(size), start=int(start), length=int(length)): crc
+        Piece(
+            name=_inside(name), size=int(size), start=int(start), length=int(length)
+        ): crc
         for name, size, start, length, crc in noted
     }
+
+
+def _inside(name: str) -> str:
+    """Return the name of a file below the folder; what it says is not to be trusted."""
+    path = Path(str(name))
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"{name!r} is outside")
+    return str(name)

@@ -47,6 +47,7 @@ def chosen_programs(
             else LocalProgram(placement=placement),
             optimizer=optimizer,
             max_grad_norm=options.max_grad_norm,
+            check=options.check,
         )
 
     functions: StepFunctions | LocalStepFunctions

@@ -19,6 +19,7 @@ from meshpar.parallel.pipeline.schedule_choice import OwnSchedule
 from meshpar.parallel.remat import check_residual_names
 from meshpar.rules.presets import default_rules
 from meshpar.rules.rules import Rules, check_rules
+from meshpar.train.idle_axes import warn_of_idle_tensor
 from meshpar.train.local_steps.outer_optimizer import nesterov
 from meshpar.train.reduction_refusal import refuse_by_host
 from meshpar.train.refusals import (
@@ -46,6 +47,7 @@ def make_train_step(
     layer_costs: Sequence[float] | None = None,
     outer_optimizer: optax.GradientTransformation | None = None,
     gradient_reduction: Literal["flat", "by_host"] = "flat",
+    check: bool = True,
 ) -> TrainStep:
     """A training step of `model` laid out as `layout` says.
 
@@ -82,6 +84,10 @@ def make_train_step(
         gradient_reduction: On CPUs of several processes `by_host` sums gradients inside
             each host, then across, which sends less between hosts and more in all
             (`meshpar.parallel.by_host`); GPUs and TPUs do so by themselves.
+        check: Whether a model that may join the examples of a batch is refused where
+            devices or microbatches have some each. What its trace leaves open costs
+            some seconds once, as a small instance runs
+            (`meshpar.model.examples_apart`).
 
     Raises:
         RuleError: A parameter cannot be laid out, or a rule for activations uses `data`
@@ -138,6 +144,7 @@ def make_train_step(
         schedule=schedule,
         outer_optimizer=outer_optimizer,
         gradient_reduction=gradient_reduction,
+        check=check,
     )
     refuse(options)
     refused = experts_refusal(model, layout)
@@ -148,7 +155,9 @@ def make_train_step(
         raise refused_input
     outer_optimizer = outer_optimizer_of(layout, outer_optimizer)
     refuse_by_host(options)
-    return TrainStep(replace(options, outer_optimizer=outer_optimizer))
+    step = TrainStep(replace(options, outer_optimizer=outer_optimizer))
+    warn_of_idle_tensor(model, step.placement)
+    return step
 
 
 def _check_optimizer(optimizer: Any, name: str = "optimizer") -> None:

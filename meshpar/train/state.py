@@ -39,7 +39,8 @@ class TrainState(Generic[Leaf]):
     Args:
         step: Steps done.
         seed: What initial values and all random numbers derive from.
-        skipped: Steps whose gradients were not finite, so that they changed nothing.
+        skipped: Steps that changed nothing, as their gradients were not finite or all
+            weights 0.
         params: Nested dict, in the layout's `param_dtype`.
         opt_state: As the optimizer made it, beside a master copy in
             `meshpar.train.precision.Mastered` where parameters are stored in bf16.

@@ -167,10 +167,10 @@ class TrainStep:
             The new state, and scalars that every process can read. These are `loss` and
             `grad_norm` (before any scaling) of the old parameters, `weight_sum`, the
             mean of each auxiliary loss before its coefficient (`auxiliary.NAME`), and
-            `skipped`, the steps so far whose gradients were not finite and changed
-            nothing. With local steps they are means over the replicas that this process
-            holds devices of, `weight_sum` and `skipped` sums
-            (`meshpar.train.local_steps.metrics`).
+            `skipped`, the steps so far that changed nothing, as their gradients were
+            not finite or all weights 0. With local steps they are means over the
+            replicas that this process holds devices of, weighted as in one batch, and
+            `weight_sum` and `skipped` sums (`meshpar.train.local_steps.metrics`).
 
         Raises:
             InputError: Shapes differ, the global batch does not divide over the batch

@@ -39,6 +39,7 @@ class StepFunctions:
         program: What computes loss and gradients: `LocalProgram` or the pipeline's.
         optimizer: What updates the stacked parameters (`optimizer.by_layer`).
         max_grad_norm: Global norm that gradients are scaled down to; None for none.
+        check: Whether a model that may join examples is refused.
     """
 
     model_as_given: Model
@@ -46,6 +47,7 @@ class StepFunctions:
     program: Any
     optimizer: optax.GradientTransformationExtraArgs
     max_grad_norm: float | None
+    check: bool = True
 
     @property
     def model(self) -> Model:
@@ -108,8 +110,9 @@ class StepFunctions:
         loss, more, gradients, model_state, of_inputs = self.program.loss_and_gradients(
             apart.params, apart.model_state, batch, state.step, state.seed
         )
+        counts = self._all_finite(of_inputs) & (more["weight_sum"] != 0)
         apart, norm = self.apply_gradients(
-            apart, loss, gradients, model_state, finite=self._all_finite(of_inputs)
+            apart, loss, gradients, model_state, counts=counts
         )
         state = put_in(self.model, apart)
         metrics = {"loss": loss, "grad_norm": norm, **more}
@@ -154,14 +157,15 @@ class StepFunctions:
 
     def _check_examples_apart(self, batch: Batch) -> None:
         layout = self.placement.layout
-        if layout.batch_shards * layout.microbatches * layout.stage > 1:
+        parts = layout.batch_shards * layout.microbatches * layout.stage
+        if self.check and parts > 1:
             check_examples_apart(self.model_as_given, batch, str(layout))
 
     def _check_logits(self, batch: Batch) -> None:
         placement, model = self.placement, self.model_as_given
         layout = placement.layout
         check_logits_tokens(model, layout, placement.rules, tuple(batch))
-        if layout.batch_shards * layout.stage > 1:
+        if self.check and layout.batch_shards * layout.stage > 1:
             check_examples_apart(model, batch, str(layout), logits=True)
 
     def _given(self, state: TrainState, batch: Batch) -> tuple[Any, ...]:

@@ -33,6 +33,7 @@ class StepOptions:
         schedule: The pipeline's, instead of the layout's.
         outer_optimizer: Of local steps; None without them.
         gradient_reduction: `flat` or `by_host`.
+        check: Whether a model that may join examples is refused.
     """
 
     model: Model
@@ -47,6 +48,7 @@ class StepOptions:
     schedule: OwnSchedule | None = None
     outer_optimizer: optax.GradientTransformation | None = None
     gradient_reduction: str = "flat"
+    check: bool = True
 
     def without_devices(self, platform: str) -> StepOptions:
         """The same for absent devices of another platform.

@@ -79,7 +79,12 @@ def opened(folder: Path, name: str, cache: tensorstore.Context | None = None) ->
         cache: Keeps chunks that were read (`chunk_cache`); without, none is kept.
     """
     kvstore = {"driver": "ocdbt", "base": folder.absolute().as_uri()}
-    spec = {"driver": "zarr", "kvstore": {**kvstore, "path": f"{name}/"}}
+    spec = {
+        "driver": "zarr",
+        "kvstore": {**kvstore, "path": f"{name}/"},
+        # Orbax stores chunks of zeros too: one that is not there is lost.
+        "fill_missing_data_reads": False,
+    }
     return tensorstore.open(spec, read=True, context=cache).result()
 
 

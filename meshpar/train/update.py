@@ -1,4 +1,4 @@
-"""One optimizer step from gradients: clipped, skipped if not finite, stored again."""
+"""One optimizer step from gradients: clipped, skipped if need be, stored again."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ class Update:
         gradients: Any,
         model_state: Any,
         *,
-        finite: jax.Array | bool = True,
+        counts: jax.Array | bool = True,
     ) -> tuple[TrainState, jax.Array]:
-        """The next state, and the global norm of the gradients before any scaling.
+        """Return the next state, and the global norm of the gradients before scaling.
 
-        Where loss or norm is not finite, or `finite` says so of something else,
-        parameters and optimizer state stay as they are and `skipped` counts one more.
+        Where loss or norm is not finite, or `counts` is false, parameters and optimizer
+        state stay as they are and `skipped` counts one more.
         """
         placement = self.placement
         norm = global_norm(
             gradients, self.of_states, placement.mesh, apart=placement.apart
         )
         state = self._on_device(state)
-        finite = jnp.isfinite(norm) & jnp.isfinite(loss) & finite
+        counts = jnp.isfinite(norm) & jnp.isfinite(loss) & counts
         if self.max_grad_norm is not None:
             scale = jnp.minimum(1.0, self.max_grad_norm / (norm + 1e-6))
             gradients = scaled(gradients, scale, jnp.float32)
@@ -75,11 +75,11 @@ class Update:
         new_values, new_opt_state = self._updated(
             values, gradients, state.opt_state, loss
         )
-        keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
+        keep = lambda new, old: jnp.where(counts, new, old)  # noqa: E731
         new_state = dataclasses.replace(
             state,
             step=state.step + 1,
-            skipped=state.skipped + jnp.where(finite, 0, 1),
+            skipped=state.skipped + jnp.where(counts, 0, 1),
             params=self.at_rest(state, jax.tree.map(keep, new_values, values)),
             opt_state=jax.tree.map(keep, new_opt_state, state.opt_state),
             model_state=jax.tree.map(keep, model_state, state.model_state),

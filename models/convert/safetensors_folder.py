@@ -34,11 +34,16 @@ class SafetensorsFolder:
         self.bytes_read = 0
         self._open: dict[Path, Any] = {}
         self._files = _files(Path(path))
-        self._file_of = {
-            name: file
-            for file in self._files
-            for name in list(self._opened(file).keys())
-        }
+        self._file_of: dict[str, Path] = {}
+        for file in self._files:
+            for name in list(self._opened(file).keys()):
+                if name in self._file_of:
+                    raise InputError(
+                        f"{name!r} is in {str(self._file_of[name])!r} and in "
+                        f"{str(file)!r}: take one of the two away",
+                        key="weights.tensor_twice",
+                    )
+                self._file_of[name] = file
 
     @property
     def names(self) -> Collection[str]:
@@ -105,12 +110,13 @@ def _files(path: Path) -> list[Path]:
             f"no {WHOLE} and no {INDEX} in {str(path)!r}; name a folder that holds one",
             key="weights.no_safetensors",
         )
-    try:
-        named = set(json.loads(index.read_text())["weight_map"].values())
-    except (json.JSONDecodeError, KeyError, AttributeError) as error:
+    named = _named_in(index)
+    if (path / WHOLE).is_file() and WHOLE not in named:
         raise InputError(
-            f"{str(index)!r} has no weight_map: {error}", key="weights.no_weight_map"
-        ) from error
+            f"{str(path)!r} has two sets of weights, {WHOLE} and the files that "
+            f"{INDEX} names: name the file that is meant, or take one of the two away",
+            key="weights.two_sets",
+        )
     for name in named:
         if not (path / name).is_file():
             raise InputError(
@@ -118,3 +124,26 @@ def _files(path: Path) -> list[Path]:
                 key="weights.missing_shard",
             )
     return [path / name for name in sorted(named)]
+
+
+def _named_in(index: Path) -> set[str]:
+    """Return the files that an index names, all in its own folder."""
+    try:
+        named = set(json.loads(index.read_text())["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"{str(index)!r} has no weight_map: {error!r}", key="weights.no_weight_map"
+        ) from error
+    except RecursionError:
+        raise InputError(
+            f"{str(index)!r} has no weight_map: it is nested too deeply",
+            key="weights.no_weight_map",
+        ) from None
+    for name in named:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise InputError(
+                f"{str(index)!r} names {name!r}, which is no file of its own folder: "
+                "files of weights lie beside their index",
+                key="weights.file_outside_folder",
+            )
+    return named

@@ -67,6 +67,42 @@ class Prefixed:
         return self.source.read(name.removeprefix(self.prefix), part)
 
 
+@dataclass(frozen=True)
+class Without:
+    """A source without some of its tensors.
+
+    Args:
+        source: It.
+        left_out: Their names.
+    """
+
+    source: Source
+    left_out: frozenset[str]
+
+    @property
+    def where(self) -> str:
+        """Its path."""
+        return self.source.where
+
+    @property
+    def bytes_read(self) -> int:
+        """As the source counts them."""
+        return self.source.bytes_read
+
+    @property
+    def names(self) -> Collection[str]:
+        """Those that are left."""
+        return set(self.source.names) - self.left_out
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of one tensor."""
+        return self.source.shape(name)
+
+    def read(self, name: str, part: tuple[slice, ...]) -> np.ndarray:
+        """The values of a part of one tensor."""
+        return self.source.read(name, part)
+
+
 def with_prefix(source: Source, prefix: str) -> Source:
     """The source, its names with a prefix that all of them may leave out."""
     if not prefix or any(name.startswith(prefix) for name in source.names):

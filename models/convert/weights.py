@@ -12,16 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from meshpar import InputError, Model
+from meshpar.errors import local_path
 from meshpar.models.convert.assembled import assembled
 from meshpar.models.convert.families import family_of
 from meshpar.models.convert.gguf_file import GGUFFile
 from meshpar.models.convert.hf_config import config_from_json
 from meshpar.models.convert.safetensors_folder import SafetensorsFolder
-from meshpar.models.convert.source import Source, with_prefix
+from meshpar.models.convert.source import Source, Without, with_prefix
 from meshpar.models.convert.tables.gguf import gguf_config, gguf_table
 from meshpar.models.presets import build_config
 
 CONFIG, GGUF = "config.json", ".gguf"
+_HEADS = frozenset(("lm_head.weight", "output.weight"))
+"""The names of a head's table, of safetensors and of GGUF."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +55,7 @@ def read_config(path: str | Path) -> Any:
     Raises:
         InputError: There is none, or it is of a model that we have not.
     """
-    path = Path(path)
+    path = local_path("weights", path)
     if _is_gguf(path):
         return gguf_config(GGUFFile(path))
     if not (path / CONFIG).is_file():
@@ -76,6 +79,7 @@ def read_weights(path: str | Path, config: Any = None) -> Weights:
     Raises:
         InputError: Something is missing, or of another model than the config says.
     """
+    path = local_path("weights", path)
     source: Source = GGUFFile(path) if _is_gguf(path) else SafetensorsFolder(path)
     if config is None:
         # Not opened twice: its tokens alone take seconds.
@@ -85,6 +89,9 @@ def read_weights(path: str | Path, config: Any = None) -> Weights:
     table = family.table(config)
     if isinstance(source, GGUFFile):
         table = gguf_table(config, table)
+    if "unembed" not in model.flat_parameters():
+        # Files of tied models may hold the head too; transformers reads the embedding.
+        source = Without(source, _HEADS)
     source = with_prefix(source, family.prefix)
     params, model_state = assembled(
         model, table, source, skipped=family.skipped(config)

@@ -86,6 +86,8 @@ def backward_layers(
     num_layers: jax.Array,
     totals: Any,
     add: Callable[[Any, Any, jax.Array], Any],
+    *,
+    of_loss: jax.Array | float,
 ) -> tuple[Stream, Any]:
     """`run_backward` of so many places, after `keep_layers`."""
 
@@ -96,7 +98,7 @@ def backward_layers(
         kept = [_at(buffer, saved.slot, place) for buffer in saved.buffers]
         residuals = jax.tree.unflatten(saved.treedef, kept)
         gradients, dx = stack.block.backward(
-            weights, residuals, dx, 1.0, layer, of_layer
+            weights, residuals, dx, of_loss, layer, of_layer
         )
         return dx, add(totals, stack.block.scatter(gradients), place)
 

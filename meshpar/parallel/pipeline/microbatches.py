@@ -6,23 +6,26 @@ What embedding, blocks and head are is a `Functions`: of a model under the contr
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from meshpar.errors import InputError
 from meshpar.model.contract import Stream
-from meshpar.model.dependence import has_gradient
+from meshpar.model.dependence import has_gradient, is_read
 from meshpar.model.parameter import Params
 from meshpar.parallel.block import Block, Known
 from meshpar.parallel.pipeline.ends import Shares, shareable_parts
+from meshpar.parallel.pipeline.executor import Executor
 from meshpar.parallel.pipeline.float_leaves import split_floats
 from meshpar.parallel.pipeline.group_seams import Enter, GroupSeams
-from meshpar.parallel.pipeline.payloads import Payloads
+from meshpar.parallel.pipeline.payloads import Payloads, zeros_of
 from meshpar.parallel.pipeline.rank_layers import RankLayers
 from meshpar.parallel.pipeline.rank_stages import RankStages
 from meshpar.parallel.pipeline.stages import Arrangement, part
@@ -109,29 +112,57 @@ class Microbatches:
     cut: Known
     fixed: Known
 
-    def work(self) -> Work:
-        """What the executor runs for the loss and its gradients.
+    def work(self, of_loss: jax.Array | float = 1.0) -> Work:
+        """Return what the executor runs for the loss and its gradients.
+
+        Args:
+            of_loss: Gradient of the summed loss, from which the backward starts.
+        """
+        stages = replace(self._stages, of_loss=of_loss)
+        sums = (jax.ShapeDtypeStruct((), jnp.float32),) * 2
+        return self._work(partial(self._loss, of_loss), sums, stages)
+
+    def weight_sum(self) -> jax.Array:
+        """Sum this device's weights of all microbatches, before any of them has run.
+
+        The backward of the first microbatch starts from the gradient of the mean loss,
+        1 / the sum of all weights, as it does where the batch is not cut.
 
         Raises:
             InputError: The weights of the loss have a gradient.
         """
-        self._check_weights()
-        return self._work(self._loss, (jax.ShapeDtypeStruct((), jnp.float32),) * 2)
-
-    def _check_weights(self) -> None:
-        shares, known = self.head_shares, self._known(0)
+        shares = self.head_shares
         share = jax.tree.map(shares.share_shape, self._streams[-1])
 
-        def weight_sum(weights: Params, share: Stream) -> jax.Array:
+        def of_one(
+            weights: Params, share: Stream, microbatch: jax.Array | int = 0
+        ) -> jax.Array:
+            known = self._known(microbatch)
             return self.functions.head(weights, share, known, shares)[1]
 
-        if has_gradient(weight_sum, self.weights, share):
+        if has_gradient(of_one, self.weights, share):
             raise InputError(
                 "weight_sum depends on parameters, so that the mean loss is known, and "
                 "has a gradient, only after the last microbatch; lax.stop_gradient the "
                 "weights, or set stage=1 and microbatches=1",
                 key="model.weight_sum_has_gradient",
             )
+        if is_read(of_one, self.weights, share):
+            warnings.warn(
+                "weight_sum depends on parameters, so that every forward runs twice, "
+                "the first time for the weights: compute them from the batch alone",
+                stacklevel=2,
+            )
+            executor = Executor(schedule=self.schedule, work=self.work())
+            return executor.loss_sums()[1]
+        unread = zeros_of(share)
+
+        def add(total: jax.Array, microbatch: jax.Array) -> tuple[jax.Array, None]:
+            weights = of_one(self.weights, unread, microbatch)
+            return total + shares.counted(weights), None
+
+        numbers = jnp.arange(self.schedule.num_microbatches)
+        return lax.scan(add, jnp.float32(0), numbers)[0]
 
     def outputs_work(self, outputs: Callable[..., Any]) -> Work:
         """What it runs for the outputs of a single microbatch, in place of the sums.
@@ -149,7 +180,8 @@ class Microbatches:
             return made(microbatch, share), payload, None
 
         share = jax.tree.map(shares.share_shape, self._streams[last])
-        return self._work(head, jax.eval_shape(lambda x: made(0, x), share))
+        sums = jax.eval_shape(lambda x: made(0, x), share)
+        return self._work(head, sums, self._stages)
 
     @cached_property
     def embed_shares(self) -> Shares:
@@ -162,8 +194,8 @@ class Microbatches:
         last = self.schedule.num_stages - 1
         return self._shares(len(self._streams) - 1, stage=last, of_embed=False)
 
-    def _work(self, head: Callable[..., tuple], sums: Any) -> Work:
-        stages, payload = self._stages, self._payloads.shapes
+    def _work(self, head: Callable[..., tuple], sums: Any, stages: RankStages) -> Work:
+        payload = self._payloads.shapes
         idle = At(jnp.int32(0), jnp.int32(0), jnp.bool_(False))
         _, (auxiliary, statistics) = jax.eval_shape(
             lambda x: stages.run(idle, x), payload
@@ -171,7 +203,7 @@ class Microbatches:
         return Work(
             stage=stages.run,
             stage_keeping=stages.run_keeping,
-            stage_gradient=self._stage_gradient,
+            stage_gradient=partial(self._stage_gradient, stages),
             embed=self._embed,
             embed_gradient=self._embed_gradient,
             head=head,
@@ -263,9 +295,11 @@ class Microbatches:
         here = {"microbatch": jnp.asarray(microbatch)}
         return {**part(self.cut, microbatch), **self.fixed, **here}
 
-    def _stage_gradient(self, *given: Any) -> tuple[Any, list[Any], Any]:
+    def _stage_gradient(
+        self, stages: RankStages, *given: Any
+    ) -> tuple[Any, list[Any], Any]:
         """`RankStages.gradient`, the ends' share as it is added up."""
-        dx, totals, of_ends = self._stages.gradient(*given)
+        dx, totals, of_ends = stages.gradient(*given)
         if of_ends:
             of_ends = self.functions.scatter_ends(of_ends)
         return dx, totals, of_ends
@@ -296,7 +330,9 @@ class Microbatches:
         stream = self._payloads.stream(len(self._streams) - 1, payload)
         return self.head_shares.scatter(stream, "head_scatter")
 
-    def _loss(self, microbatch: jax.Array, payload: Any) -> tuple:
+    def _loss(
+        self, of_loss: jax.Array | float, microbatch: jax.Array, payload: Any
+    ) -> tuple:
         last, shares = len(self._streams) - 1, self.head_shares
         share, known = self._head_share(payload), self._known(microbatch)
         sums, vjp = jax.vjp(
@@ -304,7 +340,7 @@ class Microbatches:
             self.weights,
             share,
         )
-        gradients, dy = vjp((jnp.ones(()), jnp.zeros(())))
+        gradients, dy = vjp((jnp.float32(of_loss), jnp.zeros(())))
         sums, gradients = shares.counted((sums, gradients))
         dy = self._payloads.of(last, shares.gather(dy, "head_gather"))
         return sums, dy, self.functions.scatter_ends(gradients)

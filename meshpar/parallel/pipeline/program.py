@@ -60,16 +60,19 @@ class PipelineProgram:
 
         def local(*of: Any) -> Found:
             microbatches = self._microbatches(*of, training=True)
-            executor = Executor(schedule=self.schedule, work=microbatches.work())
-            found = executor.loss_and_gradients()
-            (loss_sum, weight_sum), auxiliary = placement.sum_losses(
-                (found.loss_sums, found.auxiliary), placement.manual_axes
+            weight_sum = placement.sum_losses(
+                microbatches.weight_sum(), placement.manual_axes
+            )
+            share = safe_inverse(weight_sum)
+            work = microbatches.work(of_loss=share)
+            found = Executor(schedule=self.schedule, work=work).loss_and_gradients()
+            loss_sum, auxiliary = placement.sum_losses(
+                (found.loss_sums[0], found.auxiliary), placement.manual_axes
             )
             for group, sums in zip(model.groups, auxiliary, strict=True):
                 loss_sum += group.weighted(sums)
-            share = safe_inverse(weight_sum)
             blocks = [merge(of_group) for of_group in found.block_gradients]
-            gradients = reduce_in_slices(placement, found.end_gradients, blocks, share)
+            gradients = reduce_in_slices(placement, found.end_gradients, blocks)
             statistics = sum_statistics(
                 placement, [merge(of_group) for of_group in found.statistics]
             )
@@ -77,7 +80,7 @@ class PipelineProgram:
             metrics = metrics_of(weight_sum, sums_by_name(auxiliary))
             names = sorted(apart(model.inputs, of[2])[1])
             of_inputs = merge(dict(zip(names, found.input_gradients, strict=True)))
-            of_inputs = summed_inputs(placement, of_inputs, share)
+            of_inputs = summed_inputs(placement, of_inputs)
             return loss_sum * share, metrics, gradients, new_state, of_inputs
 
         return placement.on_training_state(local)(*of)

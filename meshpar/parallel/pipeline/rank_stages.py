@@ -49,12 +49,14 @@ class RankStages:
         keeps_input: Whether a stage's input is all that is kept for its backward.
         skips: Whether an idle rank leaves its layers out (`idle`); else it computes
             them on zeros.
+        of_loss: Gradient of the summed loss, auxiliary losses among it.
     """
 
     seams: GroupSeams
     known: Callable[[jax.Array], Known]
     keeps_input: bool = False
     skips: bool = False
+    of_loss: jax.Array | float = 1.0
 
     @property
     def layers(self) -> RankLayers:
@@ -231,9 +233,11 @@ class RankStages:
         if self.skips:
             num_layers = self.layers.num_layers(group, at)
             add = _adder(at.chunk)
-            return backward_layers(stack, kept, dx, known, num_layers, totals, add)
+            given = (stack, kept, dx, known, num_layers, totals, add)
+            return backward_layers(*given, of_loss=self.of_loss)
         add = _adder(at.chunk, counts=at.at_work)
-        return run_backward(stack, kept, dx, known, totals, add)
+        given = (stack, kept, dx, known, totals, add)
+        return run_backward(*given, of_loss=self.of_loss)
 
     def _through(
         self,

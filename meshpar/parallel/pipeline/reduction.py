@@ -18,7 +18,7 @@ from jax import lax
 from meshpar.collectives import asked
 from meshpar.model.parameter import Params
 from meshpar.parallel.data import reduce_gradients
-from meshpar.parallel.mean_loss import scaled
+from meshpar.parallel.mean_loss import in_fp32
 from meshpar.parallel.pipeline.ends import STAGE
 from meshpar.parallel.placement import Placement
 from meshpar.parallel.zero import gradient_after_loop, reduce_scatter
@@ -34,7 +34,6 @@ def reduce_in_slices(
     placement: Placement,
     end_gradients: Params,
     group_gradients: Sequence[Params],
-    scale: jax.Array,
 ) -> Params:
     """`Placement.reduce`: the same sums, in more and smaller collectives.
 
@@ -42,14 +41,11 @@ def reduce_in_slices(
         placement: The model on its mesh.
         end_gradients: Of the ends, as the ticks added them up.
         group_gradients: Of each group of blocks, (layers, ...) each.
-        scale: What the sums are multiplied by.
     """
     mesh_axes = placement.large(placement.manual_axes)
 
     def reduced(stored: Any, gradients: Any) -> Any:
-        summed = reduced_and_scaled(
-            stored, gradients, mesh_axes, scale, **placement.sum_options
-        )
+        summed = reduced_in_fp32(stored, gradients, mesh_axes, **placement.sum_options)
         return _typed(stored, summed)
 
     of_ends, of_groups = placement.model.split(placement.stored)
@@ -63,26 +59,22 @@ def reduce_in_slices(
     return placement.model.join(reduced(of_ends, end_gradients), groups)
 
 
-def reduced_and_scaled(
-    stored: Any,
-    gradients: Any,
-    mesh_axes: tuple[str, ...],
-    scale: jax.Array,
-    **how: Any,
+def reduced_in_fp32(
+    stored: Any, gradients: Any, mesh_axes: tuple[str, ...], **how: Any
 ) -> Any:
-    """Gradients summed over mesh axes, laid out as their states, and scaled in fp32.
+    """Sum gradients over mesh axes, laid out as their states; real ones as fp32.
 
     Communicates as `Placement.reduce`; `how` is as of `reduce_gradients`.
     """
     scattered = reduce_scatter(stored, gradients, gradient_after_loop)
     summed = reduce_gradients(stored, scattered, mesh_axes, **how)
-    return scaled(summed, scale, jnp.float32)
+    return in_fp32(summed)
 
 
 def summed_inputs(
-    placement: Placement, gradients: dict[str, jax.Array], scale: jax.Array
+    placement: Placement, gradients: dict[str, jax.Array]
 ) -> dict[str, jax.Array]:
-    """The inputs' gradients, scaled, of the shares that the ranks of `stage` have.
+    """Sum the inputs' gradients of the shares that the ranks of `stage` have.
 
     One all-reduce over `stage` of fp32, as many values as the inputs have on a device.
     """
@@ -90,7 +82,7 @@ def summed_inputs(
     if mesh_axes and gradients:
         with asked("input_gradient"):
             gradients = lax.psum(gradients, mesh_axes)
-    return scaled(gradients, scale, jnp.float32)
+    return in_fp32(gradients)
 
 
 def along_first_dim(reduced: Callable[[Any, Any], Any], stored: Any, tree: Any) -> Any:

@@ -20,7 +20,7 @@ from meshpar.parallel.pipeline.executor import Executor
 from meshpar.parallel.pipeline.float_leaves import differentiable
 from meshpar.parallel.pipeline.microbatches import Microbatches
 from meshpar.parallel.pipeline.own_derivative import Gradients, with_own_derivative
-from meshpar.parallel.pipeline.reduction import along_first_dim, reduced_and_scaled
+from meshpar.parallel.pipeline.reduction import along_first_dim, reduced_in_fp32
 from meshpar.parallel.pipeline.schedule_choice import OwnSchedule, chosen_schedule
 from meshpar.parallel.pipeline.stages import Arrangement, arrangement, cut, merge
 from meshpar.parallel.pipeline.user_arguments import (
@@ -208,8 +208,12 @@ def _run(
             cut=cut({"inputs": inputs, "targets": targets}, schedule.num_microbatches),
             fixed={},
         )
-        executor = Executor(schedule=schedule, work=microbatches.work())
-        return _reduced(functions, axes, executor.loss_and_gradients())
+        at_work = tuple(axis for axis in (*axes, STAGE) if mesh.shape[axis] > 1)
+        with asked("loss_sum"):
+            weight_sum = lax.psum(microbatches.weight_sum(), at_work)
+        share = safe_inverse(weight_sum)
+        executor = Executor(schedule=schedule, work=microbatches.work(of_loss=share))
+        return _reduced(functions, at_work, share, executor.loss_and_gradients())
 
     loss, of_blocks, of_ends, of_floats = jax.shard_map(
         local,
@@ -248,21 +252,23 @@ def _typed_as(likes: Gradients, gradients: Gradients) -> Gradients:
 
 
 def _reduced(
-    functions: UserFunctions, axes: tuple[str, ...], found: Results
+    functions: UserFunctions,
+    at_work: tuple[str, ...],
+    share: jax.Array,
+    found: Results,
 ) -> tuple[jax.Array, Any, Any, list[jax.Array]]:
-    """Mean loss, and its gradients summed over the mesh axes that split the work."""
-    at_work = [axis for axis in (*axes, STAGE) if functions.mesh.shape[axis] > 1]
+    """Sum the loss and its gradients over the mesh axes that split the work."""
     with asked("loss_sum"):
-        (loss_sum, weight_sum), (auxiliary,) = lax.psum(
-            (found.loss_sums, found.auxiliary), tuple(at_work)
+        loss_sum, (auxiliary,) = lax.psum(
+            (found.loss_sums[0], found.auxiliary), at_work
         )
     loss_sum += functions.group.weighted(auxiliary)
-    share = safe_inverse(weight_sum)
     (of_blocks,) = found.block_gradients
     of_inputs = merge(found.input_gradients)
+    axes = batch_axes(functions.mesh)
 
     def reduced(stored: Any, gradients: Any) -> Any:
-        return reduced_and_scaled(stored, gradients, tuple(at_work), share)
+        return reduced_in_fp32(stored, gradients, at_work)
 
     return (
         loss_sum * share,

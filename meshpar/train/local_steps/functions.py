@@ -115,7 +115,7 @@ class LocalStepFunctions:
             in_axes=(MAPPED, 0, 0, 0),
             out_axes=(MAPPED, 0),
             spmd_axis_name=REPLICA_AXES,
-        )(of_replicas(apart), loss, gradients, found)
+        )(of_replicas(apart), loss, gradients, found, counts=more["weight_sum"] != 0)
         common = outer_of(apart)
         apart = joined(own, common.start, common.outer)
         metrics = {"loss": loss, "grad_norm": norm, **more}

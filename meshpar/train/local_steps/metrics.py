@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
+from meshpar.parallel.mean_loss import safe_inverse
+
 SUMMED = ("weight_sum", "skipped")
-"""What is added up over replicas; of all else they have a mean."""
+"""What is added up over replicas. Of `grad_norm` they have a mean; of all else, the
+loss among it, a mean weighted by `weight_sum`, as of one batch."""
 
 
 def of_replicas_here(metrics: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Scalars of (replicas,) arrays: means, of `SUMMED` sums, over replicas here.
+    """Scalars of (replicas,) arrays: means and sums (`SUMMED`) over replicas here.
 
     Nothing crosses the link between processes; of one process they are of all replicas.
     """
@@ -38,18 +41,24 @@ def of_processes(
         num_replicas: Of all.
 
     Example:
-        >>> rows = [{"loss": 1.0, "skipped": 0}, {"loss": 2.0, "skipped": 1}]
+        >>> rows = [{"loss": 1.0, "weight_sum": 30}, {"loss": 2.0, "weight_sum": 10}]
         >>> of_processes(rows, [1, 1], 2)
-        {'loss': 1.5, 'skipped': 1.0}
+        {'loss': 1.25, 'weight_sum': 40.0}
     """
     seen = sum(here)
     found = {}
     for name in rows[0]:
         if name in SUMMED:
             found[name] = sum(row[name] for row in rows) * num_replicas / seen
-        else:
-            pairs = zip(rows, here, strict=True)
-            found[name] = sum(row[name] * number for row, number in pairs) / seen
+            continue
+        shares: Sequence[float] = here
+        if name != "grad_norm":
+            shares = [row.get("weight_sum", 1) for row in rows]
+        total = sum(shares)
+        pairs = zip(rows, shares, strict=True)
+        found[name] = (
+            sum(row[name] * share for row, share in pairs) / total if total else 0.0
+        )
     return found
 
 
@@ -62,11 +71,19 @@ def _parts(array: jax.Array) -> list[jax.Array]:
 
 
 def _combine(names: tuple[str, ...], parts: list[list[jax.Array]]) -> list[jax.Array]:
-    wholes = map(jnp.concatenate, parts)
-    return [
-        jnp.sum(whole) if name in SUMMED else jnp.mean(whole)
-        for name, whole in zip(names, wholes, strict=True)
-    ]
+    wholes = dict(zip(names, map(jnp.concatenate, parts), strict=True))
+    weights = wholes.get("weight_sum", jnp.float32(1))
+    total = jnp.sum(jnp.broadcast_to(weights, wholes[names[0]].shape))
+
+    def one(name: str) -> jax.Array:
+        whole = wholes[name]
+        if name in SUMMED:
+            return jnp.sum(whole)
+        if name == "grad_norm":
+            return jnp.mean(whole)
+        return jnp.sum(whole * weights) * safe_inverse(total)
+
+    return [one(name) for name in names]
 
 
 _combined = jax.jit(_combine, static_argnums=0)

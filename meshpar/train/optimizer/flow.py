@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from meshpar.model.elementwise import ELEMENTWISE
 from meshpar.train.optimizer.program import Operation, Program, Reference, Sum
 
 REDUCTIONS = {
@@ -23,20 +24,6 @@ REDUCTIONS = {
     "reduce_or": "or",
 }
 """Reductions of an array -> the primitive that does so with two terms."""
-
-
-OF_EACH_VALUE = frozenset(
-    (
-        *("abs", "add", "add_any", "and", "atan2", "cbrt", "ceil", "clamp", "copy"),
-        *("convert_element_type", "cos", "div", "eq", "erf", "erf_inv", "erfc", "exp"),
-        *("exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le"),
-        *("log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not"),
-        *("nextafter", "or", "pow", "reduce_precision", "rem", "round", "rsqrt"),
-        *("select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tan"),
-        *("tanh", "xor"),
-    )
-)
-"""Primitives whose every result is made of the operands' values at the same place."""
 
 
 class NotByLayer(Exception):
@@ -198,7 +185,7 @@ def _of_stack(operation: Operation, stack: Stack, domain: Domain) -> Value | Sta
             for part in stack.parts
         )
 
-    if operation.name in OF_EACH_VALUE:
+    if operation.name in ELEMENTWISE:
         return Stack(of_parts(), stack.dim_is_new)
     if operation.name in REDUCTIONS and tuple(operation.params["axes"]) == (0,):
         terms = stack.parts if stack.dim_is_new else of_parts()

@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
+from meshpar.model.elementwise import ELEMENTWISE
 from meshpar.train.optimizer.flow import (
-    OF_EACH_VALUE,
     REDUCTIONS,
     Choice,
     NotByLayer,
@@ -69,7 +69,7 @@ class _Shapes:
         owner, shape = owned[0].owner, owned[0].content
         if any(isinstance(one.content, str) for one in owned):
             raise NotByLayer(f"it takes a mean or a norm of {owner} over all layers")
-        if operation.name in OF_EACH_VALUE:
+        if operation.name in ELEMENTWISE:
             return [max((one.content for one in owned), key=len)] * num_results
         if operation.name in REDUCTIONS and len(operation.params["axes"]) == len(shape):
             return [REDUCTIONS[operation.name]]

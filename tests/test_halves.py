@@ -1,0 +1,206 @@
+"""Models that join examples where a trace does not look: found by running halves."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+
+from meshpar import Input, from_nnx, make_train_step
+from meshpar.model import examples_apart
+from meshpar.model.examples_apart import check_examples_apart
+from meshpar.model.halves import what_halves_change
+
+EMBED, SEQ, EXPERTS = 8, 4, 2
+BATCH = {"x": jax.ShapeDtypeStruct((8, SEQ, EMBED), jnp.float32)}
+
+
+def kernel(rngs, *shape):
+    return nnx.Param(jax.random.normal(rngs.params(), shape))
+
+
+class Ends(nnx.Module):
+    def __init__(self, rngs, after):
+        self.w, self.after = kernel(rngs, EMBED, EMBED), after
+
+    def embed(self, batch, scope):
+        return batch["x"] @ self.w[...]
+
+    def head(self, x, batch, scope):
+        return (jnp.sin(self.after(x)) * jnp.arange(1.0, 1 + EMBED)).sum(), len(x)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs, function):
+        self.w, self.function = kernel(rngs, EMBED), function
+
+    def __call__(self, x, scope):
+        return self.function(x * self.w[...])
+
+
+def same(x):
+    return x
+
+
+def model(function=same, after=same):
+    return from_nnx(
+        ends=lambda rngs: Ends(rngs, after),
+        block=lambda rngs: Block(rngs, function),
+        num_layers=2,
+        inputs={"x": Input(("batch", None, None), shape=(None, SEQ, EMBED))},
+    )
+
+
+def backward(change):
+    """The identity whose backward is another one."""
+
+    @jax.custom_vjp
+    def function(x):
+        return x
+
+    function.defvjp(lambda x: (x, None), lambda _, dx: (change(dx),))
+    return function
+
+
+JOINING = {
+    "largest": lambda x: x - x.max(0),
+    "any": lambda x: x * (x > 1).any(0),
+    "place of the largest": lambda x: x * jnp.argmax(x, 0),
+    "softmax": lambda x: jax.nn.softmax(x, 0),
+    "log of a sum": lambda x: x - jax.nn.logsumexp(x, 0),
+    "sorted": lambda x: jnp.sort(x, 0),
+    "median": lambda x: x - jnp.median(x, 0),
+    "quantile": lambda x: x - jnp.quantile(x, 0.3, axis=0),
+    "two largest": lambda x: x * lax.top_k(jnp.moveaxis(x, 0, -1), 2)[0][..., 1],
+    "rolled": lambda x: jnp.roll(x, 1, 0),
+    "reversed": lambda x: x[::-1],
+    "the first": lambda x: x - x[0],
+    "branch of the sum": lambda x: lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x),
+    "sums of pairs": lambda x: jax.ops.segment_sum(x, jnp.arange(len(x)) // 2, len(x)),
+    "sums so far": lambda x: lax.scan(lambda c, y: (c + y, c), 0 * x[0], x)[1],
+    "another order": lambda x: x.reshape(2, -1, *x.shape[1:])[::-1].reshape(x.shape),
+    "8 bits": lambda x: jnp.round(x / jnp.abs(x).max() * 127) / 127,
+    "product": lambda x: x * x.prod(0),
+    "spectrum": lambda x: jnp.fft.fft(x, axis=0).real,
+    "all of all": lambda x: (
+        jnp.tanh(jnp.einsum("bse,cse->bc", x, x)).sum(1)[:, None, None] * x
+    ),
+    "gradient by its largest": backward(lambda dx: dx / jnp.abs(dx).max()),
+    "gradient by its sum": backward(lambda dx: dx / (1 + jnp.abs(dx).sum())),
+    "mean gradient": backward(lambda dx: dx - dx.mean(0)),
+}
+IN_ANOTHER_ORDER = ("rolled", "reversed", "another order", "sorted", "sums of pairs")
+APART = {
+    "nothing": same,
+    "softmax of tokens": lambda x: jax.nn.softmax(x, 1),
+    "largest of each": lambda x: x - x.max((1, 2), keepdims=True),
+    "examples and tokens as one dim": lambda x: jnp.tanh(
+        x.reshape(-1, EMBED) @ jnp.ones((EMBED, EMBED))
+    ).reshape(x.shape),
+    "8 bits of each": lambda x: jnp.round(x / jnp.abs(x).max((1, 2), keepdims=True)),
+    "clipped gradient": backward(lambda dx: jnp.clip(dx, -0.01, 0.01)),
+    "injected gradient": backward(lambda dx: dx + 0.1),
+    "gradient of each by its largest": backward(
+        lambda dx: dx / (1e-3 + jnp.abs(dx).max((1, 2), keepdims=True))
+    ),
+    "one after another": lambda x: lax.map(jnp.tanh, x),
+}
+
+
+@pytest.mark.parametrize("place", ["function", "after"])
+@pytest.mark.parametrize("name", JOINING)
+def test_what_joins_examples_is_refused(name, place, refuses):
+    wrong = model(**{place: JOINING[name]})
+    if place == "after" and name in IN_ANOTHER_ORDER:
+        # A sum over examples is the same, as of pairs where parts have whole ones.
+        check_examples_apart(wrong, BATCH, "data=2")
+        return
+    with refuses("model.joins_examples", "data=2"):
+        check_examples_apart(wrong, BATCH, "data=2")
+
+
+@pytest.mark.parametrize("place", ["function", "after"])
+@pytest.mark.parametrize("name", APART)
+def test_what_keeps_examples_apart_is_taken(name, place):
+    right = model(**{place: APART[name]})
+    check_examples_apart(right, BATCH, "data=2")
+    assert what_halves_change(right, BATCH) is None
+
+
+class Experts(nnx.Module):
+    """A block with the usual loss for balanced experts, of all tokens of a batch."""
+
+    def __init__(self, rngs, flat):
+        self.w, self.flat = kernel(rngs, EMBED, EXPERTS), flat
+
+    def __call__(self, x, scope):
+        logits = x @ self.w[...]
+        if self.flat:
+            logits = logits.reshape(-1, EXPERTS)
+        share = jax.nn.softmax(logits).mean(tuple(range(logits.ndim - 1)))
+        chosen = jax.nn.one_hot(jnp.argmax(logits, -1), EXPERTS)
+        chosen = chosen.mean(tuple(range(logits.ndim - 1)))
+        return x, {"balance": EXPERTS * (share * chosen).sum() * len(x)}
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_a_balance_of_all_tokens_is_refused_in_any_shape(flat, refuses):
+    joined = from_nnx(
+        ends=lambda rngs: Ends(rngs, same),
+        block=lambda rngs: Experts(rngs, flat),
+        num_layers=1,
+        inputs={"x": Input(("batch", None, None), shape=(None, SEQ, EMBED))},
+        auxiliary={"balance": 0.1},
+    )
+    with refuses("model.joins_examples", "balance"):
+        check_examples_apart(joined, BATCH, "data=2")
+
+
+class Normalised(nnx.Module):
+    """A block with statistics of the global batch, and an error beside them if told."""
+
+    def __init__(self, rngs, function=same):
+        self.w, self.function = kernel(rngs, EMBED), function
+
+    def __call__(self, x, scope):
+        count = scope.batch_sum(jnp.float32(x[..., 0].size))
+        mean = scope.batch_sum(x.sum((0, 1))) / count
+        return self.function((x - mean) * self.w[...])
+
+
+def test_sums_over_the_global_batch_hide_nothing_beside_them(refuses):
+    build = partial(
+        from_nnx,
+        ends=lambda rngs: Ends(rngs, same),
+        num_layers=1,
+        inputs={"x": Input(("batch", None, None), shape=(None, SEQ, EMBED))},
+    )
+    check_examples_apart(build(block=Normalised), BATCH, "data=2")
+    joined = build(block=lambda rngs: Normalised(rngs, JOINING["largest"]))
+    with refuses("model.joins_examples", "the stream"):
+        check_examples_apart(joined, BATCH, "data=2")
+
+
+def test_a_layer_too_large_to_run_is_judged_by_its_trace_with_a_warning(
+    monkeypatch, refuses
+):
+    monkeypatch.setattr(examples_apart, "MOST_VALUES", 1)
+    with pytest.warns(UserWarning, match="trace alone"):
+        check_examples_apart(model(JOINING["gradient by its sum"]), BATCH, "data=2")
+    with (
+        pytest.warns(UserWarning, match="trace alone"),
+        refuses("model.joins_examples", "sub"),
+    ):
+        check_examples_apart(model(lambda x: x - x.mean(0)), BATCH, "data=2")
+
+
+def test_who_knows_leaves_the_check_out(refuses):
+    wrong = model(JOINING["largest"])
+    devices = jax.devices()[:2]
+    make = partial(make_train_step, wrong, optax.sgd(0.1), "data=2", devices=devices)
+    make(check=False).compile(BATCH)
+    with refuses("model.joins_examples", "reduce_max"):
+        make().compile(BATCH)
