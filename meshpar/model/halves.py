@@ -108,8 +108,9 @@ def _device(
 ) -> dict[str, Any]:
     """Run a model on the examples of one device: what is of each, and sums over all."""
     of_ends, of_layers = state
-    fields = {"batch_axes": (_HALVES,), "training": not logits}
-    outside = tracing_scope(batch, of_ends, examples, **fields)
+    outside = tracing_scope(
+        batch, of_ends, examples, training=not logits, batch_axes=(_HALVES,)
+    )
 
     def forward(params: Any) -> tuple[Any, Any, Any]:
         ends, layers = params
@@ -122,7 +123,7 @@ def _device(
             x, of_group = group.run(layer, x, outside.at_layer(0, of_layer))
             streams.append(x)
             sums.append(of_group)
-        if logits:
+        if logits and model.logits is not None:
             return model.logits(ends, x, outside), (), ()
         return streams, sums, model.loss_sums(ends, x, outside.batch, outside)
 

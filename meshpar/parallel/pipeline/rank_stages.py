@@ -233,11 +233,13 @@ class RankStages:
         if self.skips:
             num_layers = self.layers.num_layers(group, at)
             add = _adder(at.chunk)
-            given = (stack, kept, dx, known, num_layers, totals, add)
-            return backward_layers(*given, of_loss=self.of_loss)
+            return backward_layers(
+                *(stack, kept, dx, known, num_layers, totals, add), of_loss=self.of_loss
+            )
         add = _adder(at.chunk, counts=at.at_work)
-        given = (stack, kept, dx, known, totals, add)
-        return run_backward(*given, of_loss=self.of_loss)
+        return run_backward(
+            *(stack, kept, dx, known, totals, add), of_loss=self.of_loss
+        )
 
     def _through(
         self,
