@@ -68,7 +68,7 @@ def test_integers_of_other_types_that_devices_keep_are_taken(dtype):
 
 
 @pytest.mark.parametrize("as_array", [np.asarray, jax.numpy.asarray])
-@pytest.mark.parametrize("value", [-0.5, np.nan, np.inf])
+@pytest.mark.parametrize("value", [-0.5, -np.inf])
 def test_weights_that_are_no_weights_are_refused(value, as_array, refuses):
     wrong = batch(weights=as_array(with_value("weights", value, np.float32)))
     with refuses("batch.wrong_weight", "batch['weights']", value, PLACE):

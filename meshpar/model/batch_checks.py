@@ -86,8 +86,8 @@ def check_values(inputs: Inputs, batch: Mapping[str, Any]) -> None:
 
     Raises:
         InputError: Of the first whole number that is no index of what it selects, or
-            has more bits than devices keep, and of the first weight that is below 0
-            or not finite; with its place.
+            has more bits than devices keep, and of the first weight below 0; with its
+            place. What is not finite makes a step that is skipped and counted.
     """
     for name, given in batch.items():
         array, declared = _in_host_memory(given), inputs.get(name)
@@ -199,13 +199,13 @@ def _check_bits(name: str, array: np.ndarray) -> None:
 
 
 def _check_weights(name: str, array: np.ndarray) -> None:
-    wrong = ~(np.isfinite(array) & (array >= 0))
+    wrong = array < 0
     if not wrong.any():
         return
     value, place = _first(array, wrong)
     raise InputError(
         f"batch[{name!r}] has {value} at {place}, but the model declares it as weights "
-        "of the loss: give finite numbers, 0 or more",
+        "of the loss: give numbers of 0 or more",
         key="batch.wrong_weight",
     )
 

@@ -57,7 +57,7 @@ class Input:
         counted_by: Name of the input of weights, of the same dims, whose 0 leaves an
             element out: there it may be anything.
         is_weight: Whether it says how much each of its elements counts in the loss: a
-            finite number, 0 or more.
+            number of 0 or more.
         has_gradient: Whether the step finds the loss's gradient of it, as of rows that
             were looked up outside the model (`meshpar.tables`). `embed` alone reads it.
 
