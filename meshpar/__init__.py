@@ -32,6 +32,7 @@ _HOMES = {
     "FSDP_TENSOR_SEQUENCE": "meshpar.rules.presets",
     "Finding": "meshpar.lint.lint",
     "HSDP": "meshpar.rules.presets",
+    "IdleMeshAxisWarning": "meshpar.train.idle_axes",
     "Input": "meshpar.model.inputs",
     "Layout": "meshpar.layout",
     "LintReport": "meshpar.lint.lint",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import uuid
@@ -18,8 +19,9 @@ from meshpar.train.interrupt import StopRequest
 _OWN = ("process_id",)
 """Options that differ from process to process."""
 
-_APPEARS_S = 5.0
-"""Within which a file that one host writes is seen by another."""
+_APPEARS_S = 70.0
+"""Within which a file that one host writes is seen by another: NFS keeps what it knows
+of a folder for up to 60 s (`acdirmax` in nfs(5))."""
 
 
 def join(config: RunConfig) -> Processes:
@@ -79,7 +81,8 @@ def check_shared(folder: Path, processes: Processes) -> None:
         is_seen = processes.gather(_appears(folder / name))
     finally:
         if processes.is_first:
-            proof.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                proof.unlink(missing_ok=True)
     hosts = [number for number, seen in enumerate(is_seen) if not seen]
     if hosts:
         raise InputError(
@@ -93,6 +96,8 @@ def _appears(path: Path) -> bool:
     """Whether a file is there, or comes within the time that networks take."""
     deadline = time.monotonic() + _APPEARS_S
     while not path.exists():
+        with contextlib.suppress(OSError):
+            os.listdir(path.parent)  # Networks look anew.
         if time.monotonic() > deadline:
             return False
         time.sleep(0.1)

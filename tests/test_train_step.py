@@ -365,7 +365,7 @@ def test_a_layout_that_is_not_built_is_refused(line, refusal, refuses):
         ),
         (
             dict(batch_of(), length=np.int32(3)),
-            ("batch.unknown_array", "batch['length']", "'tokens'"),
+            ("batch.unknown_array", "batch['length']", "tokens"),
         ),
     ],
 )

@@ -48,13 +48,14 @@ def check_batch(inputs: Inputs, batch: Mapping[str, Any]) -> int:
                 f"{declared.logical_axes}",
                 key="batch.missing_array",
             )
-    for name in batch:
+    for name, array in batch.items():
         if inputs and name not in inputs:
+            dims = ("batch", *(None for _ in np.shape(array)[1:]))
             raise InputError(
                 f"the model declares no batch[{name!r}]; {nearest(str(name), inputs)}. "
-                "Leave the array out, or declare it in the model's inputs, such as "
+                "Leave the array out, or declare it in the model's inputs: "
                 f"replace(model, inputs={{**model.inputs, {name!r}: "
-                "meshpar.Input(('batch',), optional=True)})",
+                f"meshpar.Input({dims}, {_kind_of(array)!r}, optional=True)}})",
                 key="batch.unknown_array",
             )
     sizes: dict[str, tuple[str, int]] = {}
@@ -75,7 +76,7 @@ def check_batch(inputs: Inputs, batch: Mapping[str, Any]) -> int:
 
 
 def check_values(inputs: Inputs, batch: Mapping[str, Any]) -> None:
-    """Refuse numbers that would train another model than they say.
+    """Refuse indices out of range, integers that wrap, and negative weights.
 
     Only arrays in the host's memory are looked at, those of JAX on CPU devices among
     them: one on another device would have to come back first.
@@ -90,19 +91,31 @@ def check_values(inputs: Inputs, batch: Mapping[str, Any]) -> None:
             place. What is not finite makes a step that is skipped and counted.
     """
     for name, given in batch.items():
-        array, declared = _in_host_memory(given), inputs.get(name)
+        declared = inputs.get(name)
+        below = None if declared is None else declared.below
+        is_weight = declared is not None and declared.is_weight
+        wraps = jax.dtypes.canonicalize_dtype(given.dtype) != given.dtype
+        if not (wraps or is_weight or below is not None):
+            continue
+        array = _in_host_memory(given)
         if array is None or not array.size:
             continue
-        if jnp.issubdtype(array.dtype, jnp.integer):
+        if wraps and jnp.issubdtype(array.dtype, jnp.integer):
             _check_bits(name, array)
-        if declared is None:
-            continue
-        if declared.is_weight:
+        if is_weight:
             _check_weights(name, array)
-        if declared.below is not None:
-            weights = _in_host_memory(batch.get(str(declared.counted_by)))
-            counted = None if weights is None else weights != 0
-            _check_below(name, array, declared.below, counted)
+        if below is not None and declared is not None:
+            weights = batch.get(str(declared.counted_by))
+            here = _in_host_memory(weights)
+            if weights is None or here is not None:
+                _check_below(name, array, below, None if here is None else here != 0)
+
+
+def _kind_of(array: Any) -> str:
+    dtype = getattr(array, "dtype", np.float32)
+    kinds = {"bool": jnp.bool_, "int": jnp.integer, "complex": jnp.complexfloating}
+    found = (kind for kind, of in kinds.items() if jnp.issubdtype(dtype, of))
+    return next(found, "float")
 
 
 def _in_host_memory(array: Any) -> np.ndarray | None:
@@ -186,7 +199,7 @@ def _check_below(
 
 def _check_bits(name: str, array: np.ndarray) -> None:
     """Refuse integers that change their value when JAX stores them in fewer bits."""
-    kept = np.iinfo(jax.dtypes.canonicalize_dtype(array.dtype))
+    kept = jnp.iinfo(jax.dtypes.canonicalize_dtype(array.dtype))
     wrong = (array < kept.min) | (array > kept.max)
     if not wrong.any():
         return

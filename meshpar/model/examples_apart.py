@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import itertools
+import math
 import os
 import warnings
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
 
 from meshpar.errors import InputError
 from meshpar.model.contract import Model
@@ -27,7 +30,16 @@ from meshpar.model.token_mixing import mixes_tokens, surely_mixes
 from meshpar.model.tracing import one_layer_shapes, one_layer_state, traced_forward
 
 _FEW_TOKENS = (8, 16)
-"""Of the sequences that a model runs on: the first that it takes."""
+"""Sequence lengths to try, shortest first."""
+
+_FEW = 32
+"""Examples of a batch that a model runs on as it is."""
+
+_CANNOT_RUN = (
+    *(KeyError, TypeError, ValueError, NotImplementedError),
+    jax.errors.JaxRuntimeError,
+)
+"""What a model's functions, and what cannot be mapped over parts of a batch, raise."""
 
 _TIMES, _MANY = 13, 100
 """At least so many times the examples are traced with: as few sizes of a model are.
@@ -67,9 +79,10 @@ def check_examples_apart(
     Devices and microbatches have some examples of the batch each: what is not a sum
     over them, such as a mean's difference, a contrastive loss or noise of the batch's
     own shape, would be of these alone. A trace settles it where it knows every
-    operation and no one wrote a backward of one's own. Otherwise a small instance of
-    the model runs whole and in halves (`meshpar.model.halves`), and the trace names the
-    line. Of a layer too large for that the trace judges alone, and a warning says so.
+    operation and the model defines no backward of its own. Otherwise a small instance
+    of the model runs whole and in halves (`meshpar.model.halves`), and the trace names
+    the line. Of a layer too large for that the trace judges alone, and a warning says
+    so.
 
     Args:
         model: The model.
@@ -81,7 +94,7 @@ def check_examples_apart(
         InputError: It joins them.
     """
     shapes = tuple(
-        (name, tuple(x.shape[1:]), jnp.dtype(x.dtype).name) for name, x in batch.items()
+        (name, tuple(x.shape), jnp.dtype(x.dtype).name) for name, x in batch.items()
     )
     found = _what_joins(model, shapes, logits)
     if found is None:
@@ -98,15 +111,12 @@ def check_examples_apart(
     )
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=16)
 def _what_joins(
     model: Model, shapes: tuple[tuple[str, tuple[int, ...], str], ...], logits: bool
 ) -> str | None:
     """Return what joins examples, in words; None if nothing does."""
-    batch = {
-        name: jax.ShapeDtypeStruct((EXAMPLES, *shape), dtype)
-        for name, shape, dtype in shapes
-    }
+    batch = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape, dtype in shapes}
     params, state = one_layer_shapes(model), one_layer_state(model)
     told_apart = _told_apart(batch, params, state)
     num = jax.tree.leaves(told_apart)[0].shape[0]
@@ -134,8 +144,8 @@ def _what_joins(
     place = f": {_of_examples(found)}" if found and not asked else ""
     try:
         changed = _run_in_halves(model, batch, logits)
-    except Exception as error:
-        _warn(model, f"cannot run in halves of a batch ({error})")
+    except _CANNOT_RUN as error:
+        _warn(model, error, is_judged=not asked)
     else:
         return None if changed is None else changed + place
     surely = None if asked else surely_mixes(*traced)
@@ -143,18 +153,41 @@ def _what_joins(
 
 
 def _run_in_halves(model: Model, batch: Any, logits: bool) -> str | None:
+    """Run a small instance.
+
+    Raises:
+        ValueError: It is too large to run.
+    """
     number = num_values(model)
     if number > MOST_VALUES:
-        raise ValueError(f"{number} parameters of one layer, above {MOST_VALUES}")
+        raise ValueError(f"{number:,} parameters of one layer, above {MOST_VALUES:,}")
+    small = _few_examples(batch)
     for seq in _FEW_TOKENS:
-        few = _with_few_tokens(model, batch, seq)
-        once, *shapes = traced_forward(model, few, head=True)
+        shorter = _with_few_tokens(model, small, seq)
+        once, *shapes = traced_forward(model, shorter, head=not logits, logits=logits)
         try:
             jax.eval_shape(once, *shapes)
-        except Exception:
+        except (KeyError, TypeError, ValueError):
             continue  # Sequences that this model does not take.
-        return what_halves_change(model, few, logits=logits)
-    return what_halves_change(model, batch, logits=logits)
+        small = shorter
+        break
+    values = sum(math.prod(x.shape) for x in small.values())
+    if values > MOST_VALUES // 8:
+        raise ValueError(f"{values:,} numbers of a small batch")
+    return what_halves_change(model, small, logits=logits)
+
+
+def _few_examples(batch: Any) -> Any:
+    """Shapes of the batch itself where it is small and even, else of so many examples.
+
+    A model may take its examples in groups, of which a small batch has whole ones.
+    """
+    examples = next(iter(batch.values())).shape[0]
+    number = examples if examples <= _FEW and examples % 2 == 0 else EXAMPLES
+    return {
+        name: jax.ShapeDtypeStruct((number, *x.shape[1:]), x.dtype)
+        for name, x in batch.items()
+    }
 
 
 def _with_few_tokens(model: Model, batch: Any, seq: int) -> Any:
@@ -180,35 +213,40 @@ def _has_own_backward(forward: Any, batch: Any, num: int, *others: Any) -> bool:
     program = jax.make_jaxpr(forward)([batch, numbers], *others)
     return any(
         equation.primitive.name.startswith("custom_vjp_call")
-        and not _is_known(equation.source_info.traceback)
+        and not _is_known(equation)
         for equation in equations(program)
     )
 
 
-def _is_known(traceback: Any) -> bool:
-    """Whether the call of a function is written in the library, JAX, Flax or optax."""
-    frames = () if traceback is None else traceback.frames
-    files = (frame.file_name for frame in frames)
-    jax_files = str(Path(jax.__file__).parent)
-    caller = next((file for file in files if not file.startswith(jax_files)), "")
-    return caller.startswith(_known_folders())
+def _is_known(equation: JaxprEqn) -> bool:
+    """Whether a function's backward is written in the library, JAX, Flax or optax."""
+    function = getattr(equation.params.get("bwd"), "f", None)
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function), "__code__", None) if function else None
+    return code is not None and code.co_filename.startswith(_known_folders())
 
 
 @functools.cache
 def _known_folders() -> tuple[str, ...]:
     own = Path(__file__).parents[1]
     folders = [own, (own / "models").resolve()]
-    for name in ("flax", "optax"):
+    for name in ("flax", "jax", "optax"):
         spec = importlib.util.find_spec(name)
         folders += [Path(spec.origin).parent] if spec and spec.origin else []
     return tuple(f"{folder}{os.sep}" for folder in folders)
 
 
-def _warn(model: Model, why: str) -> None:
+def _warn(model: Model, why: Exception, *, is_judged: bool) -> None:
     names = ", ".join(repr(group.name) for group in model.groups)
+    judged = (
+        "is judged from its trace alone, which says nothing of a backward of your own"
+        if is_judged
+        else "is not checked, as it asks for sums over the global batch"
+    )
     warnings.warn(
-        f"the model of blocks {names} {why}: whether it treats every example by itself "
-        "is judged from its trace alone, which says nothing of a backward of your own",
+        f"the model of blocks {names} cannot run in halves of a batch ({why}): whether "
+        f"it treats every example by itself {judged}",
         stacklevel=2,
     )
 

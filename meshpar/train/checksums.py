@@ -75,7 +75,9 @@ def has_checksums(folder: Path) -> bool:
     paths = _noted_in(folder)
     if any(path.name == NAME for path in paths):
         return True
-    return bool(paths) and len(paths) == int(paths[0].stem.rpartition("-")[2])
+    names = {path.name for path in paths}
+    number = len(names)
+    return number > 0 and names == {_name_of(part, number) for part in range(number)}
 
 
 def damage(folder: Path, *, part: int = 0, num_parts: int = 1) -> str | None:
@@ -87,10 +89,7 @@ def damage(folder: Path, *, part: int = 0, num_parts: int = 1) -> str | None:
         num_parts: Among how many readers they are shared, whoever has noted them.
     """
     crcs: dict[Piece, int] = {}
-    paths = _noted_in(folder)
-    if paths and not has_checksums(folder):
-        return f"of its files of checksums there are but {len(paths)}"
-    for path in paths:
+    for path in _noted_in(folder):
         try:
             crcs.update(_read(path))
         except (OSError, ValueError, TypeError, AttributeError):

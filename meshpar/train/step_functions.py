@@ -104,8 +104,7 @@ class StepFunctions:
         self, state: TrainState, batch: Batch
     ) -> tuple[TrainState, Metrics, Batch]:
         """`update`, and the gradient of each input that has one."""
-        check_examples_first(self.model_as_given, batch)
-        self._check_examples_apart(batch)
+        self.check_examples(batch)
         apart = take_out(self.model, state)
         loss, more, gradients, model_state, of_inputs = self.program.loss_and_gradients(
             apart.params, apart.model_state, batch, state.step, state.seed
@@ -117,6 +116,15 @@ class StepFunctions:
         state = put_in(self.model, apart)
         metrics = {"loss": loss, "grad_norm": norm, **more}
         return state, {**metrics, "skipped": state.skipped}, of_inputs
+
+    def check_examples(self, batch: Batch) -> None:
+        """Refuse a model that takes the examples of a batch otherwise than layouts do.
+
+        Raises:
+            InputError: It joins examples, or has them in another dim than the first.
+        """
+        check_examples_first(self.model_as_given, batch)
+        self._check_examples_apart(batch)
 
     def loss_and_gradients(self, state: TrainState, batch: Batch) -> tuple:
         """Loss, more metrics and gradients."""

@@ -130,7 +130,12 @@ def _named_in(index: Path) -> set[str]:
     """Return the files that an index names, all in its own folder."""
     try:
         named = set(json.loads(index.read_text())["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except OSError as error:
+        raise InputError(
+            f"cannot read {str(index)!r}: {error.strerror}",
+            key="weights.unreadable_file",
+        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
             f"{str(index)!r} has no weight_map: {error!r}", key="weights.no_weight_map"
         ) from error

@@ -106,6 +106,7 @@ class LocalStepFunctions:
 
         Nothing crosses `REPLICA_AXES`.
         """
+        self.replica.check_examples(batch)
         apart = take_out(self.model, state)
         loss, more, gradients, found, _ = self.replica.program.loss_and_gradients(
             apart.params, apart.model_state, batch, state.step, state.seed
