@@ -13,6 +13,8 @@ from meshpar.models.inputs import language_inputs
 from meshpar.models.presets import build
 from meshpar.testing.equivalence import check_layouts
 from tests.marks import slow
+from tests.test_cotangents import batch as small_batch
+from tests.test_cotangents import model as small_model
 
 VOCAB, MAX_SEQ, SHAPE = 7, 5, (4, 3)
 INPUTS = language_inputs(VOCAB, MAX_SEQ)
@@ -113,18 +115,12 @@ def test_every_door_refuses_an_array_that_nobody_declares(refuses):
 
 
 @pytest.mark.parametrize("line", ["data=2", slow("stage=2,microbatches=2")])
-def test_a_step_in_which_no_token_counts_changes_nothing(line):
-    step = make_train_step(
-        build("test", layers=2, embed=8, heads=2, kv_heads=2),
-        optax.adamw(0.1, weight_decay=0.1),
-        line,
-        devices=jax.devices()[:2],
-    )
+def test_a_step_in_which_no_example_counts_changes_nothing(line):
+    optimizer = optax.adamw(0.1, weight_decay=0.1)
+    step = make_train_step(small_model(), optimizer, line, devices=jax.devices()[:2])
     state = step.init(0)
     before = jax.device_get((state.params, state.opt_state))
-    tokens = np.ones((4, 4), np.int32)
-    none = {"tokens": tokens, "targets": tokens, "weights": np.zeros((4, 4))}
-    state, metrics = step(state, none)
+    state, metrics = step(state, {**small_batch(), "weights": np.zeros(16, np.float32)})
     assert metrics["skipped"] == 1 and metrics["weight_sum"] == 0
     after = jax.device_get((state.params, state.opt_state))
     jax.tree.map(np.testing.assert_array_equal, before, after)

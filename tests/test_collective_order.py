@@ -109,7 +109,9 @@ def test_no_collective_shares_its_channel_with_a_loop_beside_it(
     assert beside_loops(re.sub(r"channel_id=\d+", "channel_id=1", text)) != []
 
 
-@pytest.mark.parametrize("layout", ["data=2,zero=2", slow("data=4,tensor=2,zero=2")])
+@pytest.mark.parametrize(
+    "layout", [slow("data=2,zero=2"), slow("data=4,tensor=2,zero=2")]
+)
 def test_a_decoders_gradients_share_no_channel_with_the_encoders_backward(layout):
     assert beside_loops(program(build("tiny-t5", **T5), layout, 4)) == []
 

@@ -86,7 +86,7 @@ def close(found, wanted):
 @pytest.mark.parametrize(
     "line",
     [
-        "data=2,microbatches=2",
+        slow("data=2,microbatches=2"),
         "fsdp=2,stage=2,microbatches=4",
         slow("data=1"),
         slow("data=2"),

@@ -171,6 +171,7 @@ def test_a_block_sends_the_bytes_of_its_rounds_and_nothing_is_unasked(line, pres
     }
 
 
+@pytest.mark.slow
 def test_gradients_of_experts_are_not_reduced_over_their_own_mesh_axis():
     reduced = {}
     for row in audited("data=2,expert=4", "tiny-moe").rows:

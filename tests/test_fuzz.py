@@ -148,6 +148,7 @@ def test_a_layout_that_a_convolution_refuses_is_not_drawn(snapshot):
     check_words(str(refused), key, ("'depth'", "'height'"), snapshot)
 
 
+@pytest.mark.slow
 def test_what_is_drawn_depends_on_the_seed_alone(few):
     again = draw_cases(2, 0, FEW, jax.devices())
     other = draw_cases(1, 1, FEW, jax.devices())
@@ -225,7 +226,7 @@ def test_drawn_layouts_agree_and_the_status_is_0(few, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("layout", "later"),
-    [("fsdp=2", "data=2"), slow("stage=2,microbatches=2", "fsdp=2")],
+    [slow("fsdp=2", "data=2"), slow("stage=2,microbatches=2", "fsdp=2")],
 )
 def test_what_goes_on_under_another_layout_agrees_or_the_checkpoint_is_wrong(
     layout, later, monkeypatch, capsys
@@ -274,6 +275,7 @@ def test_a_missing_reduction_is_found_and_shrunk_to_two_replicas(monkeypatch, ca
     ) in smallest
 
 
+@pytest.mark.slow
 def test_a_layout_that_stops_is_a_failure_with_its_error(monkeypatch, capsys):
     def stops(*_, **__):
         raise TypeError("no such array")

@@ -90,6 +90,7 @@ def generated(capsys, *words):
 
 
 @pytest.mark.usefixtures("shared")
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_with_every_prompt(run, capsys, monkeypatch):
     words = ("--from", run, "--max-tokens", 3)
     found = generated(capsys, *words, "--prompt", "To be", "--prompt", "or")

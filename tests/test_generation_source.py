@@ -77,7 +77,7 @@ def generated(sizes, layout, **options):
 @pytest.mark.parametrize(
     ("sizes", "layout"),
     [
-        (T5, "data=1"),
+        slow(T5, "data=1"),
         slow(LEARNED, "data=2"),
         slow(T5, "tensor=2"),
         slow(T5, "data=2"),

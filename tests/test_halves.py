@@ -13,6 +13,7 @@ from meshpar import Input, from_nnx, make_train_step
 from meshpar.model import examples_apart
 from meshpar.model.examples_apart import check_examples_apart
 from meshpar.model.halves import what_halves_change
+from tests.marks import slow
 
 EMBED, SEQ, EXPERTS = 8, 4, 2
 BATCH = {"x": jax.ShapeDtypeStruct((8, SEQ, EMBED), jnp.float32)}
@@ -110,7 +111,7 @@ APART = {
 }
 
 
-@pytest.mark.parametrize("place", ["function", "after"])
+@pytest.mark.parametrize("place", ["function", slow("after")])
 @pytest.mark.parametrize("name", JOINING)
 def test_what_joins_examples_is_refused(name, place, refuses):
     wrong = model(**{place: JOINING[name]})
@@ -122,7 +123,7 @@ def test_what_joins_examples_is_refused(name, place, refuses):
         check_examples_apart(wrong, BATCH, "data=2")
 
 
-@pytest.mark.parametrize("place", ["function", "after"])
+@pytest.mark.parametrize("place", ["function", slow("after")])
 @pytest.mark.parametrize("name", APART)
 def test_what_keeps_examples_apart_is_taken(name, place):
     right = model(**{place: APART[name]})

@@ -51,7 +51,7 @@ def uninterrupted(tmp_path_factory, small_text, shared_steps):
     return out, pretrain(config).validation_loss
 
 
-@pytest.mark.parametrize("layout", ["data=2", slow("data=2,fsdp=2")])
+@pytest.mark.parametrize("layout", [slow("data=2"), slow("data=2,fsdp=2")])
 def test_a_run_stopped_within_an_interval_goes_on_on_any_layout(
     layout, uninterrupted, small_text, tmp_path
 ):

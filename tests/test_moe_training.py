@@ -149,7 +149,7 @@ def in_order(step, state):
 
 CASES = [
     ("capacity", "data=2,context=2,expert=2"),
-    ("like DeepSeek-V3", "fsdp=2,expert=2,tensor=2,zero_axes=fsdp/expert"),
+    slow("like DeepSeek-V3", "fsdp=2,expert=2,tensor=2,zero_axes=fsdp/expert"),
     slow("dropless", "fsdp=2,expert=2,zero_axes=fsdp/expert"),
     slow("dropless", "expert=4,zero=1,zero_axes=expert"),
     slow("dropless", "data=2,expert=2,tensor=2,zero=2,zero_axes=data/expert"),

@@ -110,7 +110,7 @@ def built(builder, key):
 @pytest.mark.parametrize(
     ("block", "line"),
     [
-        (Block, "fsdp=8"),
+        slow(Block, "fsdp=8"),
         *(slow(Block, line) for line in ("data=1", "stage=2,tensor=2", "stage=3")),
         *(slow(Odd, line) for line in ("data=1", "stage=2,tensor=2", "stage=3")),
         slow(Odd, "fsdp=8"),

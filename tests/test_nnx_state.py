@@ -134,6 +134,7 @@ def test_nothing_is_gathered_that_an_update_of_the_state_does_not_read():
     assert gathers(Averaging) == gathers(Unread) + 2
 
 
+@pytest.mark.slow
 def test_an_update_of_the_state_that_reads_split_experts_is_refused(refuses):
     def update_from(params, state, sums):
         return jax.tree.map(lambda x: x + params["mlp"]["down"].sum(), state)

@@ -49,7 +49,7 @@ def unrolled(model, tree):
     [
         slow("fsdp=2,zero=2", MUON, 3),
         slow(PADDED, MUON, 3),
-        (PADDED, optax.chain(optax.clip_by_global_norm(0.1), ADAFACTOR), 3),
+        slow(PADDED, optax.chain(optax.clip_by_global_norm(0.1), ADAFACTOR), 3),
         slow(INTERLEAVED, ADAFACTOR, 4),
         slow("fsdp=2,stage=3,microbatches=2", MUON, 4),
         slow(INTERLEAVED, contrib.prodigy(), 4),

@@ -235,6 +235,7 @@ def fsdp_step():
     return make_train_step(build("test"), optax.sgd(0.1), "fsdp=8")
 
 
+@pytest.mark.slow
 def test_virtual_cpu_devices_hide_nothing_and_the_json_says_so():
     report = audit(fsdp_step(), batch_shapes(8, 16))
     rows = report.to_json()["overlap"]

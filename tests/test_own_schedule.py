@@ -32,7 +32,7 @@ REVERSED = [["1F0", "1F1", "1B0", "1B1"], ["0F0", "0F1", "0B0", "0B1"]]
     ("line", "orders"),
     [
         slow("data=2,stage=2,microbatches=3,chunks=2", V_SHAPED),
-        ("stage=2,tensor=2,microbatches=2", REVERSED),
+        ("stage=2,microbatches=2", REVERSED),
     ],
 )
 def test_any_placement_and_order_gives_the_gradients_of_the_model_alone(line, orders):

@@ -225,6 +225,7 @@ TOGETHER = "fsdp=2,stage=2,tensor=2,microbatches=3,sequence_parallel=true"
 """Ranks that GSPMD partitions blocks of, beside parameters split over `fsdp`."""
 
 
+@pytest.mark.slow
 def test_split_parameters_are_gathered_once_a_step_or_once_a_microbatch():
     def over_fsdp(report):
         return {

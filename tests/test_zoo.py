@@ -80,7 +80,6 @@ def pipelined(number, entry):
 
 QUICK = {
     "llama": {ALL_AXES},
-    "two_groups": {ALL_AXES},
     "batch_norm": {ALL_AXES},
     "images": {ALL_AXES},
     "vectors": {
@@ -90,8 +89,8 @@ QUICK = {
 }
 """What `make test` trains: models of few layers each, whose programs compile soonest.
 
-All axes for attention, several groups, state that sums over the batch and
-convolutions; stages for the smallest model.
+All axes for attention, state that sums over the batch and convolutions; stages for
+the smallest model.
 """
 
 
