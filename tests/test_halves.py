@@ -205,3 +205,62 @@ def test_who_knows_leaves_the_check_out(refuses):
     make(check=False).compile(BATCH)
     with refuses("model.joins_examples", "reduce_max"):
         make().compile(BATCH)
+
+
+def grouped(x):
+    """Each example less the mean of its group of three."""
+    groups = x.reshape(len(x) // 3, 3, *x.shape[1:])
+    return (groups - groups.mean(1, keepdims=True)).reshape(x.shape)
+
+
+def test_examples_in_groups_are_taken_where_parts_have_whole_groups():
+    batch = {"x": jax.ShapeDtypeStruct((24, SEQ, EMBED), jnp.float32)}
+    check_examples_apart(model(grouped), batch, "data=2")
+
+
+def in_16_bits(function):
+    return lambda x: function(x.astype(jnp.bfloat16)).astype(jnp.float32)
+
+
+def test_rounding_of_16_bits_is_no_joining(refuses):
+    clipped = in_16_bits(APART["clipped gradient"])
+    check_examples_apart(model(clipped), BATCH, "data=2")
+    assert what_halves_change(model(clipped), BATCH) is None
+    with refuses("model.joins_examples"):
+        check_examples_apart(model(in_16_bits(JOINING["largest"])), BATCH, "data=2")
+
+
+def test_results_that_are_not_finite_say_nothing():
+    joined = model(lambda x: JOINING["largest"](jnp.log(x)))
+    with pytest.warns(UserWarning, match="not finite"):
+        check_examples_apart(joined, BATCH, "data=2")
+
+
+class QuantisedGradients(nnx.Module):
+    """Flax calls a function whose backward joins examples."""
+
+    def __init__(self, rngs):
+        marked = JOINING["gradient by its largest"]
+        self.linear = nnx.Linear(
+            EMBED,
+            EMBED,
+            use_bias=False,
+            rngs=rngs,
+            dot_general=lambda x, w, *dims, **options: marked(
+                lax.dot_general(x, w, *dims, **options)
+            ),
+        )
+
+    def __call__(self, x, scope):
+        return self.linear(x)
+
+
+def test_a_backward_that_flax_calls_is_judged_by_who_wrote_it(refuses):
+    joined = from_nnx(
+        ends=lambda rngs: Ends(rngs, same),
+        block=QuantisedGradients,
+        num_layers=1,
+        inputs={"x": Input(("batch", None, None), shape=(None, SEQ, EMBED))},
+    )
+    with refuses("model.joins_examples", "the gradient"):
+        check_examples_apart(joined, BATCH, "data=2")
