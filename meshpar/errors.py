@@ -92,14 +92,14 @@ def local_path(name: str, value: str | Path) -> Path:
 
 
 def printable(text: str) -> str:
-    """Escape what would move or recolour a terminal, or turn its text around.
+    r"""Escape what would move or recolour a terminal, or turn its text around.
 
     Names, messages and texts of others may hold such characters. Line feeds and tabs
     stay.
 
     Example:
-        >>> printable("red: \x1b[31m, and on\\n")
-        'red: \\x1b[31m, and on\\n'
+        >>> printable("red: \x1b[31m") == r"red: \x1b[31m"
+        True
     """
     return "".join(map(_escaped, text))
 

@@ -57,6 +57,7 @@ def shared_steps() -> Iterator[None]:
 def counted_step(state: TrainState, loss: float = 5.5) -> tuple[TrainState, dict]:
     """Return what a step gives that only counts: its state, and a row of metrics."""
     row = {"loss": loss, "grad_norm": loss, "tokens_per_s": 1.0, "step_s": 1.0}
+    row["weight_sum"] = 1.0
     row["skipped"] = float(not np.isfinite(loss))
     return replace(state, step=state.step + 1), row
 

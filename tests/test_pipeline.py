@@ -226,13 +226,14 @@ def test_evaluation_and_logits_equal_those_of_the_model_alone(model, line):
 
 
 def with_image(**inputs):
-    """A model whose loss is multiplied by an image, as wide as the sequence is long."""
+    """A model whose losses are times an image that is as wide as sequences are long."""
     base = mlp_of(7)
 
     def head(params, x, batch, scope):
         assert batch["image"].shape[1] == SEQ
-        loss_sum, weight_sum = base.head(params, x, batch, scope)
-        return loss_sum * jnp.mean(batch["image"][0]), weight_sum
+        weights = batch["weights"] * batch["image"].mean(1, keepdims=True)
+        loss_sum, _ = base.head(params, x, {**batch, "weights": weights}, scope)
+        return loss_sum, batch["weights"].sum()
 
     image = np.broadcast_to(np.linspace(0.5, 2, SEQ, dtype=np.float32), (BATCH, SEQ))
     model = replace(base, head=head, inputs={**base.inputs, **inputs})
@@ -252,7 +253,7 @@ def test_only_the_inputs_with_a_sequence_are_shared_whatever_the_size_of_others(
 
 def test_an_input_that_is_not_declared_may_have_a_sequence_in_any_dim(refuses):
     model, batch = with_image()
-    step = step_of(model, "stage=2,microbatches=2")
+    step = step_of(replace(model, inputs=None), "stage=2,microbatches=2")
     with refuses("model.unknown_token_dim", "batch['image']", "per_token=True"):
         step.compile(batch)
 

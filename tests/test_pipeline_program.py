@@ -89,7 +89,7 @@ def audit_and_program(line, model_of=mlp_of):
     assert not report.problem
     assert list(report.complaints()) == []
     assert all(row.reason for row in report.rows)
-    [program] = programs
+    *_, program = programs  # After what a check before it compiles.
     return report, program
 
 

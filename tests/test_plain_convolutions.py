@@ -21,6 +21,12 @@ from meshpar.models.layers.volume import VOLUME, Conv
 from meshpar.parallel.convolution_gradients import own_convolution
 from tests.marks import slow
 
+# Some layouts leave `tensor` without work, of which XLA's own gradient is a multiple.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::meshpar.IdleMeshAxisWarning"),
+    pytest.mark.filterwarnings("ignore:the model of blocks .* cannot run in halves"),
+]
+
 SIDES = (8, 8, 4)
 IDLE = {"depth": "context"}  # beside `tensor`
 BEAMS = {"depth": "context", "height": "tensor"}

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from meshpar import Layout, Parameter, Scope, lint, make_train_step
+from meshpar import Input, Layout, Parameter, Scope, lint, make_train_step
 from meshpar.audit.report import audit
 from meshpar.mesh import absent_mesh
 from meshpar.model.contract import BlockGroup
@@ -124,6 +124,7 @@ def groups_of(*blocks):
     groups = {f"group_{index}": block for index, block in enumerate(blocks)}
     return dataclasses.replace(
         GPT2,
+        inputs={**GPT2.inputs, "mask": Input(("batch", "seq"), optional=True)},
         parameters={**ends, **{name: {"w": weight} for name in groups}},
         groups=tuple(
             BlockGroup(name=name, num_layers=1, block=block)

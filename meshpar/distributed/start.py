@@ -6,10 +6,9 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
 
-import meshpar
 from meshpar.distributed.cluster import Place, find_place, is_kubernetes_pod
 from meshpar.distributed.errors import BAD_INPUT, LOST, DistributedError
 from meshpar.distributed.processes import Processes
@@ -83,7 +82,9 @@ def _settings() -> dict[str, Any]:
 
     versions = {name: version(name) for name in ("jax", "jaxlib", "flax", "optax")}
     options = {name: getattr(jax.config, name) for name in _OF_NUMBERS}
-    return {"meshpar": meshpar.__version__, **versions, **options}
+    with contextlib.suppress(PackageNotFoundError):  # Of a checkout.
+        versions["meshpar"] = version("meshpar")
+    return {**versions, **options}
 
 
 def refuse_other_settings(settings: Sequence[Mapping[str, Any]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import inspect
@@ -35,10 +36,7 @@ _FEW_TOKENS = (8, 16)
 _FEW = 32
 """Examples of a batch that a model runs on as it is."""
 
-_CANNOT_RUN = (
-    *(KeyError, TypeError, ValueError, NotImplementedError),
-    jax.errors.JaxRuntimeError,
-)
+_CANNOT_RUN = (*(KeyError, TypeError, ValueError, NotImplementedError, RuntimeError),)
 """What a model's functions, and what cannot be mapped over parts of a batch, raise."""
 
 _TIMES, _MANY = 13, 100
@@ -117,10 +115,39 @@ def _what_joins(
 ) -> str | None:
     """Return what joins examples, in words; None if nothing does."""
     batch = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape, dtype in shapes}
+    traced, found, asked = _traced(model, batch, logits)
+    if found is not None:
+        # Of sequences of one token no reshape merges examples with tokens.
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            short = _with_few_tokens(model, batch, 1)
+            again, found_in_short, _ = _traced(model, short, logits)
+            traced, found = (again, None) if found_in_short is None else (traced, found)
+    if found is None and not _has_own_backward(*traced):
+        return None
+    # To the trace a sum over the global batch is one over the examples at hand.
+    place = f": {_of_examples(found)}" if found and not asked else ""
+    try:
+        changed = _run_in_halves(model, batch, logits)
+    except _CANNOT_RUN as error:
+        _warn(model, error, is_judged=not asked)
+    else:
+        return None if changed is None else changed + place
+    surely = None if asked else surely_mixes(*traced)
+    return None if surely is None else _of_examples(surely)
+
+
+def _traced(
+    model: Model, batch: Any, logits: bool
+) -> tuple[tuple[Any, ...], str | None, list[str]]:
+    """Trace a model on many times the examples of a batch.
+
+    Returns:
+        What `mixes_tokens` takes, what it finds, and the sums over the global batch
+        that the model asks for.
+    """
     params, state = one_layer_shapes(model), one_layer_state(model)
     told_apart = _told_apart(batch, params, state)
     num = jax.tree.leaves(told_apart)[0].shape[0]
-
     asked: list[str] = []
 
     def forward(of_examples: list, params: tuple, state: tuple) -> Any:
@@ -137,19 +164,7 @@ def _what_joins(
     given = {name: (shape, 0) for name, shape in told_apart.items()}
     numbers = jax.ShapeDtypeStruct((num,), jnp.uint32), 0
     traced = forward, num, [given, numbers], params, state
-    found = mixes_tokens(*traced)
-    if found is None and not _has_own_backward(forward, told_apart, num, params, state):
-        return None
-    # To the trace a sum over the global batch is one over the examples at hand.
-    place = f": {_of_examples(found)}" if found and not asked else ""
-    try:
-        changed = _run_in_halves(model, batch, logits)
-    except _CANNOT_RUN as error:
-        _warn(model, error, is_judged=not asked)
-    else:
-        return None if changed is None else changed + place
-    surely = None if asked else surely_mixes(*traced)
-    return None if surely is None else _of_examples(surely)
+    return traced, mixes_tokens(*traced), asked
 
 
 def _run_in_halves(model: Model, batch: Any, logits: bool) -> str | None:
@@ -207,8 +222,9 @@ def _with_few_tokens(model: Model, batch: Any, seq: int) -> Any:
     return {name: few(name, x) for name, x in batch.items()}
 
 
-def _has_own_backward(forward: Any, batch: Any, num: int, *others: Any) -> bool:
+def _has_own_backward(forward: Any, num: int, given: Any, *others: Any) -> bool:
     """Whether a function has a backward that neither the library nor JAX wrote."""
+    batch = {name: shape for name, (shape, _) in given[0].items()}
     numbers = jax.ShapeDtypeStruct((num,), jnp.uint32)
     program = jax.make_jaxpr(forward)([batch, numbers], *others)
     return any(

@@ -19,7 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType, Mesh
 
+from meshpar.layout import MESH_AXES
 from meshpar.model.contract import Model
 from meshpar.model.tracing import one_layer_shapes, one_layer_state, tracing_scope
 
@@ -63,9 +65,13 @@ def what_halves_change(
     given = _random_arguments(model, batch)
     cpu = jax.local_devices(backend="cpu")[0]
 
+    one_each = np.array(cpu).reshape((1,) * len(MESH_AXES))
+    mesh = Mesh(one_each, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
     def run(parts: int) -> Any:
         function = functools.partial(_run, model, parts, logits=logits)
-        with jax.default_device(cpu):
+        # Functions may name mesh axes, of one device each.
+        with jax.set_mesh(mesh), jax.default_device(cpu):
             program = jax.jit(function, compiler_options=_QUICKLY).trace(*given)
             is_coarse = any(name in str(program.jaxpr) for name in ("bf16[", "f16["))
             found = program.lower().compile()(*given)

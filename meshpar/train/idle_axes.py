@@ -35,6 +35,8 @@ def warn_of_idle_tensor(model: Model, placement: Placement) -> None:
     size = placement.layout.tensor
     if size == 1 or _splits_parameters(placement):
         return
+    if _splits_inputs(model, placement.rules):
+        return
     if _splits_activations(model, placement.rules):
         return
     warnings.warn(idle_message("tensor", size), IdleMeshAxisWarning, stacklevel=3)
@@ -46,6 +48,11 @@ def _splits_parameters(placement: Placement) -> bool:
         is_leaf=lambda node: isinstance(node, PartitionSpec),
     )
     return any("tensor" in spec_axes(spec) for spec in specs)
+
+
+def _splits_inputs(model: Model, rules: Rules) -> bool:
+    names = {name for one in model.known_inputs.values() for name in one.logical_axes}
+    return any("tensor" in (rules.table.get(name) or ()) for name in names if name)
 
 
 def _splits_activations(model: Model, rules: Rules) -> bool:
