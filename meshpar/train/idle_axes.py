@@ -58,7 +58,7 @@ def _splits_inputs(model: Model, rules: Rules) -> bool:
 def _splits_activations(model: Model, rules: Rules) -> bool:
     try:
         activations = traced_activations(model, 1, 8)
-    except InputError:
-        return True  # It is not known; the lint says why it cannot be traced.
+    except (InputError, RuntimeError):
+        return True  # Unknown: it cannot be traced, or names mesh axes of its own.
     names = {name for activation in activations for name in activation.logical_axes}
     return any("tensor" in (rules.table.get(name) or ()) for name in names if name)
