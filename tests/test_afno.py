@@ -12,7 +12,6 @@ from meshpar import (
     make_train_step,
 )
 from meshpar.models.presets import build, configure
-from tests.marks import slow
 from tests.zoo import grids
 from tests.zoo.beside import deviating, deviating_gradients, plain_run, step_of
 
@@ -47,9 +46,10 @@ def test_an_afno_trains_as_plain_flax_and_optax_train_it(name, layout):
     assert not deviating(ENTRIES[name], layout, plain())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, layout",
-    [("both", "context=2,tensor=4"), slow("beside_tensor", "context=4,tensor=2")],
+    [("both", "context=2,tensor=4"), ("beside_tensor", "context=4,tensor=2")],
 )
 def test_a_step_has_plain_gradients_and_sends_halos_and_transforms_alone(
     name, layout, monkeypatch

@@ -109,6 +109,7 @@ def test_the_planner_counts_the_kernel_that_the_program_takes(head_dim, seq, pre
     assert found.run.attention.words
 
 
+@pytest.mark.slow
 def test_logits_under_a_ring_run_in_tiles_where_training_runs_the_kernel():
     """They have tokens in the sequence's own order, and the kernels' ring zigzag."""
     sizes = dict(layers=1, embed=64, heads=1, kv_heads=1, ffn=64, vocab=64)

@@ -155,14 +155,15 @@ def rows_of_documents():
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "layout"),
     [
         (attention_alone, "fsdp=2,context=2"),
-        slow(attention_alone, "stage=2,context=2,microbatches=2,attention=ulysses"),
-        slow(model, "fsdp=2,context=2,remat=full"),
-        slow(model, "stage=2,context=2,microbatches=2"),
-        slow(model, "stage=2,context=2,microbatches=2,attention=ulysses"),
+        (attention_alone, "stage=2,context=2,microbatches=2,attention=ulysses"),
+        (model, "fsdp=2,context=2,remat=full"),
+        (model, "stage=2,context=2,microbatches=2"),
+        (model, "stage=2,context=2,microbatches=2,attention=ulysses"),
     ],
 )
 def test_packed_documents_have_loss_and_gradients_of_each_by_itself(make, layout):

@@ -146,6 +146,7 @@ def test_copies_that_differ_between_devices_are_found():
         assert [d.error for d in copies({"a": array})] == [error]
 
 
+@pytest.mark.slow
 def test_the_bf16_bound_grows_with_the_square_root_of_the_depth():
     batch = random_batch(build("test"), 2, 8, seed=0)
     chains = {

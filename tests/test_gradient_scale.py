@@ -40,7 +40,7 @@ def test_a_scale_is_not_rounded_to_the_bits_of_what_it_scales():
 
 
 @pytest.mark.parametrize(
-    "line", ["data=2", slow("microbatches=2"), "stage=2,microbatches=2"]
+    "line", ["data=2", slow("microbatches=2"), slow("stage=2,microbatches=2")]
 )
 def test_the_mean_over_the_weights_of_a_batch_is_not_rounded(line):
     model = mlp_of(2)

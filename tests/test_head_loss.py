@@ -258,7 +258,8 @@ SPLIT, STAGED = (
 )
 
 
-@pytest.mark.parametrize("line", [slow(SPLIT), STAGED])
+@pytest.mark.slow
+@pytest.mark.parametrize("line", [SPLIT, STAGED])
 def test_a_head_of_chunks_gives_a_step_the_loss_and_gradients_of_another(line):
     model = pipelined.mlp_of(2)
 

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import optax
+import pytest
 
 from meshpar import Layout, make_train_step
 from tests.zoo.batch_statistics import RUNNING_MEAN
@@ -17,6 +18,7 @@ def running_mean(layout):
     return np.asarray(jax.device_get(state.model_state)["blocks"]["mean"])
 
 
+@pytest.mark.slow
 def test_sums_of_16_bits_are_added_up_over_a_split_batch():
     """XLA:CPU would end the process where it adds them up in 16."""
     split = running_mean("data=2,tensor=2,precision=bf16")

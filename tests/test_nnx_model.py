@@ -135,6 +135,7 @@ def test_modules_start_as_flax_starts_them_from_the_key_of_seed_group_and_layer(
     np.testing.assert_array_equal(found["table"], table)
 
 
+@pytest.mark.slow
 def test_parameters_of_integers_are_constants_among_the_parameters():
     step = make_train_step(model(Odd), optax.adam(0.1), "data=8")
     state = step.init(0)

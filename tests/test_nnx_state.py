@@ -91,6 +91,7 @@ def test_an_update_of_the_state_reads_the_parameters_before_the_step(layout):
     check(step.in_layer_order(jax.device_get(state.model_state))["blocks"], params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     ["fsdp=2,stage=2,microbatches=2", *map(slow, ("data=1", "data=2,tensor=2"))],

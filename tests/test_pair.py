@@ -61,6 +61,7 @@ def test_a_model_of_pairs_trains_as_plain_flax_and_optax_train_it(name, layout):
     assert not deviating(ENTRIES[name], layout, plain())
 
 
+@pytest.mark.slow
 def test_a_step_has_plain_gradients_and_gathers_some_bias_at_a_time_and_no_pairs(
     monkeypatch,
 ):

@@ -14,6 +14,7 @@ from flax import nnx
 import meshpar
 from meshpar import Input, from_nnx, make_train_step
 from meshpar.model.scope import Scope
+from tests.marks import slow
 from tests.zoo.plain import normal
 
 VOCAB, EMBED, SEQ = 16, 8, 8
@@ -159,11 +160,11 @@ def mean_loss(loss, layout):
 @pytest.mark.parametrize(
     ("loss", "of_one_rank"),
     [
-        (of_each_token, of_each_token),
+        slow(of_each_token, of_each_token),
         (by_size, of_each_token),  # as all weights are 1
         (by_ones, of_each_token),
         (of_flat_tokens, of_each_token),
-        (of_written_over, of_written_over),
+        slow(of_written_over, of_written_over),
     ],
 )
 def test_token_wise_ends_are_shared_and_change_no_loss(loss, of_one_rank):

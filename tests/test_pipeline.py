@@ -126,8 +126,8 @@ def _filled_with_nan(buffer):
     [
         ("mlp", "microbatches=3"),
         ("mlp", "stage=4,microbatches=2,remat=selective"),
-        ("mlp", "fsdp=2,stage=3,splits=1/4/2,microbatches=4,remat=full"),
-        (
+        slow("mlp", "fsdp=2,stage=3,splits=1/4/2,microbatches=4,remat=full"),
+        slow(
             "mlp",
             "fsdp=2,stage=2,tensor=2,sequence_parallel=true,microbatches=3,"
             "schedule=looped_bfs,chunks=2,remat=stage_full,fsdp_gather=microbatch",

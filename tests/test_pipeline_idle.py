@@ -12,7 +12,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from meshpar import audit, pipeline_value_and_grad
-from tests.marks import slow
 from tests.pipelined import assert_close
 from tests.test_pipeline_value_and_grad import mesh_of
 
@@ -48,11 +47,12 @@ def value_and_grad_of(block):
     return functools.partial(value_and_grad, weights, np.float32(1.5), x, y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("together", "hindrance"),
     [
         (block_with_permute, "ppermute over 'data'"),
-        slow(block_with_sum_over_ranks, "psum over 'stage'"),
+        (block_with_sum_over_ranks, "psum over 'stage'"),
     ],
 )
 def test_a_block_that_needs_all_ranks_keeps_them_together_and_is_told(

@@ -284,7 +284,7 @@ def test_a_single_rank_is_never_idle():
     ("line", "num_forward_ticks"),
     [
         ("stage=2,microbatches=8,remat=none", 9),
-        ("stage=2,schedule=interleaved_1f1b,chunks=2,microbatches=8", 17),
+        slow("stage=2,schedule=interleaved_1f1b,chunks=2,microbatches=8", 17),
         slow("stage=2,schedule=interleaved_1f1b,chunks=2,microbatches=4", 9),
         slow("stage=4,microbatches=4", 7),
         slow("data=2,stage=2,microbatches=3", 4),

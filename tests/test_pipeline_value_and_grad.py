@@ -121,6 +121,7 @@ def test_gradients_of_blocks_ends_and_input_are_those_of_one_device(sizes, optio
     assert_equal(run(blocks_of(), SCALE, X, TARGETS), plain_mean())
 
 
+@pytest.mark.slow
 def test_gspmd_partitions_the_blocks_over_other_mesh_axes():
     mesh = mesh_of(data=2, stage=2, tensor=2)
     specs = {
@@ -217,7 +218,8 @@ def float_embed(ends, inputs):
     return inputs["pixels"] @ ends["table"] * inputs["gain"][:, None, None]
 
 
-@pytest.mark.parametrize("per_token", [True, slow(False)])
+@pytest.mark.slow
+@pytest.mark.parametrize("per_token", [True, False])
 def test_an_embedding_passes_gradients_to_its_float_inputs(per_token):
     inputs = {"gain": normal(10, EXAMPLES), "pixels": normal(9, EXAMPLES, SEQ, VOCAB)}
     run = pipeline_value_and_grad(

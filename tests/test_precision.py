@@ -160,6 +160,7 @@ def rounded_at_random(line):
     return [[np.float32(leaf) for leaf in jax.tree.leaves(tree)] for tree in trees]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", ROUNDED)
 def test_random_rounding_does_not_depend_on_the_layout(line):
     before, expected = rounded_at_random("data=2")

@@ -137,6 +137,7 @@ def named(name):
     return lambda params, x, scope: x + scope.save(jnp.tanh(x * params["w"]), name)
 
 
+@pytest.mark.slow
 def test_a_name_need_not_be_given_in_every_group_of_blocks():
     model = groups_of(named("dense"), named("router"))
     values = []

@@ -121,7 +121,7 @@ def temporaries(name, line, layers):
         ),
         slow("gelu", "remat=dots"),
         slow("gelu", "remat=save:attention_mixed/mlp_up"),
-        ("dropout", "remat=none"),
+        slow("dropout", "remat=none"),
         slow("swiglu", "remat=none"),
         slow("swiglu", "tensor=2,remat=selective"),
     ],
@@ -169,9 +169,10 @@ def test_a_gpus_loop_over_blocks_carries_what_the_formula_counts_in_bf16(remat, 
     assert kept == pytest.approx(formula(SHAPE, layout, value_bytes=2), rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line",
-    [slow("data=2"), slow("fsdp=2"), "tensor=2", slow("stage=2,microbatches=3")],
+    ["data=2", "fsdp=2", "tensor=2", "stage=2,microbatches=3"],
 )
 def test_full_remat_needs_less_memory_and_one_forward_more(line):
     # All matmuls but the head's, which a vocabulary of 8 makes small, are in blocks:

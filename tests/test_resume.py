@@ -18,7 +18,6 @@ from meshpar.recipes.resume import (
     refuse_other,
 )
 from tests.conftest import rows
-from tests.marks import slow
 from tests.run_steps import SMALL, compute_nothing, counted_step
 from tests.run_steps import shared_steps as shared_steps
 
@@ -36,7 +35,8 @@ def small(small_text, tmp_path):
     return config
 
 
-@pytest.mark.parametrize("layout", [slow("data=2"), "fsdp=2,tensor=2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["data=2", "fsdp=2,tensor=2"])
 def test_more_steps_have_the_losses_of_an_uninterrupted_run_on_any_layout(
     layout, small, tmp_path
 ):

@@ -113,6 +113,7 @@ def test_the_command_draws_it(capsys):
     assert (report["schedule"], report["chunks"]) == ("v_shaped", 2)
 
 
+@pytest.mark.slow
 def test_a_layout_trains_with_it():
     assert_equal_to_plain(mlp_of(5), f"data=2,{LINE}")
 

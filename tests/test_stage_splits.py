@@ -144,6 +144,7 @@ def steps_by_cost_and_by_hand():
     )
 
 
+@pytest.mark.slow
 def test_a_step_of_stages_by_cost_is_that_of_the_same_stages_given():
     batch = batch_shapes(16, 16)
     by_cost, by_hand = steps_by_cost_and_by_hand()

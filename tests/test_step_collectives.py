@@ -65,7 +65,7 @@ LINES = [
     slow("data=8"),
     slow("fsdp=8"),
     ALL_AXES,
-    f"{ALL_AXES},sequence_parallel=true",
+    slow(f"{ALL_AXES},sequence_parallel=true"),
 ]
 
 

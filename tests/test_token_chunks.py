@@ -57,6 +57,7 @@ def test_values_and_gradients_are_those_of_all_tokens_at_once(few_bytes, seq, si
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_bytes")
 def test_chunks_have_the_gradients_of_the_model_alone():
     assert_equal_to_plain(GELU, "data=2,remat=save:mlp_hidden")

@@ -218,13 +218,14 @@ def mlp():
     return pipelined.mlp_of(2, DROPOUT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make_model", "line"),
     [
         (mlp, LAYOUTS[2]),
-        slow(gpt2, f"{LAYOUTS[2]},remat=selective"),
-        slow(gpt2, "data=4"),
-        slow(gpt2, "fsdp=2,tensor=2"),
+        (gpt2, f"{LAYOUTS[2]},remat=selective"),
+        (gpt2, "data=4"),
+        (gpt2, "fsdp=2,tensor=2"),
     ],
 )
 def test_dropout_is_a_function_of_seed_step_layer_and_example_only(make_model, line):
@@ -242,12 +243,13 @@ LIMIT = 0.01
 IN_BF16 = "fsdp=2,tensor=2,precision=bf16"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "line", "options"),
     [
         ("every option", IN_BF16, dict(max_grad_norm=LIMIT)),
-        slow("llama", IN_BF16, {}),
-        slow("llama", "data=2,precision=bf16", {}),
+        ("llama", IN_BF16, {}),
+        ("llama", "data=2,precision=bf16", {}),
     ],
 )
 def test_bf16_stays_near_fp32_and_keeps_parameters_in_fp32(name, line, options):

@@ -127,6 +127,7 @@ def test_devices_that_share_a_volume_hold_their_part_of_it():
     assert eight.memory.state_bytes == one.memory.state_bytes == 12e6
 
 
+@pytest.mark.slow
 def test_blocks_that_are_scanned_count_as_often_as_they_run():
     one, two = (tiny(levels=1, blocks=num) for num in (1, 2))
     kernels = 2 * 3**3 * 8 * 8  # of one more block
@@ -160,14 +161,15 @@ def test_plans_for_tpus_count_channels_along_their_lanes_and_say_so():
     assert (plan.memory.activation_bytes, plan.memory.other_bytes) == apart
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "compiled_bytes"),
     [
         ({}, 72_811_375_200),
-        slow({"depth": 384}, 56_630_536_800),
-        slow({"depth": 640}, 90_938_092_128),
-        slow({"base": 16}, 74_015_180_384),
-        slow({"depth": 256, "height": 256, "width": 256}, 9_429_267_552),
+        ({"depth": 384}, 56_630_536_800),
+        ({"depth": 640}, 90_938_092_128),
+        ({"base": 16}, 74_015_180_384),
+        ({"depth": 256, "height": 256, "width": 256}, 9_429_267_552),
     ],
 )
 def test_memory_on_tpus_is_what_their_compiler_said(sizes, compiled_bytes):
@@ -246,6 +248,7 @@ def test_every_preset_has_a_workload_or_is_traced():
     assert OTHER_PRESETS.keys() - OTHER_SHAPES.keys() == TRACED
 
 
+@pytest.mark.slow
 def test_the_command_plans_a_volume_and_draws_its_curve(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     words = ["plan", "--preset", "tiny-unet3d", "--model", "levels=1"]

@@ -82,10 +82,7 @@ QUICK = {
     "llama": {ALL_AXES},
     "batch_norm": {ALL_AXES},
     "images": {ALL_AXES},
-    "vectors": {
-        "data=2,stage=2,tensor=2,microbatches=4,schedule=1f1b",
-        "fsdp=2,stage=2,tensor=2,microbatches=4,schedule=interleaved_1f1b,chunks=2",
-    },
+    "vectors": {"data=2,stage=2,tensor=2,microbatches=4,schedule=1f1b"},
 }
 """What `make test` trains: models of few layers each, whose programs compile soonest.
 

@@ -64,6 +64,7 @@ with contextlib.redirect_stdout(io.StringIO()):
 """
 
 
+@pytest.mark.slow
 def test_the_wheel_runs_what_readme_shows_outside_of_the_checkout(quick):
     """In one process, which imports JAX once; README's own models have a clean lint."""
     programs = blocks(README, "python")
