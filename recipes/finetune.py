@@ -43,6 +43,7 @@ from meshpar.train.data import (
     padded_batches,
     read_texts,
 )
+from meshpar.train.folder_in_use import folder_in_use
 
 HELD_OUT = 10  # one conversation of so many
 _KEPT = ("from_weights", "model_sizes", "lora", "seed")
@@ -179,9 +180,12 @@ def finetune(config: FinetuneConfig) -> Finetuned:
     train, held_out = rows_of(config, loaded)
     step = step_of(config, loaded)
     description = described(config, loaded, step)
-    with Checkpoints(
-        config.out / "checkpoints", layer_orders=step.layer_orders
-    ) as checkpoints:
+    with (
+        folder_in_use(config.out),
+        Checkpoints(
+            config.out / "checkpoints", layer_orders=step.layer_orders
+        ) as checkpoints,
+    ):
         refuse_other_run(config, description, checkpoints)
         state = first_state(config, loaded, step, checkpoints)
         keep_tokenizer(config, loaded)

@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from meshpar import InputError, distributed, emulate
 from meshpar.distributed import Processes
 from meshpar.recipes.config import RunConfig
+from meshpar.train.folder_in_use import FolderInUse, folder_in_use
 from meshpar.train.interrupt import StopRequest
 
 _OWN = ("process_id",)
@@ -90,6 +91,22 @@ def check_shared(folder: Path, processes: Processes) -> None:
             f"{str(folder)!r}: give all a folder that they share, by its absolute path",
             key="processes.folder_not_shared",
         )
+
+
+@contextlib.contextmanager
+def run_folder(config: RunConfig, processes: Processes) -> Iterator[FolderInUse | None]:
+    """Lock the folder of a run for as long as the run lasts.
+
+    Process 0 locks it for all; to the others this is None.
+
+    Raises:
+        InputError: Another run has locked it, or nothing can be written there.
+    """
+    if not processes.is_first:
+        yield None
+        return
+    with folder_in_use(config.folder) as found:
+        yield found
 
 
 def _appears(path: Path) -> bool:

@@ -38,7 +38,13 @@ from meshpar.recipes.elastic import fitted
 from meshpar.recipes.fits import check_memory
 from meshpar.recipes.goodput import Goodput
 from meshpar.recipes.host_times import HostTimes
-from meshpar.recipes.joined import after_step, agreed, agreed_stop, join
+from meshpar.recipes.joined import (
+    after_step,
+    agreed,
+    agreed_stop,
+    join,
+    run_folder,
+)
 from meshpar.recipes.metrics import (
     MetricsLog,
     NoLog,
@@ -61,6 +67,7 @@ from meshpar.recipes.step import audited, check_intervals, make_step, timed_step
 from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.data import ordered_batches, padded_batches
 from meshpar.train.faults import BadStepError, StepWatch
+from meshpar.train.folder_in_use import FolderInUse
 from meshpar.train.heap import share_heaps
 from meshpar.train.interrupt import StopRequest
 from meshpar.train.sample import sample_tokens
@@ -114,6 +121,18 @@ def joined_run(
     program: Sequence[str],
 ) -> RunResult:
     """The run of one process among all; the first prints and writes for them."""
+    with run_folder(config, processes) as folder:
+        return _locked_run(config, processes, phases, on_metrics, program, folder)
+
+
+def _locked_run(
+    config: RunConfig,
+    processes: Processes,
+    phases: Phases,
+    on_metrics: OnMetrics | None,
+    program: Sequence[str],
+    folder: FolderInUse | None,
+) -> RunResult:
     if processes.is_first:
         check_files(config)
     console = wide_console() if processes.is_first else Console(quiet=True)
@@ -129,9 +148,8 @@ def joined_run(
     step.check_batch(config.global_batch)
     report.print_fitted(console, told)
     check_memory(config, step, processes, console)
-    folder = config.folder / "checkpoints"
     with Checkpoints(
-        folder,
+        config.folder / "checkpoints",
         keep=config.keep,
         keep_every=config.keep_every,
         layer_orders=step.layer_orders,
@@ -148,6 +166,7 @@ def joined_run(
             phases=phases,
             goodput=Goodput(phases, config.folder if processes.is_first else None),
             watch=StepWatch(config.on_bad_step, spike=config.spike),
+            folder=folder,
         )
         phases.begin("restoring")
         run, state = started(run)
@@ -165,6 +184,8 @@ def joined_run(
                 with told_if_not_saved(run):
                     checkpoints.finish()
                 checkpoints.save(state, run.description(int(state.step)))
+                if folder is not None:
+                    folder.refuse_deleted()
             phases.begin("end")
             agreed_stop(processes, stop)  # A signal may have come to some since.
             return finish(run, state, log, stop)

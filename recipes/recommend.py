@@ -52,6 +52,7 @@ from meshpar.recipes.clicks import (
 from meshpar.recipes.printed_rows import Row, printed, write_rows
 from meshpar.tables.placement import AUTO
 from meshpar.tables.table import KINDS, ROW_WISE
+from meshpar.train.folder_in_use import folder_in_use
 
 if TYPE_CHECKING:
     from meshpar.tables import TableStep
@@ -171,7 +172,7 @@ def _checkpoints(
             )
         yield None
         return
-    with step.checkpoints(args.out) as checkpoints:
+    with folder_in_use(args.out), step.checkpoints(args.out) as checkpoints:
         there = checkpoints.latest_step
         if there is not None and not args.resume:
             raise InputError(

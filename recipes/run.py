@@ -20,6 +20,7 @@ from meshpar.recipes.phases import Phases
 from meshpar.recipes.resume import Position
 from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.faults import StepWatch
+from meshpar.train.folder_in_use import FolderInUse
 
 PROGRAM = ("meshpar", "train")
 
@@ -40,6 +41,7 @@ class Run:
     phases: Phases = field(default_factory=Phases)
     goodput: Goodput = field(default_factory=lambda: Goodput(Phases()))
     watch: StepWatch = field(default_factory=lambda: StepWatch("skip"))
+    folder: FolderInUse | None = None
 
     def description(self, done: int = 0) -> dict[str, Any]:
         """What a checkpoint says of its run once `done` steps are done."""

@@ -18,9 +18,14 @@ def save(run: Run, state: TrainState, done: int) -> None:
         run: The state's.
         state: After `done` steps.
         done: Steps done.
+
+    Raises:
+        InputError: The folder of the run has been deleted; the state is saved.
     """
     with run.phases.during("saving"), told_if_not_saved(run):
         run.checkpoints.save(state, run.description(done), wait=False)
+    if run.folder is not None:
+        run.folder.refuse_deleted()
     run.goodput.note(done)
 
 

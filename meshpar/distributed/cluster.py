@@ -13,6 +13,16 @@ from meshpar.errors import InputError, whole_number
 _PORTS = 2**12
 """Ports at the upper end of all, which jobs share out by their numbers."""
 
+_OTHER_LAUNCHERS = (
+    ("torchrun", "WORLD_SIZE", "RANK"),
+    ("an MPI launcher", "PMI_SIZE", "PMI_RANK"),
+    ("MVAPICH", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
+    ("jsrun", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
+    ("Flux", "FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
+)
+"""What starts several processes without saying where the first one is: its name, and
+its variables of how many there are and which this is."""
+
 _POD_PORT = 8476
 """On TPU pods, whose hosts run one job at a time."""
 
@@ -87,7 +97,8 @@ def find_place(environment: Mapping[str, str] | None = None) -> Place | None:
         environment: Variables; this process's own when absent.
 
     Raises:
-        InputError: The variables contradict one another.
+        InputError: The variables contradict one another, or are of a launcher of
+            several processes that does not say where the first one is.
 
     Example:
         >>> find_place({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"})
@@ -97,15 +108,33 @@ def find_place(environment: Mapping[str, str] | None = None) -> Place | None:
         place = find(variables)
         if place is not None:
             return place if place.num_processes > 1 else None
+    _refuse_other_launchers(variables)
     return None
+
+
+def _refuse_other_launchers(variables: Mapping[str, str]) -> None:
+    """Refuse to be one of several processes each of which would run alone."""
+    for launcher, size, rank in _OTHER_LAUNCHERS:
+        number = variables.get(size, "")
+        if rank in variables and number.isdecimal() and int(number) > 1:
+            raise DistributedError(
+                f"{size}={number} and {rank}={variables[rank]}: {launcher} has started "
+                f"{number} processes and does not say where the first one listens; "
+                f"give --coordinator HOST:PORT --num-processes ${size} --process-id "
+                f"${rank}, or, for a process alone, unset {size} and {rank}",
+                status=BAD_INPUT,
+                key="processes.unknown_launcher",
+            )
 
 
 def _slurm(variables: Mapping[str, str]) -> Place | None:
     """A task of `srun`: https://slurm.schedmd.com/srun.html, output environment.
 
-    The body of a batch script is none: SLURM_STEP_NODELIST is absent there.
+    The body of a batch script is none: SLURM_STEP_NODELIST is absent there. A step has
+    SLURM_STEP_NUM_TASKS tasks; in an interactive one SLURM_NTASKS is of its job.
     """
-    names = ("JOB_ID", "STEP_NODELIST", "NTASKS", "PROCID")
+    size = "STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in variables else "NTASKS"
+    names = ("JOB_ID", "STEP_NODELIST", size, "PROCID")
     if any(f"SLURM_{name}" not in variables for name in (*names, "LOCALID")):
         return None
     job, nodes, tasks, task = (variables[f"SLURM_{name}"] for name in names)
@@ -113,7 +142,7 @@ def _slurm(variables: Mapping[str, str]) -> Place | None:
     one_each = re.fullmatch(r"1(\(x\d+\))?", per_node) is not None
     return Place(
         coordinator=f"{first_node(nodes)}:{_port_of_job(job)}",
-        num_processes=_number("SLURM_NTASKS", tasks),
+        num_processes=_number(f"SLURM_{size}", tasks),
         process_id=_number("SLURM_PROCID", task),
         found_by=f"SLURM job {job}",
         local_device=_own_device(variables, "SLURM_LOCALID", alone=one_each),
@@ -126,17 +155,18 @@ def first_node(nodes: str) -> str:
     Example:
         >>> first_node("gpu[007-012,020],login1")
         'gpu007'
-        >>> first_node("rack2-node1,rack2-node5")
+        >>> first_node("rack[2-3]-node[1,5],login1")
         'rack2-node1'
     """
-    found = re.match(r"([^,\[]+)(?:\[([^,\-\]]+)[^\]]*\]([^,\[]*))?", nodes)
-    if not found:
+    found = re.match(r"(?:[^,\[\]]|\[[^\[\]]+\])+(?=,|$)", nodes)
+    first = re.sub(r"\[([^,\-\]]*)[^\]]*\]", r"\1", found[0]) if found else ""
+    if not first:
         raise DistributedError(
             f"SLURM_STEP_NODELIST={nodes!r} names no node",
             status=BAD_INPUT,
             key="processes.no_node_named",
         )
-    return "".join(part or "" for part in found.groups())
+    return first
 
 
 def _open_mpi(variables: Mapping[str, str]) -> Place | None:

@@ -112,7 +112,7 @@ def _call(place: Place, job: str, deadline: float, timeout_s: float) -> Roll:
             peer.send(hosts=in_order, service_port=service_port)
     service = _address(place.host, service_port)
     late = threading.Thread(
-        target=_refuse_late, args=(place, job, listener), daemon=True
+        target=_refuse_late, args=(place, job, hosts, listener), daemon=True
     )
     late.start()
     host = bound_host(place.host)
@@ -125,7 +125,9 @@ def _call(place: Place, job: str, deadline: float, timeout_s: float) -> Roll:
     )
 
 
-def _refuse_late(place: Place, job: str, listener: socket.socket) -> None:
+def _refuse_late(
+    place: Place, job: str, hosts: dict[int, str], listener: socket.socket
+) -> None:
     """Tells those that come once all are there, until the listener is closed.
 
     One of this job has been started again alone, before the others have ended.
@@ -140,18 +142,24 @@ def _refuse_late(place: Place, job: str, listener: socket.socket) -> None:
         _hear(connection, came)
         while not came.empty():
             lines, greeting = came.get()
-            _refuse(lines, late_refusal(place, job, greeting))
+            _refuse(lines, late_refusal(place, job, greeting, hosts))
 
 
-def late_refusal(place: Place, job: str, greeting: Greeting) -> DistributedError:
-    """Return the error of a process that comes too late to the job of process 0."""
-    if greeting.job != job:
-        return _of_another_job(place, job, greeting)
-    return DistributedError(
-        f"process {greeting.process_id} on {greeting.host} comes to the job at "
-        f"{place.coordinator}, whose {place.num_processes} processes are all there; "
-        "start it again once they have ended, or, where it is of another job, give "
-        "each job a port of its own in --coordinator",
+def late_refusal(
+    place: Place, job: str, greeting: Greeting, hosts: dict[int, str]
+) -> DistributedError:
+    """Return the error of a process that comes once all of process 0's job are there.
+
+    It has a number that is taken. Another start may mend it: where one process alone
+    was started again, before the others have ended.
+    """
+    process = greeting.process_id
+    return _stranger(place, job, greeting) or DistributedError(
+        f"process {process} on {greeting.host} comes to the job at "
+        f"{place.coordinator}, whose {place.num_processes} processes are all there, "
+        f"process {process} on {hosts[process]}; number them from 0 to "
+        f"{place.num_processes - 1}; start a process again once the others have ended; "
+        "give each job a port of its own in --coordinator",
         key="processes.too_late",
     )
 
@@ -263,37 +271,40 @@ def refusal(
     place: Place, job: str, greeting: Greeting, hosts: dict[int, str]
 ) -> DistributedError | None:
     """Return the error if a process does not belong to process 0's job, else None."""
-    if greeting.job != job:
-        return _of_another_job(place, job, greeting)
-    process, number = greeting.process_id, greeting.num_processes
-    who = f"process {process} on {greeting.host}"
-    where = f"the job at {place.coordinator}"
-    if number != place.num_processes:
-        return DistributedError(
-            f"{who} has num_processes={number}, but {where} has "
-            f"{place.num_processes}; start all with the same number",
-            status=BAD_INPUT,
-            key="processes.count_mismatch",
-        )
+    process, number = greeting.process_id, place.num_processes
     if process in hosts:
-        return DistributedError(
-            f"{who} comes to {where}, which has its process {process} on "
-            f"{hosts[process]} already; number them from 0 to {number - 1}, and give "
-            "each job a port of its own in --coordinator",
+        taken = DistributedError(
+            f"process {process} on {greeting.host} comes to the job at "
+            f"{place.coordinator}, which has its process {process} on {hosts[process]} "
+            f"already; number them from 0 to {number - 1}, and give each job a port of "
+            "its own in --coordinator",
             status=BAD_INPUT,
             key="processes.process_id_taken",
         )
+        return _stranger(place, job, greeting) or taken
+    return _stranger(place, job, greeting)
+
+
+def _stranger(place: Place, job: str, greeting: Greeting) -> DistributedError | None:
+    """Return the error of a process of another job, or of one of another size."""
+    who = f"process {greeting.process_id} on {greeting.host}"
+    if greeting.job != job:
+        return DistributedError(
+            f"{who} is of another job than the job at {place.coordinator}: "
+            f"{greeting.job!r}, not {job!r}; give each job a port of its own in "
+            "--coordinator",
+            status=BAD_INPUT,
+            key="processes.other_job",
+        )
+    if greeting.num_processes != place.num_processes:
+        return DistributedError(
+            f"{who} has num_processes={greeting.num_processes}, but the job at "
+            f"{place.coordinator} has {place.num_processes}; start all with the same "
+            "number",
+            status=BAD_INPUT,
+            key="processes.count_mismatch",
+        )
     return None
-
-
-def _of_another_job(place: Place, job: str, greeting: Greeting) -> DistributedError:
-    return DistributedError(
-        f"process {greeting.process_id} on {greeting.host} is of another job than the "
-        f"job at {place.coordinator}: {greeting.job!r}, not {job!r}; give each job a "
-        "port of its own in --coordinator",
-        status=BAD_INPUT,
-        key="processes.other_job",
-    )
 
 
 def _missing(place: Place, hosts: dict[int, str], timeout_s: float) -> DistributedError:

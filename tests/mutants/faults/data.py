@@ -26,8 +26,8 @@ MUTANTS = (
         name="smaller-job-is-let-in",
         effect="a process of a job with fewer processes joins this one",
         file="meshpar/distributed/roll_call.py",
-        old="if number != place.num_processes:",
-        new="if number > place.num_processes:",
+        old="if greeting.num_processes != place.num_processes:",
+        new="if greeting.num_processes > place.num_processes:",
         tests=(
             "tests/test_distributed.py"
             "::test_a_process_of_a_smaller_or_larger_job_does_not_belong",
