@@ -76,6 +76,7 @@ def batch_of(number):
     return dict(tokens=tokens[:, :-1], targets=tokens[:, 1:], weights=weights)
 
 
+@jax.jit
 def loss_by_hand(params, batch):
     """The model's mean loss, written out."""
     x = params["table"][batch["tokens"]]

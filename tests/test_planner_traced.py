@@ -117,7 +117,7 @@ def test_a_model_without_heads_counts_as_one_with_one():
 
 
 def test_a_block_may_read_its_batch_and_a_head_says_how_many_logits_it_makes():
-    base = build("tiny")
+    base = build("test")
 
     def block(params, x, scope):
         return base.groups[0].block(
@@ -127,9 +127,9 @@ def test_a_block_may_read_its_batch_and_a_head_says_how_many_logits_it_makes():
     group = dataclasses.replace(base.groups[0], block=block)
     reading = dataclasses.replace(base, groups=(group,))
     assert traced_workload(reading, seq=32).logits_bytes == LOGITS_BYTES
-    few = traced_workload(build("tiny", logits_bytes=2**16), seq=32)
+    few = traced_workload(build("test", logits_bytes=2**16), seq=32)
     assert few.logits_bytes == 2**16
-    assert traced_workload(build("tiny", logits_bytes=0), seq=32).logits_bytes == 0
+    assert traced_workload(build("test", logits_bytes=0), seq=32).logits_bytes == 0
 
 
 @pytest.mark.parametrize("remat", ["none", "selective", "dots", "full"])
