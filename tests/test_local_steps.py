@@ -131,6 +131,7 @@ def step_of(line, **options):
     layout = Layout.parse(line)
     devices = jax.devices()[: layout.num_devices]
     options = {"max_grad_norm": MAX_NORM, "compiler_options": QUICK, **options}
+    options.setdefault("check", line == FAST)
     optimizer = options.pop("optimizer", INNER)
     return make_train_step(MODEL, optimizer, layout, devices=devices, **options)
 
