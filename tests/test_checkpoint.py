@@ -550,7 +550,7 @@ def test_what_is_being_saved_is_read_once_it_is_there(
         may_go_on = threading.Event()
         hold_back(checkpoints._manager, "save", may_go_on, monkeypatch)
         checkpoints.save(small_state(2), {"saved": 2}, wait=False)
-        threading.Timer(0.2, may_go_on.set).start()
+        threading.Timer(0.05, may_go_on.set).start()
         assert step_found(checkpoints) == 2
 
 

@@ -479,6 +479,7 @@ def test_a_run_that_does_not_fit_is_told_with_both_numbers(
     needed = 2 * (states + temporary)
     monkeypatch.setattr(fits, "_memory_bytes", lambda device: needed)
     fits.check_memory(config, step, Processes(), console)
+    monkeypatch.setattr(fits, "estimated_bytes", lambda *args: (states, temporary))
     monkeypatch.setattr(fits, "_memory_bytes", lambda device: needed - 1)
     with refuses("run.too_little_memory", "data=2", "0.0", 2, "CPU"):
         fits.check_memory(config, step, Processes(), console)

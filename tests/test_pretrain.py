@@ -177,7 +177,7 @@ def test_ctrl_c_saves_and_ends_cleanly(tmp_path, small_text):
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     while not (log.exists() and log.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.2)
+        time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 130

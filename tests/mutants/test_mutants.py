@@ -88,8 +88,9 @@ def test_double():
 
 
 @pytest.fixture
-def checkout(tmp_path):
-    """A library of one function with one test, as git sees it."""
+def checkout(tmp_path, monkeypatch):
+    """A library of one function with one test, as git sees it, that needs no plugin."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     root = tmp_path / "checkout"
     root.mkdir()
     subprocess.run(["git", "init", "--quiet", str(root)], check=True)
