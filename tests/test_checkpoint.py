@@ -393,7 +393,7 @@ def test_what_is_saved_while_the_run_goes_on_is_the_state_of_its_step(trains, tm
         state = drawn(step, scale=1.0)
     states = {}
     with Checkpoints(tmp_path, keep=4) as checkpoints:
-        for _ in range(4):
+        for _ in range(3):
             state = next_of(state)
             states[int(state.step)] = jax.tree.map(np.array, state)
             checkpoints.save(state, RUN, wait=False)
@@ -550,7 +550,7 @@ def test_what_is_being_saved_is_read_once_it_is_there(
         may_go_on = threading.Event()
         hold_back(checkpoints._manager, "save", may_go_on, monkeypatch)
         checkpoints.save(small_state(2), {"saved": 2}, wait=False)
-        threading.Timer(0.2, may_go_on.set).start()
+        threading.Timer(0.05, may_go_on.set).start()
         assert step_found(checkpoints) == 2
 
 

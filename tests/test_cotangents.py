@@ -103,7 +103,7 @@ def test_gradients_are_those_of_the_mean_loss(line):
     state = step.init(0)
     params = jax.device_get(step.in_layer_order(state.params))
     given = params["first"], params["blocks"]["w"], params["last"]
-    wanted = jax.grad(mean_loss, argnums=(0, 1, 2))(*given, **batch())
+    wanted = jax.jit(jax.grad(mean_loss, argnums=(0, 1, 2)))(*given, **batch())
     _, found = step.loss_and_gradients(state, batch())
     found = jax.device_get(step.in_layer_order(found))
     for one, other in zip(
@@ -126,7 +126,7 @@ def test_a_pipeline_of_functions_has_the_gradients_of_the_mean_loss():
     )
     ends = {"first": first, "last": last}
     loss, (of_blocks, of_ends, _) = run(blocks, ends, given["x"], given["weights"])
-    wanted_loss, wanted = jax.value_and_grad(mean_loss, argnums=(0, 1, 2))(
+    wanted_loss, wanted = jax.jit(jax.value_and_grad(mean_loss, argnums=(0, 1, 2)))(
         first, blocks, last, **given
     )
     close(loss, wanted_loss)

@@ -27,6 +27,7 @@ from meshpar.distributed.roll_call import (
 )
 from meshpar.distributed.start import _ended_after
 from meshpar.recipes.command import main
+from tests.marks import slow
 from tests.multiprocess.children import free_port
 from tests.refusals import check_words, names
 
@@ -146,9 +147,10 @@ def test_open_mpi_5_on_several_hosts_needs_a_coordinator_by_hand(refuses):
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     """What takes seconds of waiting takes less."""
-    monkeypatch.setattr("meshpar.distributed.roll_call._PORT_S", 0.3)
-    monkeypatch.setattr("meshpar.distributed.processes._LINGER_S", 0.5)
-    monkeypatch.setattr("meshpar.distributed.processes._GRACE_S", 0.5)
+    monkeypatch.setattr("meshpar.distributed.roll_call._PORT_S", 0.1)
+    monkeypatch.setattr("meshpar.distributed.roll_call._RETRY_S", 0.02)
+    monkeypatch.setattr("meshpar.distributed.processes._LINGER_S", 0.1)
+    monkeypatch.setattr("meshpar.distributed.processes._GRACE_S", 0.1)
 
 
 def caused(error, cause):
@@ -187,7 +189,7 @@ def check_told(error, key, *values, status=75):
     check_words(str(error), key, values, None)
 
 
-def rolls(*places, jobs=None, timeout_s=5.0):
+def rolls(*places, jobs=None, timeout_s=5.0, apart_s=0.0):
     """What each of several threads gets of the roll call: a roll, or the error."""
     found = [None] * len(places)
 
@@ -201,7 +203,7 @@ def rolls(*places, jobs=None, timeout_s=5.0):
     threads = [threading.Thread(target=run, args=(one,)) for one in range(len(places))]
     for thread in threads:
         thread.start()
-        time.sleep(0.1)
+        time.sleep(apart_s)
     for thread in threads:
         thread.join()
     return found
@@ -233,17 +235,17 @@ def test_processes_that_all_come_know_one_another():
 
 
 def test_every_process_that_is_there_names_the_one_that_is_not():
-    found = rolls(*places_of(4, 0, 1, 3), timeout_s=1)
+    found = rolls(*places_of(4, 0, 1, 3), timeout_s=0.5)
     assert len(set(map(str, found))) == 1
     for error in found:
-        check_told(error, "processes.not_all_came", "1 s", "process 2", 4)
+        check_told(error, "processes.not_all_came", "0.5 s", "process 2", 4)
         assert re.findall(r"(\d+) on \S+", str(error)) == ["0", "1", "3"]
 
 
 def test_a_process_without_process_0_names_where_it_looked():
     (place,) = places_of(2, 1)
-    (error,) = rolls(place, timeout_s=0.5)
-    told = "process 1", 2, "process 0", place.coordinator, 0.5
+    (error,) = rolls(place, timeout_s=0.2)
+    told = "process 1", 2, "process 0", place.coordinator, 0.2
     check_told(error, "processes.no_first_process", *told)
 
 
@@ -256,6 +258,7 @@ def test_two_jobs_on_one_port_are_one_line_and_the_first_goes_on():
         Place(**place, process_id=1),
         Place(**place, process_id=1),
         jobs=["a", "b", "b", "a"],
+        apart_s=0.1,
     )
     check_told(second, "processes.port_taken", port, status=2)
     check_told(other, "processes.other_job", "'b'", "'a'", status=2)
@@ -364,7 +367,7 @@ def test_a_line_has_one_deadline_as_a_whole():
     thread = threading.Thread(target=drip)
     thread.start()
     with pytest.raises(TimeoutError):
-        Lines(here).receive(0.5)
+        Lines(here).receive(0.2)
     is_over.set()
     thread.join()
     here.close()
@@ -419,7 +422,7 @@ def test_a_process_that_does_not_belong_is_told_why(greeting, refusal, monkeypat
             plain(self, **message)
 
         monkeypatch.setattr(send, as_0)
-    first, second = rolls(*places, timeout_s=1)
+    first, second = rolls(*places, timeout_s=0.5)
     check_told(first, "processes.not_all_came", "process 1", 2)
     check_told(second, *refusal, status=2)
 
@@ -508,36 +511,44 @@ def test_a_process_that_fails_alone_ends_the_others_with_its_reason(
     assert ("--resume auto" in told) == (status == 75)
 
 
+OWN_ERROR = InputError("no such text"), 2
+NO_FILE = FileNotFoundError(errno.ENOENT, "no such file"), 2
+BROKEN = OSError(errno.EIO, "broken"), 75
+
+
 @pytest.mark.parametrize(
-    ("error", "status"),
+    ("failing", "error", "status"),
     [
-        (InputError("no such text"), 2),
-        (FileNotFoundError(errno.ENOENT, "no such file"), 2),
-        (OSError(errno.EIO, "broken"), 75),
+        (0, *OWN_ERROR),
+        (1, *BROKEN),
+        slow(1, *OWN_ERROR),
+        slow(0, *NO_FILE),
+        slow(1, *NO_FILE),
+        slow(0, *BROKEN),
     ],
 )
-@pytest.mark.parametrize("failing", [0, 1])
 def test_those_that_wait_in_gather_end_with_the_status_of_the_one_that_fails(
     failing, error, status, three
 ):
     processes, ended = three
+    others = [one for one in processes if one.process_id != failing]
 
     def gathers(process):
         with process:
             process.gather(0)
 
     def fails():
-        time.sleep(0.3)  # The others wait by then.
+        while not all(one._number for one in others):  # They are about to wait.
+            time.sleep(0.01)
         with contextlib.suppress(type(error)), processes[failing]:
             raise error
 
-    others = [one for one in processes if one.process_id != failing]
     found = in_threads(fails, *[lambda one=one: gathers(one) for one in others])
     assert [one.status for one in found[1:]] == [status] * 2
     assert ended == {one.process_id: status for one in others}
 
 
-@pytest.mark.parametrize("three", [2.0], indirect=True)
+@pytest.mark.parametrize("three", [1.0], indirect=True)
 def test_a_process_that_is_silent_is_lost(three, capsys):
     processes, ended = three
     processes[2]._is_closed.set()  # Its beat stops, and its connections stay.

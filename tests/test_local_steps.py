@@ -76,6 +76,7 @@ def batch_of(number):
     return dict(tokens=tokens[:, :-1], targets=tokens[:, 1:], weights=weights)
 
 
+@jax.jit
 def loss_by_hand(params, batch):
     """The model's mean loss, written out."""
     x = params["table"][batch["tokens"]]
@@ -130,6 +131,7 @@ def step_of(line, **options):
     layout = Layout.parse(line)
     devices = jax.devices()[: layout.num_devices]
     options = {"max_grad_norm": MAX_NORM, "compiler_options": QUICK, **options}
+    options.setdefault("check", line == FAST)
     optimizer = options.pop("optimizer", INNER)
     return make_train_step(MODEL, optimizer, layout, devices=devices, **options)
 

@@ -12,6 +12,7 @@ from flax import nnx
 
 from meshpar import Layout, make_train_step
 from meshpar.mesh import use_mesh
+from meshpar.model.examples_apart import check_examples_apart
 from meshpar.model.values import initial_key
 from meshpar.models.moe import DenseBlock, MoEConfig, RoutedBlock, moe
 from meshpar.train.layer_order import in_model_order
@@ -122,11 +123,20 @@ def reference(name):
     return rows, params, bias
 
 
+FAST = "capacity", "data=2,context=2,expert=2"
+"""What `make test` trains; whether its examples are apart would take half its time."""
+
+
 def step_of(name, line):
     layout = Layout.parse(line)
     devices = jax.devices()[: layout.num_devices]
     return make_train_step(
-        moe(CONFIGS[name]), OPTIMIZER, layout, devices=devices, max_grad_norm=LIMIT
+        moe(CONFIGS[name]),
+        OPTIMIZER,
+        layout,
+        devices=devices,
+        max_grad_norm=LIMIT,
+        check=(name, line) != FAST,
     )
 
 
@@ -148,7 +158,7 @@ def in_order(step, state):
 
 
 CASES = [
-    ("capacity", "data=2,context=2,expert=2"),
+    FAST,
     slow("like DeepSeek-V3", "fsdp=2,expert=2,tensor=2,zero_axes=fsdp/expert"),
     slow("dropless", "fsdp=2,expert=2,zero_axes=fsdp/expert"),
     slow("dropless", "expert=4,zero=1,zero_axes=expert"),
@@ -198,10 +208,17 @@ def test_steps_are_those_of_the_plain_program(name, line):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["dropless", "capacity"])
+def test_experts_keep_examples_apart(name):
+    batch = jax.eval_shape(lambda: next(batches()))
+    check_examples_apart(moe(CONFIGS[name]), batch, "data=2")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("capacity", "data=2,context=2,expert=2"),
+        FAST,
         ("like DeepSeek-V3", "fsdp=2,stage=2,expert=2,microbatches=2"),
         ("like DeepSeek-V3", "expert=2,tensor=2"),
         ("four layers", "stage=2,chunks=2,expert=2,schedule=interleaved_1f1b"),
@@ -216,4 +233,7 @@ def test_initial_values_are_those_that_flax_draws(name, line):
 
 def test_drops_are_counted_where_experts_have_a_capacity_and_nowhere_else():
     assert all(row[2] > 0 for row in reference("capacity")[0])
-    assert all(row[2] == 0 for row in reference("like DeepSeek-V3")[0])
+    config = CONFIGS["dropless"]
+    bias = jnp.zeros((config.layers, config.experts))
+    loss = jax.jit(functools.partial(moe_reference.loss, config))
+    assert loss(given("dropless"), bias, next(batches()))[1][0] == 0

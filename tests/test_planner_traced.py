@@ -20,15 +20,18 @@ from tests.marks import slow
 
 @functools.cache
 def traced_preset(name, seq, **options):
-    """The workload of a preset that takes so long a sequence."""
-    long_enough = {"max_seq": seq} if name == "tiny-gpt2" and seq > 256 else {}
-    return traced_workload(build(name, **long_enough), seq=seq, **options)
+    """The workload of a preset."""
+    return traced_workload(build(name), seq=seq, **options)
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny-gpt2", "test", "smollm2-135m"])
+SEQ = 256
+"""Of all that ask of a preset in bf16, so that each is traced once."""
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-gpt2", slow("test"), "smollm2-135m"])
 def test_a_known_model_traces_to_its_own_sizes(name):
-    seq = 64
-    traced, known = traced_preset(name, seq), SHAPES[name]
+    seq = SEQ
+    traced, known = traced_preset(name, seq, precision="bf16"), SHAPES[name]
     assert traced.num_parameters == known.num_parameters
     assert traced.model_flops(global_batch=2, seq=seq) == pytest.approx(
         known.model_flops(global_batch=2, seq=seq), rel=1e-6
@@ -36,7 +39,7 @@ def test_a_known_model_traces_to_its_own_sizes(name):
 
 
 def test_residuals_shrink_with_remat_down_to_the_input():
-    workload = traced_preset("tiny", 64)
+    workload = traced_preset("tiny", SEQ, precision="bf16")
     kept = workload.traced.residual_bytes
     # The block's input, and constants of a few bytes.
     assert kept["full"] == pytest.approx(2 * workload.hidden, rel=0.01)
@@ -117,7 +120,7 @@ def test_a_model_without_heads_counts_as_one_with_one():
 
 
 def test_a_block_may_read_its_batch_and_a_head_says_how_many_logits_it_makes():
-    base = build("tiny")
+    base = build("test")
 
     def block(params, x, scope):
         return base.groups[0].block(
@@ -127,9 +130,9 @@ def test_a_block_may_read_its_batch_and_a_head_says_how_many_logits_it_makes():
     group = dataclasses.replace(base.groups[0], block=block)
     reading = dataclasses.replace(base, groups=(group,))
     assert traced_workload(reading, seq=32).logits_bytes == LOGITS_BYTES
-    few = traced_workload(build("tiny", logits_bytes=2**16), seq=32)
+    few = traced_workload(build("test", logits_bytes=2**16), seq=32)
     assert few.logits_bytes == 2**16
-    assert traced_workload(build("tiny", logits_bytes=0), seq=32).logits_bytes == 0
+    assert traced_workload(build("test", logits_bytes=0), seq=32).logits_bytes == 0
 
 
 @pytest.mark.parametrize("remat", ["none", "selective", "dots", "full"])
@@ -146,7 +149,7 @@ def test_a_block_may_read_its_batch_and_a_head_says_how_many_logits_it_makes():
 )
 def test_our_blocks_keep_what_the_planner_says(name, remat, precision):
     """As traced here, without a GPU's fused attention."""
-    seq = 512
+    seq = SEQ
     sized = dataclasses.replace(SHAPES[name], seq=seq)
     traced = traced_preset(name, seq, precision=precision)
     by_size, by_trace = (

@@ -19,6 +19,7 @@ from meshpar.recipes.model import model_of
 from meshpar.recipes.texts import read_tokens
 from tests import run_steps, warm
 from tests.conftest import rows
+from tests.marks import slow
 from tests.run_steps import compute_nothing, counted_step
 from tests.run_steps import shared_steps as shared_steps
 from tests.states import begin_with_zeros
@@ -177,7 +178,7 @@ def test_ctrl_c_saves_and_ends_cleanly(tmp_path, small_text):
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     while not (log.exists() and log.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.2)
+        time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 130
@@ -239,7 +240,7 @@ def test_ctrl_c_saves_and_ends_cleanly(tmp_path, small_text):
         (["--schedule", "/no/orders.csv"], (None, "/no/orders.csv")),
         (["--log-json", "/dev/null/rows"], ("run.unwritable_metrics", "/dev/null")),
         (["--out", "/dev/null/run"], ("checkpoint.folder_not_made", "/dev/null")),
-        (
+        slow(
             ["--preset", "mixtral-8x7b", "--layout", "data=8"],
             ("run.too_little_memory", "GB", 8),
         ),
