@@ -12,7 +12,7 @@ import pytest
 from meshpar import Layout, lint, make_train_step
 from meshpar.model.parameter import is_parameter
 from meshpar.testing.quick_compile import quick_compile_options
-from meshpar.train.precision import stochastic_round
+from meshpar.train.precision import full_dtype, stochastic_round
 from tests.kept_gradients import keeping_gradients
 from tests.marks import slow
 from tests.pipelined import mlp_of
@@ -193,3 +193,27 @@ def test_gradients_that_are_not_finite_change_nothing_and_are_counted(line):
         lambda one, other: np.any(one != other), jax.device_get(state.params), before[0]
     )
     assert any(jax.tree.leaves(changed))
+
+
+def test_updates_are_made_in_32_bits_also_of_initial_values_of_64():
+    """As JAX draws them where it has been told to compute in 64 bits."""
+    for dtype in (np.float64, np.float32, jnp.bfloat16, np.int32):
+        assert full_dtype(dtype) == np.float32
+    assert {full_dtype(one) for one in (np.complex64, np.complex128)} == {np.complex64}
+
+
+@pytest.mark.slow
+def test_a_step_trains_alike_where_jax_computes_in_64_bits():
+    def losses():
+        step = make_train_step(mlp_of(2), optax.adamw(1e-2), "data=2")
+        state, found = step.init(0), []
+        for _ in range(3):
+            state, metrics = step(state, batch_of(0))
+            found.append(float(metrics["loss"]))
+        return found
+
+    wanted = losses()
+    with jax.enable_x64(True):
+        found = losses()
+    assert wanted[2] < wanted[0]  # Another seed draws other values of 64 bits.
+    assert found[2] < found[0]

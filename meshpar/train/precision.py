@@ -54,7 +54,13 @@ def master_values(params: Params, opt_state: Any) -> Params:
 
 def in_full(value: jax.Array) -> jax.Array:
     """A value in fp32, or complex64: what updates are made in."""
-    return value.astype(jnp.promote_types(value.dtype, jnp.float32))
+    return value.astype(full_dtype(value.dtype))
+
+
+def full_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
+    """What updates of values of a dtype are made in, also with `jax_enable_x64`."""
+    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    return jnp.promote_types(jnp.complex64 if is_complex else jnp.float32, jnp.float32)
 
 
 def inner_state(opt_state: Any) -> Any:

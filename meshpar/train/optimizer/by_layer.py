@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -25,6 +24,7 @@ from meshpar.train.optimizer.layers import Layers
 from meshpar.train.optimizer.proof import refusal
 from meshpar.train.optimizer.stacked import refusal_of_stacked
 from meshpar.train.optimizer.traced import Traced, traced, update_of
+from meshpar.train.precision import full_dtype
 
 _WAY_OUT = (
     "take an optimizer that treats each parameter by itself, such as adamw or muon, "
@@ -168,9 +168,7 @@ def _as_given(
 
 def _shapes(model: Model, shape: Callable[[Parameter], tuple[int, ...]]) -> Any:
     return jax.tree.map(
-        lambda one: jax.ShapeDtypeStruct(
-            shape(one), jnp.promote_types(one.dtype, jnp.float32)
-        ),
+        lambda one: jax.ShapeDtypeStruct(shape(one), full_dtype(one.dtype)),
         model.parameters,
         is_leaf=is_parameter,
     )
