@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import jax
@@ -60,6 +61,17 @@ def rows(path: Path, key: str) -> list:
     """The values of one key in a file of JSON lines, rows without it left out."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [line[key] for line in lines if key in line]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Look for no garbage among what is imported and collected, then or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 LONGEST = ("test_zoo", "test_documents", "test_train", "test_generation", "test_kill")

@@ -1,6 +1,5 @@
 """Text and paths of others: nothing of them acts on the terminal, or is misread."""
 
-import sys
 import unicodedata
 from argparse import Namespace
 from pathlib import Path
@@ -20,7 +19,7 @@ from meshpar.train.checkpoint_contents import read_contents
 
 CONTROLS = [
     character
-    for character in map(chr, range(sys.maxunicode + 1))
+    for character in map(chr, range(0x100))  # Unicode has no other controls
     if unicodedata.category(character) == "Cc" and character not in "\n\t"
 ]
 

@@ -74,7 +74,7 @@ def layer_of(module):
 def imported_modules(tree, module, *, is_package=False):
     """The modules that a file imports, wherever in it."""
     package = module.split(".") if is_package else module.split(".")[:-1]
-    for node in ast.walk(tree):
+    for node in statements(tree.body):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -85,6 +85,14 @@ def imported_modules(tree, module, *, is_package=False):
                 yield deeper if deeper in HEIGHT else whole
 
 
+def statements(body):
+    """Those of a body and of all inside; most nodes of a tree are expressions."""
+    for node in body:
+        yield node
+        for part in ("body", "orelse", "finalbody", "handlers", "cases"):
+            yield from statements(getattr(node, part, ()))
+
+
 def higher(imported, module):
     """Those of a module's imports that are of a higher layer than its own."""
     height = HEIGHT[layer_of(module)]
@@ -92,7 +100,6 @@ def higher(imported, module):
     return {name for name, layer in layers.items() if layer and HEIGHT[layer] > height}
 
 
-@functools.cache
 def parse(path):
     return ast.parse((ROOT / path).read_text(), filename=path)
 
@@ -154,6 +161,26 @@ def test_every_module_of_the_library_has_a_layer():
             "meshpar.lint",
             "def f():\n    import meshpar.models.llama",
             {"meshpar.models.llama"},
+        ),
+        (
+            "meshpar.lint",
+            "if 1:\n pass\nelse:\n import meshpar.testing",
+            {"meshpar.testing"},
+        ),
+        (
+            "meshpar.lint",
+            "try: pass\nexcept E:\n import meshpar.cli",
+            {"meshpar.cli"},
+        ),
+        (
+            "meshpar.lint",
+            "try: pass\nfinally:\n import meshpar.cli",
+            {"meshpar.cli"},
+        ),
+        (
+            "meshpar.lint",
+            "match a:\n case 1:\n  import meshpar.models",
+            {"meshpar.models"},
         ),
         ("meshpar", "from meshpar.cli.main import main", {"meshpar.cli.main"}),
         ("meshpar.cli.lint", "from meshpar import Layout", set()),

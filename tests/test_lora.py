@@ -14,6 +14,7 @@ from meshpar.model.lora import LoRA
 from meshpar.models.presets import PRESETS, build
 from meshpar.testing.batches import random_batch
 from tests.marks import slow
+from tests.states import normal_values
 
 CONFIG = PRESETS["test"]
 MODEL = build("test", layers=4)
@@ -38,7 +39,7 @@ LAYOUTS = [
 
 @functools.cache
 def base():
-    return MODEL.init(3)
+    return normal_values(jax.eval_shape(MODEL.init, 0))
 
 
 @functools.cache

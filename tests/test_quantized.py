@@ -1,5 +1,7 @@
 """Weights in 8 bits generate what their numbers would in full."""
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import optax
@@ -10,15 +12,17 @@ from meshpar import Layout, make_train_step
 from meshpar.generation.quantized import check_weights, quantize, quantized
 from meshpar.models.presets import build
 from tests.marks import slow
+from tests.states import normal_values, with_parameters
 
 MODEL = build("test", layers=2)
 PROMPTS = [[1, 2, 3], [7, 8, 9, 10]]
+NEW = 4
 
 
 @pytest.fixture(scope="module")
 def values():
     pytest.importorskip("qwix")
-    return jax.device_get(jax.jit(MODEL.init)(0))
+    return normal_values(jax.eval_shape(MODEL.init, 0))
 
 
 def rounded(tree):
@@ -36,7 +40,7 @@ def generated(params, layout="data=1", **options):
         params,
         PROMPTS,
         layout=layout,
-        max_tokens=4,
+        max_tokens=NEW,
         devices=jax.devices()[: Layout.of(layout).num_devices],
         **options,
     )
@@ -44,7 +48,23 @@ def generated(params, layout="data=1", **options):
 
 @pytest.fixture(scope="module")
 def wanted(values):
-    return generated(rounded(quantize(MODEL, values, "int8")))
+    """Likeliest tokens and their log-probabilities, the whole text for each token."""
+    one = jax.devices()[:1]
+    step = make_train_step(MODEL, optax.sgd(1.0), "data=1", devices=one)
+    state = with_parameters(step, rounded(quantize(MODEL, values, "int8")))
+    return [continued(step, state, prompt) for prompt in PROMPTS]
+
+
+def continued(step, state, prompt):
+    text = np.zeros((1, 8), np.int32)
+    text[0, : len(prompt)] = prompt
+    logprobs = []
+    for at in range(len(prompt), len(prompt) + NEW):
+        known = jax.nn.log_softmax(step.logits(state, text)[0, at - 1])
+        text[0, at] = known.argmax()
+        logprobs.append(float(known.max()))
+    tokens = text[0, len(prompt) : len(prompt) + NEW].tolist()
+    return SimpleNamespace(tokens=tokens, logprobs=logprobs)
 
 
 @pytest.mark.parametrize(

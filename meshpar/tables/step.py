@@ -58,10 +58,11 @@ def with_tables(step: TrainStep, tables: EmbeddingTables) -> TableStep:
         >>> from meshpar.models.presets import build
         >>> from meshpar.tables import SGD, Table, with_tables
         >>> tables = embedding_tables(
-        ...     [Table(name=f"id{at}", rows=100, dim=16) for at in range(6)], SGD(0.1))
-        >>> dense = make_train_step(build("tiny-dlrm"), optax.adam(1e-3), "data=-1")
+        ...     [Table(name=f"id{at}", rows=100, dim=16) for at in range(2)], SGD(0.1))
+        >>> model = build("tiny-dlrm", features=2)
+        >>> dense = make_train_step(model, optax.adam(1e-3), "data=-1")
         >>> step = with_tables(dense, tables)
-        >>> batch = {f"id{at}": np.zeros((8, 1), np.int32) for at in range(6)}
+        >>> batch = {f"id{at}": np.zeros((8, 1), np.int32) for at in range(2)}
         >>> batch |= {"numbers": np.ones((8, 4)), "clicks": np.ones(8)}
         >>> state, metrics = step(step.init(0), batch)
     """

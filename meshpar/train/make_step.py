@@ -103,13 +103,29 @@ def make_train_step(
             work is missing or doubled) or made for other sizes.
 
     Example:
-        >>> import jax.numpy as jnp, optax
-        >>> from meshpar.models.presets import build
-        >>> step = make_train_step(build("test"), optax.adam(1e-3), "data=-1")
+        >>> import jax.numpy as jnp, numpy as np, optax
+        >>> from flax import nnx
+        >>> from meshpar import Input, from_nnx
+        >>> class Ends(nnx.Module):
+        ...     def __init__(self, rngs):
+        ...         self.out = nnx.Linear(8, 1, rngs=rngs)
+        ...     def embed(self, batch, scope):
+        ...         return batch["x"]
+        ...     def head(self, stream, batch, scope):
+        ...         losses = (self.out(stream)[:, 0] - batch["y"]) ** 2
+        ...         return losses.sum(), jnp.float32(losses.size)
+        >>> class Block(nnx.Module):
+        ...     def __init__(self, rngs):
+        ...         axes = {"out_sharding": ("embed", "mlp")}
+        ...         self.up = nnx.Linear(8, 8, kernel_metadata=axes, rngs=rngs)
+        ...     def __call__(self, stream, scope):
+        ...         return jnp.tanh(self.up(stream))
+        >>> x = Input(("batch", None), shape=(None, 8))
+        >>> inputs = {"x": x, "y": Input(("batch",))}
+        >>> model = from_nnx(ends=Ends, block=Block, num_layers=2, inputs=inputs)
+        >>> step = make_train_step(model, optax.adam(1e-3), "data=-1")
         >>> state = step.init(seed=0)
-        >>> tokens = jnp.zeros((8, 16), jnp.int32)
-        >>> batch = dict(tokens=tokens, targets=tokens, weights=jnp.ones((8, 16)))
-        >>> state, metrics = step(state, batch)
+        >>> state, metrics = step(state, dict(x=np.ones((8, 8)), y=np.ones(8)))
         >>> sorted(metrics)
         ['grad_norm', 'loss', 'skipped', 'weight_sum']
     """
