@@ -72,7 +72,7 @@ def test_a_folder_that_is_deleted_meanwhile_is_told(tmp_path, refuses):
 @pytest.mark.parametrize("name", ["file", "file/below", "/proc/run", "/dev/null/run"])
 def test_a_folder_that_cannot_be_is_told_in_one_line(tmp_path, name, refuses):
     (tmp_path / "file").write_text("")
-    with refuses("run.unwritable_folder", name, "--out"):
+    with refuses("checkpoint.folder_not_made", name, "--out"):
         folder_in_use(tmp_path / name).__enter__()
 
 

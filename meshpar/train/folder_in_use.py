@@ -72,7 +72,7 @@ def folder_in_use(folder: Path) -> Iterator[FolderInUse]:
         raise InputError(
             f"{str(folder)!r}: {error.strerror or error}; name in --out a folder that "
             "this process may write to",
-            key="run.unwritable_folder",
+            key="checkpoint.folder_not_made",
         ) from error
     try:
         _lock(folder, descriptor)
