@@ -7,7 +7,8 @@ plain one, and with `kv_lora_rank` attention is of latents. Settings of it are i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -15,6 +16,7 @@ from flax import nnx
 
 from meshpar import Blocks, InputError, Model, Scope, from_nnx
 from meshpar.chunk_bytes import LOGITS_BYTES
+from meshpar.model.parameter import flat
 from meshpar.model.sums import Sums
 from meshpar.models.family import Family
 from meshpar.models.field_types import (
@@ -353,11 +355,34 @@ def moe(config: MoEConfig) -> Model:
             block=lambda rngs: DenseBlock(config, rngs), num_layers=config.dense_layers
         )
         groups = {"dense_blocks": dense, "blocks": routed}
-    return from_nnx(
+    model = from_nnx(
         ends=lambda rngs: LlamaEnds(config, rngs, tied=config.tied),
         groups=groups,
         inputs=language_inputs(config.vocab),
         per_token=True,
+    )
+    costs = {group.name: _cost(config, model, group.name) for group in model.groups}
+    return replace(
+        model,
+        groups=tuple(
+            replace(group, costs=(costs[group.name],) * group.num_layers)
+            for group in model.groups
+        ),
+    )
+
+
+def _cost(config: MoEConfig, model: Model, group: str) -> float:
+    """Parameters of a layer's matrices that one token meets, as the planner counts.
+
+    A trace of the layer does not tell: its loop over tiles of tokens runs as often as
+    the routes need.
+    """
+    return sum(
+        math.prod(one.shape) * config.top_k // config.experts
+        if "experts" in one.logical_axes
+        else math.prod(one.shape)
+        for one in flat(model.parameters[group]).values()
+        if len(one.shape) > 1
     )
 
 

@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 from meshpar import Layout, batch_shapes, memory_report
+from meshpar.models.presets import build
 from meshpar.parallel.pipeline.layer_costs import layer_costs
 from meshpar.parallel.pipeline.program import layers_of_stages
 from meshpar.planner.search.refusals import stage_blocks_of
@@ -199,6 +200,38 @@ def test_a_model_that_reads_more_than_tokens_needs_costs_given(refuses):
     reads_more = replace(model, embed=embed)
     with refuses("batch.missing_array", "batch['gain']", "layer_costs="):
         step_of(reads_more, "stage=2,splits=cost")
+
+
+def test_matmuls_in_a_loop_of_unknown_length_need_costs_given(refuses):
+    model = model_of(3)
+    (group,) = model.groups
+
+    def block(params, x, scope):
+        return lax.while_loop(
+            lambda state: (jnp.abs(state[0]).sum() < 1e9) & (state[1] < 5),
+            lambda state: (group.block(params, state[0], scope), state[1] + 1),
+            (x, 0),
+        )[0]
+
+    loops = replace(model, groups=(replace(group, block=block),))
+    with refuses("model.unknown_trip_count", "while_loop", "layer_costs="):
+        layer_costs(loops)
+    step_of(loops, "stage=2,splits=cost,microbatches=2", layer_costs=[1, 2, 3])
+
+
+@pytest.mark.parametrize("stages", [2, 8])
+@pytest.mark.parametrize("preset", ["mixtral-8x7b", "deepseek-v3"])
+def test_stages_of_experts_are_those_of_the_plan(preset, stages):
+    layout = Layout.parse(f"stage={stages},microbatches={stages},splits=cost")
+    planned = stage_blocks_of(workload_of(preset), layout)
+    assert layers_of_stages(build(preset), layout) == planned
+
+
+def test_a_layer_of_experts_costs_what_a_token_meets():
+    """Of Mixtral 2 of 8 experts, the router and attention."""
+    (group,) = build("mixtral-8x7b").groups
+    experts, attention = 2 * 3 * 4096 * 14_336, 2 * 4096 * (4096 + 1024)
+    assert set(group.costs) == {experts + attention + 4096 * 8}
 
 
 @pytest.mark.parametrize("line", ["stage=2,splits=cost", "stage=4,splits=3/1/2/1"])

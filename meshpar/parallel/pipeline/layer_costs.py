@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from meshpar.errors import InputError
 from meshpar.model.contract import BlockGroup, Model
 from meshpar.model.equations import programs_in, without_constants
 from meshpar.model.tracing import (
@@ -41,7 +42,8 @@ def layer_costs(model: Model, *, seq: int = SEQ) -> tuple[float, ...]:
             they attend.
 
     Raises:
-        InputError: The model cannot be traced on tokens, targets and weights alone.
+        InputError: The model cannot be traced on tokens, targets and weights alone, or
+            has matmuls in a `while_loop`.
 
     Example:
         >>> from meshpar.models.presets import build
@@ -118,12 +120,19 @@ def _equation(equation: Any, values: Values) -> tuple[int, list[Any]]:
         return params["length"] * _walk(inner, arguments)[0], unknown
     called = programs_in(equation)
     if called:
-        return _called(called, values, unknown)
+        flops, results = _called(called, values, unknown)
+        if flops and name == "while":
+            raise InputError(
+                "a layer has matmuls in a while_loop, whose number of iterations the "
+                "trace does not know; give layer_costs=, or costs= of its BlockGroup",
+                key="model.unknown_trip_count",
+            )
+        return flops, results
     return 0, _evaluated(equation, values, unknown)
 
 
 def _called(called: list[Any], values: Values, unknown: list) -> tuple[int, list[Any]]:
-    """A call of one program (`jit`, `checkpoint`, ...), or a loop that runs once."""
+    """A call of one program (`jit`, `checkpoint`, ...), or one iteration of a loop."""
     counts = [len(without_constants(inner).invars) for inner in called]
     if counts == [len(values)]:
         return _walk(called[0], values)
