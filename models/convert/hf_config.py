@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from meshpar import InputError
-from meshpar.config_json import completed
 from meshpar.models.convert.rope_json import Rope, rope_of
 from meshpar.models.convert.tables import deepseek, gemma3, moe, t5, vit
 from meshpar.models.gpt2 import GPT2Config
 from meshpar.models.llama import LlamaConfig
+from meshpar.planner.workload.config_json import completed
 
 _LLAMA_LIKE = {
     "hidden_act": ("silu", "swish"),

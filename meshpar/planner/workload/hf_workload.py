@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from meshpar.config_json import completed
 from meshpar.errors import InputError
+from meshpar.planner.workload.config_json import completed
 from meshpar.planner.workload.workload import Workload
 
 GPT2: dict[str, Any] = {
