@@ -79,6 +79,9 @@ TEMPLATES: Mapping[str, tuple[str, dict[str, Any]]] = {
         "{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
         {},
     ),
+    "namespace of itself": ("{{ namespace(self=1).self }}{{ dict(a=2).a }}", {}),
+    "namespace hidden": ("{{ namespace(_x=1)._x }}", {}),
+    "namespace set": ("{% set n = namespace() %}{% set n._x = 1 %}1", {}),
     "a null is not there": (
         "{% for one in messages %}{{ one.tool_calls is defined }}"
         "{{ one.content is defined }}{% endfor %}",

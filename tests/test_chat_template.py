@@ -13,6 +13,7 @@ from meshpar.models.convert.chat_template import (
     read_template,
     render_chat,
 )
+from meshpar.models.convert.writing import copy_tokenizer
 from tests.chat_cases import (
     FOLDERS,
     MESSAGES,
@@ -148,6 +149,14 @@ def test_a_gguf_gives_its_templates_and_tokens(tmp_path, refuses):
     assert found.render(MESSAGES, tools=TOOLS) == "tools"
     with refuses("data.token_out_of_range", "4.gguf", 4):
         read_template(written(4))
+
+
+def test_an_exported_model_keeps_all_templates(tmp_path):
+    folder = write_folder(tmp_path / "theirs", FOLDERS["files"])
+    (tmp_path / "ours").mkdir()
+    copied = copy_tokenizer(folder, tmp_path / "ours")
+    assert "additional_chat_templates/tool_use.jinja" in copied
+    assert read_template(tmp_path / "ours") == read_template(folder)
 
 
 def test_tokens_of_a_template_may_be_given_alone():

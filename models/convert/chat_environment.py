@@ -13,10 +13,11 @@ from datetime import datetime
 from typing import Any
 
 from jinja2 import Template, nodes
-from jinja2.exceptions import TemplateError
+from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 
 class MessagesRefused(TemplateError):
@@ -43,6 +44,28 @@ class Generation(Extension):
         return caller()
 
 
+class _Namespace(Namespace):
+    """Jinja's, without names that begin with an underscore."""
+
+    def __init__(*args: Any, **values: Any) -> None:
+        self, *given = args
+        said = dict(*given, **values)
+        for name in said:
+            _check_name(name)
+        Namespace.__init__(self, said)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(
+            f"a namespace has no {name!r}: it begins with an underscore"
+        )
+
+
 @functools.lru_cache(maxsize=16)
 def compiled(template: str) -> Template:
     """Return a template, ready to render.
@@ -61,6 +84,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment.filters["tojson"] = _json
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = _now
+    environment.globals["namespace"] = _Namespace
     return environment
 
 

@@ -12,6 +12,8 @@ from meshpar.models.convert.gguf_file import GGUFFile
 
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 """Names of templates, where a model has several."""
+MORE_TEMPLATES = "additional_chat_templates"
+"""A folder in a model's, with the templates that are not the default."""
 
 _TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _GGUF_NAMES = {"unk": "unknown", "sep": "seperator", "pad": "padding"}
@@ -74,7 +76,7 @@ def _of_folder(path: Path) -> tuple[dict[str, str], dict[str, str]]:
     config = _object(path / "tokenizer_config.json")
     texts = _texts_of(config.get("chat_template"), path / "tokenizer_config.json")
     alone = {DEFAULT: path / "chat_template.jinja"}
-    for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
+    for file in sorted((path / MORE_TEMPLATES).glob("*.jinja")):
         alone[file.stem] = file
     read = {name: _text(file) for name, file in alone.items() if file.is_file()}
     # Files of their own take the place of all that the config has.
