@@ -70,7 +70,7 @@ def rope_of(values: Mapping[str, Any], known: tuple[str, ...]) -> Rope:
     rope = rope_as(ropes["rope_scaling"] or ropes["rope_parameters"], known)
     beside = values.get("original_max_position_embeddings")
     original = rope.said.get("original_max_position_embeddings")
-    if rope.kind != "default" and beside is not None and beside != original is not None:
+    if rope.kind != "default" and None not in (beside, original) and beside != original:
         raise InputError(
             f"original_max_position_embeddings={beside!r}, and {original!r} in the "
             "object of its rotary positions: leave one of them out",
@@ -116,7 +116,8 @@ def rope_as(given: Mapping[str, Any], known: tuple[str, ...]) -> Rope:
             "type: leave one of them out",
             key="weights.contradictory_config_values",
         )
-    kind = kinds[0] if kinds else None if said.keys() - {*_OF_ALL} else "default"
+    is_plain = not kinds and said.keys() <= {*_OF_ALL}
+    kind = "default" if is_plain else next(iter(kinds), None)
     if kind not in known:
         scaled = ", ".join(known[1:] or known)
         raise InputError(
