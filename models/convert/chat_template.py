@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from meshpar import InputError
+from meshpar.models.convert.stored_chat import DEFAULT, WITH_TOOLS, stored_templates
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def render_chat(
     template: str,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     *,
     add_generation_prompt: bool = True,
-    **tokens: str,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    **more: Any,
 ) -> str:
-    """The text of a conversation under a model's chat template.
+    """The text of a conversation under a model's chat template, as Transformers has it.
 
     Args:
         template: Jinja, of `chat_template.jinja`, `tokenizer_config.json` or a GGUF.
-        messages: Each with a `role` and a `content`.
+        messages: Each with a `role` and a `content`; a key that is None is as if it
+            was not there.
         add_generation_prompt: Whether the answer's beginning is added.
-        tokens: What the template calls `bos_token` and so on.
+        tools: JSON schemas of the functions that may be called.
+        documents: What may be cited, each with a `title` and a `text`.
+        more: What else the template may ask for, such as `bos_token`.
 
     Raises:
-        InputError: The template refuses the conversation, or jinja2 is not installed.
+        InputError: The template refuses the conversation, is no template, or fails; or
+            jinja2 is not installed.
 
     Example:
         >>> template = "{% for one in messages %}<{{ one.role }}>{% endfor %}"
@@ -35,28 +45,78 @@ def render_chat(
         '<user>'
     """
     try:
-        from jinja2.exceptions import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+        from meshpar.models.convert.chat_environment import MessagesRefused, compiled
     except ModuleNotFoundError as error:
         raise InputError(
             "chat templates need jinja2: pip install 'meshpar[convert]'",
             key="data.missing_package",
         ) from error
-
-    def refuse(message: str) -> Any:
-        raise TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.globals["raise_exception"] = refuse
+    given = {
+        **more,
+        "messages": [_with_reasoning(_plain(one)) for one in messages],
+        "tools": tools,
+        "documents": documents,
+        "add_generation_prompt": add_generation_prompt,
+    }
     try:
-        return environment.from_string(template).render(
-            messages=messages, add_generation_prompt=add_generation_prompt, **tokens
-        )
-    except TemplateError as error:
+        program = compiled(template)
+    except Exception as error:  # Jinja's, and of Python's compiler behind it.
+        line = getattr(error, "lineno", None)
         raise InputError(
-            f"the chat template refuses the messages: {error}",
+            f"the chat template is not one that Transformers reads{_of_line(line)}: "
+            f"{_one_line(error)}",
+            key="data.bad_chat_template",
+        ) from error
+    try:
+        return program.render({name: _plain(value) for name, value in given.items()})
+    except MessagesRefused as error:
+        raise InputError(
+            f"the chat template refuses the messages: {_one_line(error)}",
             key="data.chat_template_refuses",
         ) from error
+    except Exception as error:  # A template is a program of others.
+        raise InputError(
+            f"the chat template fails: {type(error).__name__}: {_one_line(error)}; "
+            "either it asks for what the messages do not have, or it is at fault",
+            key="data.chat_template_fails",
+        ) from error
+
+
+def _plain(value: Any) -> Any:
+    """Return JSON's kinds of values: a template could call the methods of others."""
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    if isinstance(value, list):
+        return [*map(_plain, value)]
+    return f"<{type(value).__name__}>"
+
+
+def _with_reasoning(message: Any) -> Any:
+    """Return a message without nulls, its reasoning under the names that are in use."""
+    if not isinstance(message, dict):
+        return message
+    said = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((said[name] for name in _REASONING if name in said), None)
+    if reasoning is None:
+        return said
+    return {"thinking": reasoning, **said, "reasoning_content": reasoning}
+
+
+def _of_line(line: int | None) -> str:
+    return "" if line is None else f", line {line}"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 @dataclass(frozen=True)
@@ -66,22 +126,28 @@ class ChatTemplate:
     Args:
         text: Jinja.
         tokens: Such as `bos_token` -> its text.
+        with_tools: What takes its place where there are tools, if it is another.
     """
 
     text: str
     tokens: Mapping[str, str] = field(default_factory=dict)
+    with_tools: str = ""
 
     def render(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The text of a conversation, as `render_chat` makes it."""
         return render_chat(
-            self.text,
+            self.with_tools or self.text if tools is not None else self.text,
             messages,
             add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            documents=documents,
             **self.tokens,
         )
 
@@ -89,45 +155,23 @@ class ChatTemplate:
 def read_template(path: str | Path) -> ChatTemplate:
     """The template of a model's folder or GGUF file.
 
+    Of several it is the one named `default`, and with tools the one named `tool_use`.
+
     Raises:
-        InputError: It has none.
+        InputError: It has none, or none of that name, or cannot be read.
     """
-    path = Path(path)
-    found = _of_gguf(path) if path.suffix == ".gguf" else _of_folder(path)
-    if not found.text:
+    texts, tokens = stored_templates(Path(path))
+    if not any(texts.values()):
         raise InputError(
             f"{str(path)!r} has no chat template; take a model that was trained on "
             "conversations, or train on text",
             key="data.no_chat_template",
         )
-    return found
-
-
-def _of_gguf(path: Path) -> ChatTemplate:
-    from meshpar.models.convert.gguf_file import GGUFFile
-
-    file = GGUFFile(path)
-    words = file.said("tokenizer.ggml.tokens", [])
-    numbers = {
-        f"{name}_token": file.said(f"tokenizer.ggml.{name}_token_id")
-        for name in ("bos", "eos")
-    }
-    tokens = {key: words[at] for key, at in numbers.items() if at is not None}
-    return ChatTemplate(file.said("tokenizer.chat_template", ""), tokens)
-
-
-def _of_folder(path: Path) -> ChatTemplate:
-    said: dict[str, Any] = {}
-    config, alone = path / "tokenizer_config.json", path / "chat_template.jinja"
-    if config.is_file():
-        said = json.loads(config.read_text(encoding="utf-8"))
-    text = said.get("chat_template") or ""
-    if alone.is_file():
-        text = alone.read_text(encoding="utf-8")
-    tokens = {key: said.get(key) for key in ("bos_token", "eos_token")}
-    words = {
-        key: one["content"] if isinstance(one, dict) else one
-        for key, one in tokens.items()
-        if one
-    }
-    return ChatTemplate(text if isinstance(text, str) else "", words)
+    if not texts.get(DEFAULT):
+        raise InputError(
+            f"{str(path)!r} has chat templates {', '.join(sorted(texts))}, none of "
+            f"which is named {DEFAULT}: write the one to take into "
+            "chat_template.jinja",
+            key="data.no_default_chat_template",
+        )
+    return ChatTemplate(texts[DEFAULT], tokens, texts.get(WITH_TOOLS, ""))

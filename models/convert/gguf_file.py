@@ -40,6 +40,11 @@ class GGUFFile:
         """Of all tensors."""
         return self._tensors.keys()
 
+    @property
+    def keys(self) -> Collection[str]:
+        """Of all that it says of its model."""
+        return self._reader.fields.keys()
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Of one tensor, as NumPy has it."""
         return tuple(int(size) for size in reversed(self._tensors[name].shape))

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from meshpar import InputError
+from meshpar.models.convert.rope_json import Rope, rope_of
 from meshpar.models.convert.tables import deepseek, gemma3, moe, t5, vit
 from meshpar.models.gpt2 import GPT2Config
-from meshpar.models.layers.rope import RopeScaling
 from meshpar.models.llama import LlamaConfig
-
-_MOE_THETA = {"mixtral": 1_000_000.0, "qwen3_moe": 10_000.0}
+from meshpar.planner.workload.config_json import completed
 
 _LLAMA_LIKE = {
     "hidden_act": ("silu", "swish"),
     "mlp_bias": (False,),
-    "partial_rotary_factor": (1.0,),
     "layer_types": ("full_attention",),
-    "quantization_config": (None,),
 }
+_OF_ALL = {"partial_rotary_factor": (1.0,), "quantization_config": (None,)}
+_SILENT_NULLS = {
+    *("architectures", "layer_types", "mlp_only_layers", "partial_rotary_factor"),
+    *("use_bidirectional_attention", "scoring_func", "topk_method", "moe_layer_freq"),
+}
+"""Keys of which null is what leaving them out is."""
 
 # Model type -> what a config may say, where it says it at all, for our model to compute
 # the same: the first is what Transformers takes when a config is silent. Its
@@ -49,7 +53,6 @@ _COMPUTED = {
         "scale_attn_by_inverse_layer_idx": (False,),
         "add_cross_attention": (False,),
         "tie_word_embeddings": (True,),
-        "quantization_config": (None,),
     },
     **moe.COMPUTED,
     "deepseek_v3": deepseek.COMPUTED,
@@ -91,8 +94,8 @@ def config_from_json(path: str | Path) -> Any:
             f"{str(path)!r} has model_type {kind!r}; known: {known}",
             key="weights.unknown_model_type",
         )
-    given = _without_nulls(values)
     try:
+        given = completed(values, kind)
         _check_computed(given, kind)
         return _config(given, kind)
     except KeyError as error:
@@ -103,14 +106,12 @@ def config_from_json(path: str | Path) -> Any:
         raise InputError(f"{str(path)!r}: {error}", key=error.key) from error
 
 
-def _without_nulls(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _check_computed(values: dict[str, Any], kind: str) -> None:
+def _check_computed(values: Mapping[str, Any], kind: str) -> None:
     file = _FILES.get(kind, "models/llama.py")
-    for name, computed in _COMPUTED[kind].items():
+    for name, computed in {**_OF_ALL, **_COMPUTED[kind]}.items():
         given = values.get(name, computed[0])
+        if given is None and name in _SILENT_NULLS:
+            given = computed[0]
         for value in given if isinstance(given, list) else [given]:
             if value not in computed and given not in computed:
                 raise InputError(
@@ -130,79 +131,42 @@ def _config(values: dict[str, Any], kind: str) -> Any:
         return t5.from_json(values)
     if kind == "vit":
         return vit.from_json(values)
-    rope = _rope(values)
+    known = "yarn" if kind == "deepseek_v3" else "llama3"
+    rope = rope_of(values, ("default", known))
+    _check_computed(rope.said, kind)
     if kind == "deepseek_v3":
         return deepseek.from_json(values, rope)
     if kind in moe.COMPUTED:
-        theta = rope.get("rope_theta", values.get("rope_theta", _MOE_THETA[kind]))
-        chosen = {"rope_theta": theta, "rope_scaling": _rope_scaling(rope)}
-        return moe.from_json(values, kind, chosen)
-    return _llama(values, kind)
+        return moe.from_json(values, kind, rope)
+    return _llama(values, kind, rope)
 
 
-def _gpt2(values: dict[str, Any]) -> GPT2Config:
+def _gpt2(values: Mapping[str, Any]) -> GPT2Config:
     return GPT2Config(
         layers=values["n_layer"],
         embed=values["n_embd"],
         heads=values["n_head"],
         vocab=values["vocab_size"],
-        ffn=values.get("n_inner", 0),
+        ffn=values["n_inner"] or 0,
         max_seq=values["n_positions"],
-        norm_epsilon=values.get("layer_norm_epsilon", 1e-5),
+        norm_epsilon=values["layer_norm_epsilon"],
     )
 
 
-def _llama(values: dict[str, Any], kind: str) -> LlamaConfig:
+def _llama(values: Mapping[str, Any], kind: str, rope: Rope) -> LlamaConfig:
     heads = values["num_attention_heads"]
-    rope = _rope(values)
-    _check_computed(rope, kind)
     return LlamaConfig(
         layers=values["num_hidden_layers"],
         embed=values["hidden_size"],
         heads=heads,
-        kv_heads=values.get("num_key_value_heads", heads),
+        kv_heads=values["num_key_value_heads"] or heads,
         ffn=values["intermediate_size"],
         vocab=values["vocab_size"],
-        head_dim=values.get("head_dim", 128 if kind == "qwen3" else 0),
-        tied=values.get("tie_word_embeddings", False),
-        rope_theta=rope.get("rope_theta", values.get("rope_theta", 10_000.0)),
-        rope_scaling=_rope_scaling(rope),
+        head_dim=values["head_dim"] or 0,
+        tied=values["tie_word_embeddings"],
+        rope_theta=rope.theta(values["rope_theta"]),
+        rope_scaling=rope.scaling(),
         qkv_bias=kind == "qwen2",
         qk_norm=kind == "qwen3",
-        norm_epsilon=values.get("rms_norm_eps", 1e-6),
-    )
-
-
-def _rope(values: dict[str, Any]) -> dict[str, Any]:
-    """What a config says of its rotary positions besides a `rope_theta` at the top.
-
-    Configs written by Transformers 5 hold it as `rope_parameters`, which has
-    `rope_theta` too; older ones as `rope_scaling`.
-    """
-    for name in ("rope_scaling", "rope_parameters"):
-        if not isinstance(values.get(name, {}), dict):
-            raise InputError(
-                f"{name}={values[name]!r}: must be an object, such as "
-                '{"rope_type": "llama3", "factor": 8.0, ...}, or null',
-                key="weights.rope_scaling_not_object",
-            )
-    return _without_nulls(
-        values.get("rope_scaling") or values.get("rope_parameters") or {}
-    )
-
-
-def _rope_scaling(values: dict[str, Any]) -> RopeScaling | None:
-    kind = values.get("rope_type", values.get("type"))
-    if kind == "default" or not values.keys() - {"rope_theta", "partial_rotary_factor"}:
-        return None
-    if kind != "llama3":
-        raise InputError(
-            f"rope_scaling of type {kind!r} is not known here; known: llama3",
-            key="weights.unknown_rope_scaling",
-        )
-    return RopeScaling(
-        factor=values["factor"],
-        low_factor=values["low_freq_factor"],
-        high_factor=values["high_freq_factor"],
-        original_seq=values["original_max_position_embeddings"],
+        norm_epsilon=values["rms_norm_eps"],
     )

@@ -18,6 +18,7 @@ from meshpar.models.convert.assembled import fitted
 from meshpar.models.convert.families import RUN_ONLY, json_of, table_of
 from meshpar.models.convert.row import Fitted
 from meshpar.models.convert.safetensors_folder import INDEX, WHOLE
+from meshpar.models.convert.stored_chat import MORE_TEMPLATES
 from meshpar.models.presets import build_config
 
 DTYPES = {"fp32": np.float32, "bf16": ml_dtypes.bfloat16, "fp16": np.float16}
@@ -148,6 +149,9 @@ def _kept(like: str | Path | None, kind: str, names: tuple[str, ...]) -> dict[st
 def copy_tokenizer(like: str | Path, folder: str | Path) -> list[str]:
     """Copies the files of a tokenizer that are there, and returns their names."""
     found = [name for name in TOKENIZER_FILES if (Path(like) / name).is_file()]
+    for file in sorted((Path(like) / MORE_TEMPLATES).glob("*.jinja")):
+        found.append(f"{MORE_TEMPLATES}/{file.name}")
+        (Path(folder) / MORE_TEMPLATES).mkdir(exist_ok=True)
     for name in found:
         shutil.copyfile(Path(like) / name, Path(folder) / name)
     return found

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meshpar.errors import InputError
+from meshpar.planner.workload.config_json import completed
 from meshpar.planner.workload.workload import Workload
 
 GPT2: dict[str, Any] = {
@@ -42,9 +43,8 @@ def workload_from_json(path: str | Path) -> Workload:
             key="weights.unknown_model_type",
         )
     _refuse_unplanned(path, values)
-    given = {key: value for key, value in values.items() if value is not None}
     try:
-        return Workload(name=str(path), **_FAMILIES[kind](given))
+        return Workload(name=str(path), **_FAMILIES[kind](completed(values, kind)))
     except KeyError as error:
         raise InputError(
             f"{str(path)!r} does not give {error}", key="weights.missing_config_value"
@@ -80,7 +80,7 @@ def _hf_gpt2(values: dict[str, Any]) -> dict[str, Any]:
         "hidden": values["n_embd"],
         "heads": values["n_head"],
         "vocab": values["vocab_size"],
-        "ffn": values.get("n_inner", 0),
+        "ffn": values["n_inner"] or 0,
         "seq": values["n_positions"],
     }
 
@@ -92,12 +92,12 @@ def _hf_llama(values: dict[str, Any]) -> dict[str, Any]:
         "layers": values["num_hidden_layers"],
         "hidden": values["hidden_size"],
         "heads": heads,
-        "kv_heads": values.get("num_key_value_heads", heads),
-        "head_dim": values.get("head_dim", 0),
+        "kv_heads": values["num_key_value_heads"] or heads,
+        "head_dim": values.get("head_dim") or 0,
         "ffn": values["intermediate_size"],
         "vocab": values["vocab_size"],
-        "seq": values.get("max_position_embeddings", 2048),
-        "tied": values.get("tie_word_embeddings", False),
+        "seq": values.get("max_position_embeddings") or 2048,
+        "tied": bool(values.get("tie_word_embeddings")),
     }
 
 
@@ -134,9 +134,9 @@ def _hf_deepseek(values: dict[str, Any]) -> dict[str, Any]:
         "experts": values["n_routed_experts"],
         "top_k": values["num_experts_per_tok"],
         "expert_ffn": values["moe_intermediate_size"],
-        "shared_experts": values.get("n_shared_experts", 0),
+        "shared_experts": values["n_shared_experts"],
         "dense_layers": values["first_k_dense_replace"],
-        "q_lora_rank": values.get("q_lora_rank", 0),
+        "q_lora_rank": values["q_lora_rank"] or 0,
         **{name: values[name] for name in _DEEPSEEK_HEADS},
     }
 

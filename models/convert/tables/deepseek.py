@@ -12,6 +12,7 @@ import numpy as np
 
 from meshpar import InputError
 from meshpar.models.convert.needed import check_needed
+from meshpar.models.convert.rope_json import Rope
 from meshpar.models.convert.row import Row
 from meshpar.models.convert.tables.llama import (
     GATED_MLP,
@@ -34,7 +35,6 @@ COMPUTED: Mapping[str, tuple[Any, ...]] = {
     "tie_word_embeddings": (False,),
     # Norms of the latents have it whatever the config says.
     "rms_norm_eps": (1e-6,),
-    "quantization_config": (None,),
 }
 _BIAS_RATE = 0.001
 
@@ -134,49 +134,56 @@ def skipped(config: MoEConfig) -> str:
     return f"model.layers.{config.layers}."
 
 
-def from_json(values: Mapping[str, Any], rope: Mapping[str, Any]) -> MoEConfig:
+def from_json(values: Mapping[str, Any], rope: Rope) -> MoEConfig:
     """Our config of theirs.
 
     Args:
-        values: Of the `config.json`, without nulls.
-        rope: What it says of rotary positions.
+        values: Of the `config.json`, completed.
+        rope: Its rotary positions.
+
+    Raises:
+        InputError: Keys and values have other heads than queries.
     """
-    scaling = None
-    if rope.get("rope_type", rope.get("type", "default")) != "default":
-        scaling = _yarn(rope)
+    heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
+    if kv_heads not in (None, heads):
+        raise InputError(
+            f"num_key_value_heads={kv_heads!r}, which is 128 where it is left out: "
+            "latent attention has as many as num_attention_heads="
+            f"{heads!r}; give that number, or null",
+            key="weights.unsupported_config_value",
+        )
     return MoEConfig(
         layers=values["num_hidden_layers"],
         embed=values["hidden_size"],
-        heads=values["num_attention_heads"],
+        heads=heads,
         vocab=values["vocab_size"],
-        experts=values.get("n_routed_experts", values.get("num_local_experts", 256)),
+        experts=values["n_routed_experts"],
         top_k=values["num_experts_per_tok"],
         expert_ffn=values["moe_intermediate_size"],
-        shared_experts=values.get("n_shared_experts", 0),
-        dense_layers=values.get("first_k_dense_replace", 0),
+        shared_experts=values["n_shared_experts"],
+        dense_layers=values["first_k_dense_replace"],
         ffn=values["intermediate_size"],
         score="sigmoid",
-        normalised=values.get("norm_topk_prob", True),
-        scale=values.get("routed_scaling_factor", 2.5),
-        groups=values.get("n_group", 1),
-        top_groups=values.get("topk_group", 1),
+        normalised=values["norm_topk_prob"],
+        scale=values["routed_scaling_factor"],
+        groups=values["n_group"],
+        top_groups=values["topk_group"],
         bias_rate=_BIAS_RATE,
         balance_coefficient=values.get("aux_loss_alpha", 0.0001),
         z_coefficient=0.0,
-        q_lora_rank=values.get("q_lora_rank", 0),
+        q_lora_rank=values["q_lora_rank"] or 0,
         kv_lora_rank=values["kv_lora_rank"],
         qk_nope_head_dim=values["qk_nope_head_dim"],
         qk_rope_head_dim=values["qk_rope_head_dim"],
         v_head_dim=values["v_head_dim"],
-        rope_theta=rope.get("rope_theta", values.get("rope_theta", 10_000.0)),
-        rope_scaling=scaling,
-        norm_epsilon=values.get("rms_norm_eps", 1e-6),
+        rope_theta=rope.theta(values["rope_theta"]),
+        rope_scaling=None if rope.kind == "default" else _yarn(rope.said),
+        norm_epsilon=values["rms_norm_eps"],
     )
 
 
 def _yarn(rope: Mapping[str, Any]) -> YarnScaling:
-    kind = rope.get("rope_type", rope.get("type"))
-    if kind != "yarn" or "attention_factor" in rope or not rope.get("truncate", True):
+    if "attention_factor" in rope or not rope.get("truncate", True):
         raise InputError(
             f"rope_scaling={dict(rope)!r} is not known here; known: type yarn without "
             "attention_factor and truncate",
@@ -190,8 +197,9 @@ def _yarn(rope: Mapping[str, Any]) -> YarnScaling:
     return YarnScaling(
         factor=factor,
         original_seq=rope["original_max_position_embeddings"],
-        beta_fast=rope.get("beta_fast", 32.0),
-        beta_slow=rope.get("beta_slow", 1.0),
+        # To Transformers a 0 is one that is left out.
+        beta_fast=rope.get("beta_fast") or 32.0,
+        beta_slow=rope.get("beta_slow") or 1.0,
         amplitude=amplitude,
         score_factor=_sharpened(factor, all_dims) ** 2 if all_dims else 1.0,
     )

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from meshpar import InputError
+from meshpar.errors import whole_number
+from meshpar.models.convert.rope_json import Rope, rope_as, rope_object
 from meshpar.models.convert.row import Row
 from meshpar.models.convert.tables.attention import attention
 from meshpar.models.gemma3 import Gemma3Config
@@ -18,7 +20,6 @@ COMPUTED: Mapping[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (None,),
     "use_bidirectional_attention": (False,),
     "tie_word_embeddings": (True,),
-    "quantization_config": (None,),
 }
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 
@@ -67,39 +68,66 @@ def from_json(values: Mapping[str, Any]) -> Gemma3Config:
         InputError: Its layers do not repeat, or its positions are scaled in a way that
             ours are not.
     """
-    layers = values["num_hidden_layers"]
-    ropes = values.get("rope_parameters") or {}
-    far, near = ropes.get(_GLOBAL, {}), ropes.get(_LOCAL, {})
-    far = {**far, **(values.get("rope_scaling") or {})}
-    kind = far.get("rope_type", "default")
-    if kind not in ("default", "linear") or near.get("rope_type", "default") != (
-        "default"
-    ):
-        raise InputError(
-            f"rope_type={kind!r} is not known here; known: default, linear where all "
-            "tokens are seen, default elsewhere",
-            key="weights.unknown_rope_scaling",
-        )
-    size = values.get("head_dim", 256)
-    query_size = values.get("query_pre_attn_scalar", 256)
+    layers = whole_number("num_hidden_layers", values["num_hidden_layers"])
+    far, near = _ropes(values)
+    size, query_size = values["head_dim"], values["query_pre_attn_scalar"]
     return Gemma3Config(
         layers=layers,
         embed=values["hidden_size"],
         heads=values["num_attention_heads"],
-        kv_heads=values.get("num_key_value_heads", values["num_attention_heads"]),
+        kv_heads=values["num_key_value_heads"],
         head_dim=size,
         ffn=values["intermediate_size"],
         vocab=values["vocab_size"],
         period=_period(values, layers),
-        window=values.get("sliding_window", 4096),
+        window=values["sliding_window"],
         query_size=0 if query_size == size else query_size,
-        rope_theta=far.get("rope_theta", values.get("rope_theta", 1_000_000.0)),
-        rope_factor=far.get("factor", 1.0),
-        local_rope_theta=near.get(
-            "rope_theta", values.get("rope_local_base_freq", 10_000.0)
-        ),
-        norm_epsilon=values.get("rms_norm_eps", 1e-6),
+        rope_theta=far.theta(values["rope_theta"]),
+        rope_factor=1.0 if far.kind == "default" else far.said["factor"],
+        local_rope_theta=near.theta(values["rope_local_base_freq"]),
+        norm_epsilon=values["rms_norm_eps"],
     )
+
+
+def _ropes(values: Mapping[str, Any]) -> tuple[Rope, Rope]:
+    """Return the positions where all tokens are seen, and where a window is.
+
+    `rope_scaling` is of the former alone, and is laid over what `rope_parameters` says.
+
+    Raises:
+        InputError: One is scaled in a way that ours are not.
+    """
+    both = rope_object(values, "rope_parameters")
+    if both.keys() - {_LOCAL, _GLOBAL}:
+        raise InputError(
+            f"rope_parameters={both!r}: must have an object for each of {_LOCAL} and "
+            f"{_GLOBAL}, and no more",
+            key="weights.unknown_rope_scaling",
+        )
+    far, near = rope_object(both, _GLOBAL), rope_object(both, _LOCAL)
+    laid_over = rope_object(values, "rope_scaling")
+    kind = laid_over.get("rope_type")
+    if kind is None and laid_over.get("type", "default") != "default":
+        # Transformers 4 takes it for the type; 5 does not read it, and scales nothing.
+        raise InputError(
+            f"rope_scaling={laid_over!r}: Transformers 4 and 5 read that type "
+            "differently; name it rope_type",
+            key="weights.unknown_rope_scaling",
+        )
+    if kind is not None:
+        far = {name: value for name, value in far.items() if name != "type"}
+    ropes = (
+        rope_as({**far, **laid_over}, ("default", "linear")),
+        rope_as(near, ("default",)),
+    )
+    for rope in ropes:
+        if rope.said.get("partial_rotary_factor", 1.0) != 1.0:
+            raise InputError(
+                f"partial_rotary_factor={rope.said['partial_rotary_factor']!r}: all "
+                "dims of a head turn here, 1.0; take another config",
+                key="weights.unsupported_config_value",
+            )
+    return ropes
 
 
 def _period(values: Mapping[str, Any], layers: int) -> int:
@@ -108,11 +136,12 @@ def _period(values: Mapping[str, Any], layers: int) -> int:
     Raises:
         InputError: They are not those of a period.
     """
-    pattern = values.get("sliding_window_pattern", 6)
-    types = values.get("layer_types")
+    types = values["layer_types"]
     if types is None:
-        return whole_period(pattern, layers)
-    period = types.index(_GLOBAL) + 1 if _GLOBAL in types else 0
+        pattern = values["sliding_window_pattern"]
+        return whole_period(whole_number("sliding_window_pattern", pattern), layers)
+    is_list = isinstance(types, list) and _GLOBAL in types
+    period = types.index(_GLOBAL) + 1 if is_list else 0
     if not period or types != _types(layers, period):
         raise InputError(
             f"layer_types={types!r}: one layer in so many must see all tokens, always "

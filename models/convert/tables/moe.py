@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshpar import InputError
+from meshpar.models.convert.rope_json import Rope
 from meshpar.models.convert.row import Row
 from meshpar.models.convert.tables import deepseek
 from meshpar.models.convert.tables.attention import attention
@@ -17,7 +18,6 @@ COMPUTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "architectures": ("MixtralForCausalLM",),
         "hidden_act": ("silu", "swish"),
         "sliding_window": (None,),
-        "quantization_config": (None,),
     },
     "qwen3_moe": {
         "architectures": ("Qwen3MoeForCausalLM",),
@@ -26,7 +26,6 @@ COMPUTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "decoder_sparse_step": (1,),
         "mlp_only_layers": ([],),
         "use_sliding_window": (False,),
-        "quantization_config": (None,),
     },
 }
 _MIXTRAL = f"{LAYER}.block_sparse_moe"
@@ -89,36 +88,32 @@ _ONLY_OF_DEEPSEEK = {
 }
 
 
-def from_json(
-    values: Mapping[str, Any], kind: str, rope: Mapping[str, Any]
-) -> MoEConfig:
+def from_json(values: Mapping[str, Any], kind: str, rope: Rope) -> MoEConfig:
     """Our config of theirs.
 
     Args:
-        values: Of the `config.json`, without nulls.
+        values: Of the `config.json`, completed.
         kind: `mixtral` or `qwen3_moe`.
-        rope: `rope_theta` and `rope_scaling` of ours.
+        rope: Its rotary positions.
     """
     heads, is_qwen = values["num_attention_heads"], kind == "qwen3_moe"
-    experts = values.get("num_local_experts", values.get("num_experts"))
-    if experts is None:
-        raise KeyError("num_experts" if is_qwen else "num_local_experts")
     return MoEConfig(
         layers=values["num_hidden_layers"],
         embed=values["hidden_size"],
         heads=heads,
-        kv_heads=values.get("num_key_value_heads", heads),
-        head_dim=values.get("head_dim", 0),
+        kv_heads=values["num_key_value_heads"] or heads,
+        head_dim=values["head_dim"] or 0,
         vocab=values["vocab_size"],
-        experts=experts,
+        experts=values["num_experts" if is_qwen else "num_local_experts"],
         top_k=values["num_experts_per_tok"],
         expert_ffn=values["moe_intermediate_size" if is_qwen else "intermediate_size"],
-        normalised=values.get("norm_topk_prob", False) if is_qwen else True,
+        normalised=values["norm_topk_prob"] if is_qwen else True,
         qk_norm=is_qwen,
-        balance_coefficient=values.get("router_aux_loss_coef", 0.001),
-        tied=values.get("tie_word_embeddings", False),
-        norm_epsilon=values.get("rms_norm_eps", 1e-6 if is_qwen else 1e-5),
-        **rope,
+        balance_coefficient=values["router_aux_loss_coef"],
+        tied=values["tie_word_embeddings"],
+        norm_epsilon=values["rms_norm_eps"],
+        rope_theta=rope.theta(values["rope_theta"]),
+        rope_scaling=rope.scaling(),
     )
 
 

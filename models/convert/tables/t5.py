@@ -13,7 +13,6 @@ from meshpar.models.encoder_decoder import EncoderDecoderConfig
 COMPUTED: Mapping[str, tuple[Any, ...]] = {
     "architectures": ("T5ForConditionalGeneration",),
     "feed_forward_proj": ("relu", "gated-gelu"),
-    "quantization_config": (None,),
 }
 _ENCODER, _DECODER = "encoder.block.{layer}.layer", "decoder.block.{layer}.layer"
 
@@ -71,11 +70,16 @@ def _mlp(theirs: str, ours: str, *, gated: bool) -> tuple[Row, ...]:
 
 def from_json(values: Mapping[str, Any]) -> EncoderDecoderConfig:
     """Our config of theirs."""
-    gated = values.get("feed_forward_proj", "relu") == "gated-gelu"
-    tied = values.get("tie_word_embeddings", True)
+    gated = values.get("feed_forward_proj") == "gated-gelu"
+    _check_activation(values, gated=gated)
+    tied = values["tie_word_embeddings"]
+    scaled = values["scale_decoder_outputs"]
+    if "num_hidden_layers" in values and values["num_decoder_layers"] is None:
+        # Under that name of `num_layers` theirs has 6 decoder layers, not as many.
+        raise KeyError("num_decoder_layers")
     return EncoderDecoderConfig(
         encoder_layers=values["num_layers"],
-        decoder_layers=values.get("num_decoder_layers", values["num_layers"]),
+        decoder_layers=values["num_decoder_layers"] or values["num_layers"],
         embed=values["d_model"],
         heads=values["num_heads"],
         head_dim=values["d_kv"],
@@ -84,13 +88,30 @@ def from_json(values: Mapping[str, Any]) -> EncoderDecoderConfig:
         gated=gated,
         activation="gelu_tanh" if gated else "relu",
         mlp_bias=False,
-        relative_buckets=values.get("relative_attention_num_buckets", 32),
-        relative_distance=values.get("relative_attention_max_distance", 128),
+        relative_buckets=values["relative_attention_num_buckets"],
+        relative_distance=values["relative_attention_max_distance"],
         scaled_scores=False,
         tied=tied,
-        scaled_head=values.get("scale_decoder_outputs", tied),
-        norm_epsilon=values.get("layer_norm_epsilon", 1e-6),
+        scaled_head=tied if scaled is None else scaled,
+        norm_epsilon=values["layer_norm_epsilon"],
     )
+
+
+def _check_activation(values: Mapping[str, Any], *, gated: bool) -> None:
+    """Check that `feed_forward_proj` and what Transformers makes of it agree.
+
+    Raises:
+        InputError: They do not, of which Transformers takes the latter.
+    """
+    made = {"dense_act_fn": "gelu_new" if gated else "relu", "is_gated_act": gated}
+    for name, value in made.items():
+        if values.get(name, value) != value:
+            raise InputError(
+                f"{name}={values[name]!r} is not what feed_forward_proj="
+                f"{values.get('feed_forward_proj', 'relu')!r} makes it, which is "
+                f"{value!r}: leave it out",
+                key="weights.contradictory_config_values",
+            )
 
 
 def to_json(config: EncoderDecoderConfig) -> dict[str, Any]:

@@ -13,7 +13,6 @@ COMPUTED: Mapping[str, tuple[Any, ...]] = {
     "architectures": ("ViTForImageClassification",),
     "hidden_act": ("gelu", "gelu_new", "gelu_pytorch_tanh"),
     "qkv_bias": (True,),
-    "quantization_config": (None,),
 }
 _LAYER = "vit.encoder.layer.{layer}"
 
@@ -70,21 +69,32 @@ def _projection(name: str, at: int) -> tuple[Row, Row]:
 
 
 def from_json(values: Mapping[str, Any]) -> ViTConfig:
-    """Our config of theirs."""
-    labels = values.get("id2label", {})
+    """Our config of theirs.
+
+    Raises:
+        InputError: Its classes are none.
+    """
+    classes, labels = values["num_labels"], values["id2label"]
+    if classes is None and labels is not None:
+        if not (isinstance(labels, dict) and labels):
+            raise InputError(
+                f"id2label={labels!r}: must be an object with the name of each class",
+                key="weights.unsupported_config_value",
+            )
+        classes = len(labels)
     return ViTConfig(
         layers=values["num_hidden_layers"],
         embed=values["hidden_size"],
         heads=values["num_attention_heads"],
         image=values["image_size"],
         patch=values["patch_size"],
-        channels=values.get("num_channels", 3),
-        classes=values.get("num_labels", len(labels) or 2),
+        channels=values["num_channels"],
+        classes=2 if classes is None else classes,
         ffn=values["intermediate_size"],
         activation="gelu"
         if values.get("hidden_act", "gelu") == "gelu"
         else "gelu_tanh",
-        norm_epsilon=values.get("layer_norm_eps", 1e-12),
+        norm_epsilon=values["layer_norm_eps"],
     )
 
 

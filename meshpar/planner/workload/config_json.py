@@ -1,0 +1,247 @@
+"""A Hugging Face `config.json`, with what Transformers takes where it is silent.
+
+The defaults are those of Transformers' config classes: `tests/test_config_json.py`
+holds them to `tests/data/transformers_defaults.json`, which Transformers made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshpar.errors import InputError
+
+REQUIRED: Any = object()
+"""In place of a default: a size that a config has to give."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigKeys:
+    """The keys that are read of one family's `config.json`.
+
+    Args:
+        defaults: Key -> what Transformers takes if the config leaves it out, or
+            `REQUIRED`: its own sizes stand for a model that nobody means.
+        nulls: Keys that may be null, which means None and not the default.
+        spellings: Another name of a key -> the key.
+    """
+
+    defaults: Mapping[str, Any]
+    nulls: frozenset[str] = frozenset()
+    spellings: Mapping[str, str] = field(default_factory=dict)
+
+
+_SIZES = dict.fromkeys(
+    (
+        *("num_hidden_layers", "hidden_size", "num_attention_heads"),
+        *("intermediate_size", "vocab_size"),
+    ),
+    REQUIRED,
+)
+_DECODER = {
+    **_SIZES,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+}
+_HEADS = frozenset(("num_key_value_heads", "head_dim"))
+_EXPERTS = {"num_experts_per_tok": REQUIRED, "router_aux_loss_coef": 0.001}
+
+# For `num_key_value_heads` null is `num_attention_heads`, and so it is for a llama that
+# leaves it out; the others take a number that does not follow their heads.
+KEYS: Mapping[str, ConfigKeys] = {
+    "llama": ConfigKeys(defaults=_DECODER, nulls=_HEADS),
+    "mistral": ConfigKeys(
+        defaults={**_DECODER, "num_key_value_heads": 8}, nulls=_HEADS
+    ),
+    "qwen2": ConfigKeys(defaults={**_DECODER, "num_key_value_heads": 32}, nulls=_HEADS),
+    "qwen3": ConfigKeys(
+        defaults={**_DECODER, "num_key_value_heads": 32, "head_dim": 128},
+        nulls=frozenset(("num_key_value_heads",)),
+    ),
+    "mixtral": ConfigKeys(
+        defaults={
+            **_DECODER,
+            **_EXPERTS,
+            "num_key_value_heads": 8,
+            "num_local_experts": REQUIRED,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+        },
+        nulls=_HEADS,
+        spellings={"num_experts": "num_local_experts"},
+    ),
+    "qwen3_moe": ConfigKeys(
+        defaults={
+            **{key: one for key, one in _DECODER.items() if key != "intermediate_size"},
+            **_EXPERTS,
+            "num_key_value_heads": 4,
+            "num_experts": REQUIRED,
+            "moe_intermediate_size": REQUIRED,
+            "norm_topk_prob": False,
+        },
+        nulls=_HEADS,
+        spellings={"num_local_experts": "num_experts"},
+    ),
+    "deepseek_v3": ConfigKeys(
+        defaults={
+            **_SIZES,
+            **dict.fromkeys(
+                (
+                    *("num_experts_per_tok", "moe_intermediate_size", "kv_lora_rank"),
+                    *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+                ),
+                REQUIRED,
+            ),
+            "num_key_value_heads": 128,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 3,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "n_group": 8,
+            "topk_group": 4,
+            "q_lora_rank": 1536,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10_000.0,
+        },
+        nulls=frozenset(("num_key_value_heads", "q_lora_rank")),
+        spellings={"num_local_experts": "n_routed_experts"},
+    ),
+    "gemma3_text": ConfigKeys(
+        defaults={
+            **_SIZES,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+            "layer_types": None,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1_000_000.0,
+            "rope_local_base_freq": 10_000.0,
+        },
+        nulls=frozenset(("layer_types",)),
+    ),
+    "gpt2": ConfigKeys(
+        defaults={
+            **dict.fromkeys(("n_layer", "n_embd", "n_head"), REQUIRED),
+            **dict.fromkeys(("vocab_size", "n_positions"), REQUIRED),
+            "n_inner": None,
+            "layer_norm_epsilon": 1e-5,
+        },
+        nulls=frozenset(("n_inner",)),
+        spellings={
+            "num_hidden_layers": "n_layer",
+            "hidden_size": "n_embd",
+            "num_attention_heads": "n_head",
+            "max_position_embeddings": "n_positions",
+        },
+    ),
+    "t5": ConfigKeys(
+        defaults={
+            **dict.fromkeys(("num_layers", "d_model", "num_heads"), REQUIRED),
+            **dict.fromkeys(("d_kv", "d_ff", "vocab_size"), REQUIRED),
+            "num_decoder_layers": None,
+            "relative_attention_num_buckets": 32,
+            "relative_attention_max_distance": 128,
+            "tie_word_embeddings": True,
+            "scale_decoder_outputs": None,
+            "layer_norm_epsilon": 1e-6,
+        },
+        nulls=frozenset(("num_decoder_layers",)),
+        spellings={
+            "num_hidden_layers": "num_layers",
+            "hidden_size": "d_model",
+            "num_attention_heads": "num_heads",
+            "head_dim": "d_kv",
+        },
+    ),
+    "vit": ConfigKeys(
+        defaults={
+            **{key: one for key, one in _SIZES.items() if key != "vocab_size"},
+            **dict.fromkeys(("image_size", "patch_size"), REQUIRED),
+            "num_channels": 3,
+            "num_labels": None,
+            "id2label": None,
+            "layer_norm_eps": 1e-12,
+        },
+        nulls=frozenset(("id2label",)),
+    ),
+}
+_SILENT_NULLS = frozenset(("rope_theta",))
+"""Of which null is what leaving it out is."""
+_POSITIVE = frozenset(
+    (
+        *("num_key_value_heads", "head_dim", "n_inner", "q_lora_rank"),
+        *("query_pre_attn_scalar", "num_decoder_layers"),
+    )
+)
+"""Of which 0 is a size to Transformers, and to a config here one that is not given."""
+
+
+def completed(values: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Return what a config says, with Transformers' defaults where it is silent.
+
+    Args:
+        values: Of the `config.json`, nulls among them.
+        kind: Its `model_type`, one of `KEYS`.
+
+    Returns:
+        All of `values`; each key that is read has its own name and, unless it is
+        required and missing, a value.
+
+    Raises:
+        InputError: A key is null, or 0, which no model is, or it is given under two
+            names with two values.
+
+    Example:
+        >>> said = completed({"n_embd": 64, "num_hidden_layers": 2}, "gpt2")
+        >>> said["n_layer"], said["layer_norm_epsilon"], "n_head" in said
+        (2, 1e-05, False)
+    """
+    keys = KEYS[kind]
+    said = _spelled(values, keys)
+    for key, default in keys.defaults.items():
+        if said.get(key) is None:
+            _check_null(said, key, keys)
+            if default is not REQUIRED and not (key in said and key in keys.nulls):
+                said[key] = default
+            elif default is REQUIRED:
+                said.pop(key, None)
+        elif key in _POSITIVE and said[key] == 0:
+            raise InputError(
+                f"{key}={said[key]!r}: must be at least 1", key="value.below_one"
+            )
+    return said
+
+
+def _spelled(values: Mapping[str, Any], keys: ConfigKeys) -> dict[str, Any]:
+    said = dict(values)
+    for other, key in keys.spellings.items():
+        given = said.get(other)
+        if given is None:
+            continue
+        if said.get(key, given) != given:
+            raise InputError(
+                f"{key}={said[key]!r} and {other}={given!r}, which are two names of "
+                "one size: leave one of them out",
+                key="weights.contradictory_config_values",
+            )
+        said[key] = given
+    return said
+
+
+def _check_null(said: Mapping[str, Any], key: str, keys: ConfigKeys) -> None:
+    default = keys.defaults[key]
+    if key not in said or default is REQUIRED or key in keys.nulls | _SILENT_NULLS:
+        return
+    otherwise = "" if default is None else f", which is {default!r} to Transformers"
+    raise InputError(
+        f"{key} is null, for which Transformers has no meaning: give a value, or leave "
+        f"it out{otherwise}",
+        key="weights.null_config_value",
+    )

@@ -1,0 +1,153 @@
+"""The chat templates and special tokens that a model's folder or GGUF file holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshpar import InputError
+from meshpar.models.convert.gguf_file import GGUFFile
+
+DEFAULT, WITH_TOOLS = "default", "tool_use"
+"""Names of templates, where a model has several."""
+MORE_TEMPLATES = "additional_chat_templates"
+"""A folder in a model's, with the templates that are not the default."""
+
+_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_GGUF_NAMES = {"unk": "unknown", "sep": "seperator", "pad": "padding"}
+"""What a GGUF calls some of them; the second is misspelt there."""
+
+# Class -> the tokens that it has where a config does not speak of them.
+_OF_CLASSES: Mapping[str, Mapping[str, str]] = {
+    "GPT2Tokenizer": dict.fromkeys(
+        ("bos_token", "eos_token", "unk_token"), "<|endoftext|>"
+    ),
+    "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+    "Qwen2Tokenizer": dict.fromkeys(
+        ("eos_token", "unk_token", "pad_token"), "<|endoftext|>"
+    ),
+    "GemmaTokenizer": {
+        f"{name}_token": f"<{name}>" for name in ("bos", "eos", "unk", "pad", "mask")
+    },
+    "T5Tokenizer": {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"},
+}
+
+
+def stored_templates(path: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the templates of a model's folder or GGUF file, and its special tokens.
+
+    Returns:
+        Name -> Jinja, where the only one is named `default`; and such as `bos_token` ->
+        its text.
+
+    Raises:
+        InputError: It cannot be read.
+    """
+    return _of_gguf(path) if path.suffix == ".gguf" else _of_folder(path)
+
+
+def _of_gguf(path: Path) -> tuple[dict[str, str], dict[str, str]]:
+    file = GGUFFile(path)
+    words = file.said("tokenizer.ggml.tokens", [])
+    tokens = {}
+    for name in _TOKENS:
+        key = f"tokenizer.ggml.{_GGUF_NAMES.get(name, name)}_token_id"
+        at = file.said(key)
+        if at is None:
+            continue
+        if not 0 <= at < len(words):
+            raise InputError(
+                f"{str(path)!r} has {key}={at}, of {len(words)} tokens",
+                key="data.token_out_of_range",
+            )
+        tokens[f"{name}_token"] = words[at]
+    start = "tokenizer.chat_template"
+    texts = {
+        key.removeprefix(f"{start}."): file.said(key)
+        for key in file.keys
+        if key.startswith(f"{start}.")
+    }
+    return {**texts, DEFAULT: file.said(start, "")}, tokens
+
+
+def _of_folder(path: Path) -> tuple[dict[str, str], dict[str, str]]:
+    config = _object(path / "tokenizer_config.json")
+    texts = _texts_of(config.get("chat_template"), path / "tokenizer_config.json")
+    alone = {DEFAULT: path / "chat_template.jinja"}
+    for file in sorted((path / MORE_TEMPLATES).glob("*.jinja")):
+        alone[file.stem] = file
+    read = {name: _text(file) for name, file in alone.items() if file.is_file()}
+    # Files of their own take the place of all that the config has.
+    return read or texts, _tokens_of(config, path)
+
+
+def _texts_of(said: Any, file: Path) -> dict[str, str]:
+    """Return a config's templates by name: one, a list of them, or an object."""
+    if said is None or isinstance(said, str):
+        return {DEFAULT: said or ""}
+    if isinstance(said, list):
+        named = [one if isinstance(one, dict) else {} for one in said]
+        pairs = [(one.get("name"), one.get("template")) for one in named]
+    else:
+        pairs = list(said.items()) if isinstance(said, dict) else [(None, None)]
+    texts = {
+        name: text
+        for name, text in pairs
+        if isinstance(name, str) and isinstance(text, str)
+    }
+    if len(texts) < len(pairs):
+        raise InputError(
+            f"{str(file)!r}: chat_template must be a text, or a list of objects with "
+            "name and template",
+            key="data.bad_chat_template",
+        )
+    return texts
+
+
+def _tokens_of(config: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    kind = str(config.get("tokenizer_class", "")).removesuffix("Fast")
+    said = {**_OF_CLASSES.get(kind, {}), **config}
+    if "added_tokens_decoder" not in config:
+        said |= _object(folder / "special_tokens_map.json")
+    for named in ("extra_special_tokens", "model_specific_special_tokens"):
+        more = said.get(named)
+        if isinstance(more, dict):
+            said |= more
+    known = {f"{name}_token" for name in _TOKENS}
+    tokens = {}
+    for name, value in said.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if (name in known or name.endswith("_token")) and isinstance(text, str):
+            tokens[name] = text
+    return tokens
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """Return the object of a JSON file; empty where there is none."""
+    if not file.is_file():
+        return {}
+    try:
+        said = json.loads(_text(file))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(
+            f"cannot read {str(file)!r} as JSON: {error}", key="weights.unreadable_json"
+        ) from error
+    if not isinstance(said, dict):
+        raise InputError(
+            f"{str(file)!r} holds no JSON object, but {said!r}",
+            key="weights.not_json_object",
+        )
+    return said
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"cannot read {str(file)!r}: {error}", key="data.unreadable_file"
+        ) from error
