@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -76,6 +76,11 @@ class ConversationRows:
         counts = np.pad(np.array(said, np.float32), missing)
         return {"tokens": padded[:-1], "targets": padded[1:], "weights": counts[1:]}
 
+    def kept(self, index: int) -> Kept:
+        """How much of a conversation's answers its row holds."""
+        _, said = self._tokens(self.conversations[int(index)])
+        return Kept(said=sum(said), kept=sum(said[1 : self.seq + 1]))
+
     def _tokens(self, messages: Messages) -> tuple[list[int], list[bool]]:
         """All tokens, and which of them the assistant says."""
         tokens = self.encode(self._text(messages, asks=False))
@@ -97,6 +102,53 @@ class ConversationRows:
 
     def _text(self, messages: Messages, *, asks: bool) -> str:
         return self.template.render(messages, add_generation_prompt=asks)
+
+
+class Kept(NamedTuple):
+    """Tokens of answers: of one conversation, or of several.
+
+    Args:
+        said: In the conversation.
+        kept: In its row, where they count.
+    """
+
+    said: int
+    kept: int
+
+
+def check_answers(rows: ConversationRows, what: str, first: int | None = None) -> str:
+    """Count the answers that a row is too short for.
+
+    Args:
+        rows: All conversations of a kind.
+        what: Their kind, for messages: `to train on`, `held out`.
+        first: So many of them are looked at; all when absent.
+
+    Returns:
+        A line that says how many tokens are cut; empty where none is.
+
+    Raises:
+        DataError: No token of an answer is left.
+    """
+    number = len(rows) if first is None else min(first, len(rows))
+    found = [rows.kept(index) for index in range(number)]
+    said, kept = (sum(counts) for counts in zip(*found, strict=True))
+    cut = sum(one.kept < one.said for one in found)
+    lost = sum(not one.kept for one in found)
+    if not kept:
+        raise DataError(
+            f"the {number} conversations {what} have no token of an answer within "
+            f"--seq {rows.seq}, of {said}: nothing can be learned of them; give a "
+            "longer --seq",
+            key="data.no_answer_kept",
+        )
+    if not cut:
+        return ""
+    return (
+        f"{cut} of {number} conversations {what} are longer than --seq {rows.seq}: "
+        f"{said - kept} of {said} tokens of answers are cut, and {lost} conversations "
+        "count for nothing"
+    )
 
 
 def _messages(line: str, where: str) -> Messages:

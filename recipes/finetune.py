@@ -15,6 +15,7 @@ import dataclasses
 import json
 import sys
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,12 +32,16 @@ from meshpar.emulate import num_cpu_devices
 from meshpar.errors import local_path, whole_number
 from meshpar.model.lora import TARGETS, LoRA
 from meshpar.models.convert.chat_template import read_template
-from meshpar.recipes.conversations import ConversationRows, read_conversations
+from meshpar.recipes.conversations import (
+    ConversationRows,
+    check_answers,
+    read_conversations,
+)
 from meshpar.recipes.loaded import Loaded, OfRun, WithoutTokenizer, load
 from meshpar.recipes.options import with_values
+from meshpar.recipes.resume import changes
 from meshpar.recipes.texts import SHAKESPEARE, split_texts
 from meshpar.train.checkpoint import Checkpoints
-from meshpar.train.checkpoint_contents import read_contents
 from meshpar.train.data import (
     TokenWindows,
     ordered_batches,
@@ -228,15 +233,20 @@ def rows_of(config: FinetuneConfig, loaded: Loaded) -> tuple[Any, Any]:
     train, held_out = (
         ConversationRows(part, template, encode, config.seq) for part in (kept, held)
     )
+    for line in (
+        check_answers(train, "to train on"),
+        check_answers(held_out, "held out", config.validation_rows),
+    ):
+        if line:
+            print(line, flush=True)
     return train, held_out
 
 
 def step_of(config: FinetuneConfig, loaded: Loaded) -> TrainStep:
     """The compiled step: of LoRA's matrices, or of every weight."""
     lora, layout = config.lora, Layout.parse(config.layout)
-    rate = config.learning_rate or (LORA_RATE if lora else FULL_RATE)
     schedule = optax.warmup_cosine_decay_schedule(
-        0.0, rate, max(config.steps // 10, 1), max(config.steps, 2)
+        0.0, learning_rate_of(config), max(config.steps // 10, 1), max(config.steps, 2)
     )
     return make_train_step(
         lora.model(loaded.model) if lora else loaded.model,
@@ -269,7 +279,9 @@ def refuse_other_run(
             "add --resume to go on with it, or name another --out",
             key="run.folder_is_taken",
         )
-    before, now = read_contents(config.out).config, json.loads(json.dumps(now))
+    before, now = checkpoints.run_of_latest(), json.loads(json.dumps(now))
+    for line in changes(before, now):
+        print(f"goes on with {line}", flush=True)
     for name in _KEPT:
         if name in before and before[name] != now[name]:
             raise InputError(
@@ -309,7 +321,10 @@ def trained(
         state, metrics = step(state, batches(number))
         loss = float(metrics["loss"])
         seconds = time.perf_counter() - start
-        print(f"step {number + 1}: loss {loss:.4f}, {seconds:.2f} s", flush=True)
+        learned = "" if float(metrics["weight_sum"]) else ", no token of it counts"
+        print(
+            f"step {number + 1}: loss {loss:.4f}, {seconds:.2f} s{learned}", flush=True
+        )
         done = number + 1
         if done % config.validate_every == 0 and done < config.steps:
             validate(config, step, state, held_out)
@@ -346,6 +361,8 @@ def described(
         "steps": config.steps,
         "global_batch": config.global_batch,
         "seq": config.seq,
+        "learning_rate": learning_rate_of(config),
+        **_data_of(config),
     }
     if loaded.tokenizer_file is not None:
         said["tokenizer"] = str(loaded.tokenizer_file.absolute())
@@ -355,6 +372,25 @@ def described(
         said["eos"] = str(loaded.stop_tokens[0])
         said["stop_tokens"] = list(loaded.stop_tokens)
     return said
+
+
+def _data_of(config: FinetuneConfig) -> dict[str, Any]:
+    """Where the texts or conversations are, and what identifies their content."""
+    if config.chat is not None:
+        paths, content = (config.chat,), config.chat.read_bytes()
+    else:
+        paths = config.text or (SHAKESPEARE,)
+        texts = [read_texts(path).values() for path in paths]
+        content = "\n".join(text for one in texts for text in one).encode()
+    return {
+        "text": [str(path.absolute()) for path in paths],
+        "data": f"crc32 {zlib.crc32(content):08x}",
+    }
+
+
+def learning_rate_of(config: FinetuneConfig) -> float:
+    """The highest of its curve: that given, or that of LoRA or of all weights."""
+    return config.learning_rate or (LORA_RATE if config.lora else FULL_RATE)
 
 
 def keep_tokenizer(config: FinetuneConfig, loaded: Loaded) -> None:

@@ -21,9 +21,19 @@ from meshpar.models.convert.weights import read_weights
 from meshpar.models.convert.writing import write_weights
 from meshpar.models.presets import build_config, configure
 from meshpar.recipes.conversations import ConversationRows, read_conversations
-from meshpar.recipes.finetune import FinetuneConfig, finetune, main, rows_of, validate
+from meshpar.recipes.finetune import (
+    FinetuneConfig,
+    described,
+    finetune,
+    main,
+    refuse_other_run,
+    rows_of,
+    step_of,
+    validate,
+)
 from meshpar.recipes.loaded import WithoutTokenizer, load
 from meshpar.recipes.options import with_values
+from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.checkpoint_arrays import read_arrays
 from meshpar.train.data import TokenWindows
 from tests.bpe import write_bpe
@@ -256,6 +266,89 @@ def test_only_what_the_assistant_says_counts(theirs):
         row["targets"][row["weights"] > 0], skip_special_tokens=False
     )
     assert counted == "Nay answer me<|endoftext|>Barnardo<|endoftext|>"
+
+
+def chats_of(folder, *answers):
+    """A file of conversations, one an answer; every tenth is held out."""
+    path = folder / "chats.jsonl"
+    lines = [
+        {"messages": [SAID[0], {"role": "assistant", "content": answer}]}
+        for answer in answers
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def rows_of_chats(theirs, chats, **options):
+    config = FinetuneConfig(from_weights=theirs, chat=chats, **options)
+    return rows_of(config, load(theirs))
+
+
+@pytest.mark.parametrize("seq", [1, 2, 8])
+def test_answers_of_which_nothing_is_left_are_refused(theirs, tmp_path, seq, refuses):
+    chats = chats_of(tmp_path, *["Nay answer me"] * 20)
+    with refuses("data.no_answer_kept", 18, f"--seq {seq}", kind=DataError):
+        rows_of_chats(theirs, chats, seq=seq)
+
+
+def test_held_out_answers_of_which_nothing_is_left_are_refused(
+    theirs, tmp_path, refuses
+):
+    """Of the rows that are looked at: others of them may have some left."""
+    long = "Long live the king " * 30 + "Barnardo"
+    asked = [{"role": "user", "content": long}, SAID[1]]
+    lines = [{"messages": SAID}] * 30
+    lines[9] = {"messages": asked}
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text("\n".join(map(json.dumps, lines)))
+    with refuses("data.no_answer_kept", 1, "held out", kind=DataError):
+        rows_of_chats(theirs, chats, seq=64, validation_rows=1)
+    rows_of_chats(theirs, chats, seq=64, validation_rows=2)
+
+
+def test_answers_that_are_cut_are_counted(theirs, tmp_path, capsys):
+    long = "Nay answer me " * 40
+    chats = chats_of(tmp_path, *["Barnardo"] * 10, long, long, *["Barnardo"] * 8)
+    train, _ = rows_of_chats(theirs, chats, seq=48)
+    (line,) = capsys.readouterr().out.splitlines()
+    said = sum(train.kept(index).said for index in range(18))
+    kept = sum(int(train[index]["weights"].sum()) for index in range(18))
+    assert 0 < kept < said
+    assert names(line, "2 of 18 conversations to train on")
+    assert names(line, f"{said - kept} of {said} tokens") and names(line, "--seq 48")
+
+
+def test_nothing_is_told_where_nothing_is_cut(theirs, tmp_path, capsys):
+    rows_of_chats(theirs, chats_of(tmp_path, *["Barnardo"] * 20), seq=200)
+    assert capsys.readouterr().out == ""
+
+
+def test_what_a_resumed_run_has_otherwise_is_told(
+    run, theirs, small_text, tmp_path, capsys
+):
+    """Data of the same name and another content too."""
+    loaded, text = load(theirs), tmp_path / small_text.name
+    text.write_text(small_text.read_text() + "more")
+    config = FinetuneConfig(
+        from_weights=theirs,
+        out=run.folder,
+        text=(text,),
+        rank=4,
+        layout="data=2",
+        steps=14,
+        seq=16,
+        global_batch=8,
+        learning_rate=0.01,
+        resume=True,
+    )
+    step = step_of(config, loaded)
+    with Checkpoints(run.folder / "checkpoints") as checkpoints:
+        refuse_other_run(config, described(config, loaded, step), checkpoints)
+    lines = capsys.readouterr().out.splitlines()
+    told = "layout", "steps 12 -> 14", "global_batch 4 -> 8", "seq 32 -> 16"
+    told += "learning_rate 0.03 -> 0.01", f"-> {text}", "data crc32"
+    assert len(lines) == len(told)
+    assert all(any(one in line for line in lines) for one in told), lines
 
 
 def test_a_template_that_changes_what_was_said_is_refused(refuses):
