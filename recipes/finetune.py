@@ -186,12 +186,17 @@ def finetune(config: FinetuneConfig) -> Finetuned:
     step = step_of(config, loaded)
     description = described(config, loaded, step)
     with (
-        folder_in_use(config.out),
+        folder_in_use(config.out) as folder,
         Checkpoints(
             config.out / "checkpoints", layer_orders=step.layer_orders
         ) as checkpoints,
     ):
         refuse_other_run(config, description, checkpoints)
+
+        def save(state: TrainState) -> None:
+            checkpoints.save(state, description, wait=False)
+            folder.refuse_deleted()
+
         state = first_state(config, loaded, step, checkpoints)
         keep_tokenizer(config, loaded)
         _print_sizes(step, state)
@@ -202,10 +207,11 @@ def finetune(config: FinetuneConfig) -> Finetuned:
             state,
             train,
             held_out,
-            save=lambda state: checkpoints.save(state, description, wait=False),
+            save=save,
         )
         after = validate(config, step, state, held_out)
         checkpoints.save(state, description)
+        folder.refuse_deleted()
     print(f"saved in {config.out}; meshpar export {config.out} --to FOLDER")
     return Finetuned(before=before, after=after, folder=config.out)
 

@@ -67,7 +67,6 @@ from meshpar.recipes.step import audited, check_intervals, make_step, timed_step
 from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.data import ordered_batches, padded_batches
 from meshpar.train.faults import BadStepError, StepWatch
-from meshpar.train.folder_in_use import FolderInUse
 from meshpar.train.heap import share_heaps
 from meshpar.train.interrupt import StopRequest
 from meshpar.train.sample import sample_tokens
@@ -121,18 +120,6 @@ def joined_run(
     program: Sequence[str],
 ) -> RunResult:
     """The run of one process among all; the first prints and writes for them."""
-    with run_folder(config, processes) as folder:
-        return _locked_run(config, processes, phases, on_metrics, program, folder)
-
-
-def _locked_run(
-    config: RunConfig,
-    processes: Processes,
-    phases: Phases,
-    on_metrics: OnMetrics | None,
-    program: Sequence[str],
-    folder: FolderInUse | None,
-) -> RunResult:
     if processes.is_first:
         check_files(config)
     console = wide_console() if processes.is_first else Console(quiet=True)
@@ -148,13 +135,16 @@ def _locked_run(
     step.check_batch(config.global_batch)
     report.print_fitted(console, told)
     check_memory(config, step, processes, console)
-    with Checkpoints(
-        config.folder / "checkpoints",
-        keep=config.keep,
-        keep_every=config.keep_every,
-        layer_orders=step.layer_orders,
-        processes=processes,
-    ) as checkpoints:
+    with (
+        run_folder(config, processes) as folder,
+        Checkpoints(
+            config.folder / "checkpoints",
+            keep=config.keep,
+            keep_every=config.keep_every,
+            layer_orders=step.layer_orders,
+            processes=processes,
+        ) as checkpoints,
+    ):
         run = Run(
             config=config,
             step=step,

@@ -172,7 +172,10 @@ def _checkpoints(
             )
         yield None
         return
-    with folder_in_use(args.out), step.checkpoints(args.out) as checkpoints:
+    with (
+        folder_in_use(args.out) as folder,
+        step.checkpoints(args.out) as checkpoints,
+    ):
         there = checkpoints.latest_step
         if there is not None and not args.resume:
             raise InputError(
@@ -181,6 +184,7 @@ def _checkpoints(
                 key="run.folder_is_taken",
             )
         yield checkpoints
+        folder.refuse_deleted()
 
 
 def _first_state(

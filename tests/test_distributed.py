@@ -597,7 +597,7 @@ def test_a_wrong_collective_is_found(monkeypatch):
 def test_a_listener_that_is_closed_at_once_ends_who_listens():
     listener = socket.socket()
     listener.close()
-    _refuse_late(places_of(2, 0)[0], "", listener)
+    _refuse_late(places_of(2, 0)[0], "", {}, listener)
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from meshpar.recipes.options import with_values
 from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.checkpoint_arrays import read_arrays
 from meshpar.train.data import TokenWindows
+from meshpar.train.folder_in_use import folder_in_use
 from tests.bpe import write_bpe
 from tests.refusals import names
 
@@ -213,6 +214,23 @@ def test_another_run_does_not_take_its_place(run, theirs, small_text, refuses):
     words += ["--text", str(small_text), *SAME]
     with refuses("run.folder_is_taken", 12, "--resume"):
         finetune(said_on_a_command_line(words))
+
+
+def test_two_do_not_train_in_one_folder(run, theirs, small_text, refuses, monkeypatch):
+    monkeypatch.setattr("meshpar.train.folder_in_use._WAIT_S", 0.1)
+    config = FinetuneConfig(
+        from_weights=theirs,
+        out=run.folder,
+        text=(small_text,),
+        layout="data=2,tensor=2",
+        rank=4,
+        steps=12,
+        seq=32,
+        learning_rate=0.03,
+        resume=True,
+    )
+    with folder_in_use(run.folder), refuses("run.folder_in_use", words=False):
+        finetune(config)
 
 
 def test_a_refused_start_leaves_the_tokenizer_as_it_was(

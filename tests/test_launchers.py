@@ -1,4 +1,4 @@
-"""Steps of SLURM, and launchers of several processes that nobody understands."""
+"""Steps of SLURM, and launchers of several processes that are not supported."""
 
 import pytest
 
@@ -70,6 +70,22 @@ def test_one_process_of_them_is_alone(launcher, number):
     size, rank = LAUNCHERS[launcher]
     assert find_place({size: number, rank: "0"}) is None
     assert find_place({size: "4"}) is None  # Whoever sets it starts nothing by it.
+
+
+def test_a_launcher_inside_an_interactive_step_is_found_too(refuses):
+    alone = {**STEP, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
+    mpirun = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}
+    place = find_place({**alone, **mpirun, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
+    assert (place.process_id, place.num_processes) == (3, 4)
+    torchrun = {"WORLD_SIZE": "4", "RANK": "3"}
+    told = "processes.unknown_launcher", "torchrun", "$MASTER_ADDR"
+    with refuses(*told, kind=DistributedError):
+        find_place({**alone, **torchrun})
+
+
+def test_pods_of_an_indexed_job_are_left_to_kubernetes():
+    pod = {"JOB_COMPLETION_INDEX": "1", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+    assert find_place({**pod, "WORLD_SIZE": "4", "RANK": "1"}) is None
 
 
 def test_srun_is_understood_also_where_it_speaks_pmi():

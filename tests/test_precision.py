@@ -205,16 +205,23 @@ def test_updates_are_made_in_32_bits_also_of_initial_values_of_64():
 
 @pytest.mark.slow
 def test_a_step_trains_alike_where_jax_computes_in_64_bits():
-    def losses():
+    def trained(params=None):
         step = make_train_step(mlp_of(2), optax.adamw(1e-2), "data=2")
-        state, found = step.init(0), []
+        state, losses = step.init(0, params=params), []
+        first = jax.device_get(state.params)
         for _ in range(3):
             state, metrics = step(state, batch_of(0))
-            found.append(float(metrics["loss"]))
-        return found
+            losses.append(float(metrics["loss"]))
+        floats = [
+            one.dtype
+            for one in jax.tree.leaves(state)
+            if jnp.issubdtype(one.dtype, jnp.floating)
+        ]
+        assert {*floats} == {np.dtype(np.float32)}
+        return first, losses
 
-    wanted = losses()
+    first, wanted = trained()
     with jax.enable_x64(True):
-        found = losses()
-    assert wanted[2] < wanted[0]  # Another seed draws other values of 64 bits.
-    assert found[2] < found[0]
+        _, found = trained(first)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    assert wanted[2] < wanted[0]

@@ -9,6 +9,7 @@ import pytest
 
 from meshpar.recipes import clicks, recommend
 from meshpar.recipes.bench import tables as bench
+from meshpar.train.folder_in_use import folder_in_use
 from tests.refusals import ending_of, names
 
 
@@ -174,6 +175,9 @@ def test_a_resumed_run_ends_as_one_in_one_go(tmp_path, capsys, monkeypatch):
     whole = ended("--layout", "data=8", "--steps", "4")
     ended("--layout", "data=8", "--steps", "2", *out)
     check_refused([], "run.folder_is_taken", 2, "--resume")
+    with folder_in_use(tmp_path / "run"):
+        words = ["--layout", "data=8", "--global-batch", "16", *out, "--resume"]
+        assert ending_of(lambda: recommend.main(words)).key == "run.folder_in_use"
     other = ["--resume", "--global-batch", "8"]
     check_refused(other, "run.changed_option", "global_batch", 16, 8)
     check_refused(["--resume", "--steps", "2"], "run.too_few_steps", "--steps", 2)

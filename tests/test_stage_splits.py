@@ -11,7 +11,7 @@ from jax import lax
 from meshpar import Layout, batch_shapes, memory_report
 from meshpar.models.presets import build
 from meshpar.parallel.pipeline.layer_costs import layer_costs
-from meshpar.parallel.pipeline.program import layers_of_stages
+from meshpar.parallel.pipeline.program import layers_of_stages, with_costs
 from meshpar.planner.search.refusals import stage_blocks_of
 from meshpar.planner.workload.shapes import workload_of
 from meshpar.schedules.stage_splits import split_by_cost, split_evenly, tick_cost
@@ -216,7 +216,8 @@ def test_matmuls_in_a_loop_of_unknown_length_need_costs_given(refuses):
     loops = replace(model, groups=(replace(group, block=block),))
     with refuses("model.unknown_trip_count", "while_loop", "layer_costs="):
         layer_costs(loops)
-    step_of(loops, "stage=2,splits=cost,microbatches=2", layer_costs=[1, 2, 3])
+    layout = Layout.parse("stage=2,splits=cost,microbatches=2")
+    assert layers_of_stages(with_costs(loops, [1, 1, 3], layout), layout) == (1, 2)
 
 
 @pytest.mark.parametrize("stages", [2, 8])

@@ -14,14 +14,14 @@ _PORTS = 2**12
 """Ports at the upper end of all, which jobs share out by their numbers."""
 
 _OTHER_LAUNCHERS = (
-    ("torchrun", "WORLD_SIZE", "RANK"),
-    ("an MPI launcher", "PMI_SIZE", "PMI_RANK"),
-    ("MVAPICH", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
-    ("jsrun", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
-    ("Flux", "FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
+    ("torchrun", "WORLD_SIZE", "RANK", "$MASTER_ADDR:PORT (not MASTER_PORT)"),
+    ("an MPI launcher", "PMI_SIZE", "PMI_RANK", "HOST:PORT"),
+    ("MVAPICH", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "HOST:PORT"),
+    ("jsrun", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK", "HOST:PORT"),
+    ("Flux", "FLUX_JOB_SIZE", "FLUX_TASK_RANK", "HOST:PORT"),
 )
-"""What starts several processes without saying where the first one is: its name, and
-its variables of how many there are and which this is."""
+"""Launchers that are not supported: name, the variables of the number of processes and
+of this one's, and the coordinator to give by hand."""
 
 _POD_PORT = 8476
 """On TPU pods, whose hosts run one job at a time."""
@@ -97,8 +97,8 @@ def find_place(environment: Mapping[str, str] | None = None) -> Place | None:
         environment: Variables; this process's own when absent.
 
     Raises:
-        InputError: The variables contradict one another, or are of a launcher of
-            several processes that does not say where the first one is.
+        InputError: The variables contradict one another, or a launcher that is not
+            supported has started several processes.
 
     Example:
         >>> find_place({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"})
@@ -106,21 +106,22 @@ def find_place(environment: Mapping[str, str] | None = None) -> Place | None:
     variables = os.environ if environment is None else environment
     for find in (_slurm, _open_mpi, _tpu_pod):
         place = find(variables)
-        if place is not None:
-            return place if place.num_processes > 1 else None
-    _refuse_other_launchers(variables)
+        if place is not None and place.num_processes > 1:
+            return place
+    if not is_kubernetes_pod(variables):
+        _refuse_other_launchers(variables)
     return None
 
 
 def _refuse_other_launchers(variables: Mapping[str, str]) -> None:
-    """Refuse to be one of several processes each of which would run alone."""
-    for launcher, size, rank in _OTHER_LAUNCHERS:
+    """Refuse to run alone as one of several processes."""
+    for launcher, size, rank, coordinator in _OTHER_LAUNCHERS:
         number = variables.get(size, "")
         if rank in variables and number.isdecimal() and int(number) > 1:
             raise DistributedError(
-                f"{size}={number} and {rank}={variables[rank]}: {launcher} has started "
-                f"{number} processes and does not say where the first one listens; "
-                f"give --coordinator HOST:PORT --num-processes ${size} --process-id "
+                f"{launcher} has started {number} processes ({size}={number}, "
+                f"{rank}={variables[rank]}), which are not joined by themselves; give "
+                f"--coordinator {coordinator} --num-processes ${size} --process-id "
                 f"${rank}, or, for a process alone, unset {size} and {rank}",
                 status=BAD_INPUT,
                 key="processes.unknown_launcher",

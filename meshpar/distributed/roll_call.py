@@ -157,9 +157,9 @@ def late_refusal(
     return _stranger(place, job, greeting) or DistributedError(
         f"process {process} on {greeting.host} comes to the job at "
         f"{place.coordinator}, whose {place.num_processes} processes are all there, "
-        f"process {process} on {hosts[process]}; number them from 0 to "
-        f"{place.num_processes - 1}; start a process again once the others have ended; "
-        "give each job a port of its own in --coordinator",
+        f"process {process} on {hosts[process]}; give each process a number of its own "
+        f"from 0 to {place.num_processes - 1}, and start one again only once the "
+        "others have ended",
         key="processes.too_late",
     )
 
@@ -271,18 +271,18 @@ def refusal(
     place: Place, job: str, greeting: Greeting, hosts: dict[int, str]
 ) -> DistributedError | None:
     """Return the error if a process does not belong to process 0's job, else None."""
-    process, number = greeting.process_id, place.num_processes
-    if process in hosts:
-        taken = DistributedError(
-            f"process {process} on {greeting.host} comes to the job at "
-            f"{place.coordinator}, which has its process {process} on {hosts[process]} "
-            f"already; number them from 0 to {number - 1}, and give each job a port of "
-            "its own in --coordinator",
-            status=BAD_INPUT,
-            key="processes.process_id_taken",
-        )
-        return _stranger(place, job, greeting) or taken
-    return _stranger(place, job, greeting)
+    process = greeting.process_id
+    stranger = _stranger(place, job, greeting)
+    if stranger is not None or process not in hosts:
+        return stranger
+    return DistributedError(
+        f"process {process} on {greeting.host} comes to the job at "
+        f"{place.coordinator}, which has its process {process} on {hosts[process]} "
+        f"already; number them from 0 to {place.num_processes - 1}, and give each job "
+        "a port of its own in --coordinator",
+        status=BAD_INPUT,
+        key="processes.process_id_taken",
+    )
 
 
 def _stranger(place: Place, job: str, greeting: Greeting) -> DistributedError | None:

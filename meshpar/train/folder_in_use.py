@@ -1,4 +1,4 @@
-"""The folder of a run is one run's for as long as it runs."""
+"""A lock on the folder of a run, held for as long as the run lasts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import fcntl
 import os
 import socket
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,19 +18,22 @@ NAME = ".in-use"
 """The file that is locked. It stays: one that is removed could be locked twice."""
 
 _WAIT_S = 5.0
-"""For the start before, which may not have ended yet."""
+"""How long to wait for an earlier start that has not ended yet."""
 
 _RETRY_S = 0.1
-_OTHERS = (errno.EACCES, errno.EAGAIN)
-"""What the system says where another process has the lock."""
+_LOCKED = (errno.EACCES, errno.EAGAIN)
+"""Errors that say that another process has the lock."""
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Errors that say that the file system has no locks."""
 
 
 class FolderInUse:
     """A folder that this process has locked.
 
     Args:
-        folder: It.
-        descriptor: Of the open file whose lock it is.
+        folder: The folder.
+        descriptor: Of the open file that is locked.
     """
 
     def __init__(self, folder: Path, descriptor: int) -> None:
@@ -37,17 +41,19 @@ class FolderInUse:
         self._descriptor = descriptor
 
     def refuse_deleted(self) -> None:
-        """Refuse to go on where the folder was deleted after it was locked.
+        """Refuse to go on if the folder was deleted or moved after it was locked.
 
         Raises:
-            InputError: It was.
+            InputError: The locked file is no longer in the folder.
         """
-        if os.fstat(self._descriptor).st_nlink:
-            return
+        with contextlib.suppress(OSError):
+            there = os.stat(self.folder / NAME)
+            if os.path.samestat(there, os.fstat(self._descriptor)):
+                return
         raise InputError(
-            f"{str(self.folder)!r} was deleted while the run wrote to it: its metrics "
-            "and checkpoints are lost; start again with --resume auto, which goes on "
-            "from what has been saved since",
+            f"{str(self.folder)!r} was deleted or moved while the run wrote to it, and "
+            "its metrics and checkpoints with it; start again with --resume auto, "
+            "which goes on from what is there",
             key="run.folder_deleted",
         )
 
@@ -69,11 +75,7 @@ def folder_in_use(folder: Path) -> Iterator[FolderInUse]:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise InputError(
-            f"{str(folder)!r}: {error.strerror or error}; name in --out a folder that "
-            "this process may write to",
-            key="checkpoint.folder_not_made",
-        ) from error
+        raise _unwritable(folder, error) from error
     try:
         _lock(folder, descriptor)
         _write_owner(descriptor)
@@ -90,15 +92,30 @@ def _lock(folder: Path, descriptor: int) -> None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except OSError as error:
-            if error.errno not in _OTHERS:  # A file system without locks.
+            if error.errno in _NO_LOCKS:
+                warnings.warn(
+                    f"the file system of {str(folder)!r} has no locks "
+                    f"({error.strerror}): nothing keeps a second run out of it",
+                    stacklevel=2,
+                )
                 return
+            if error.errno not in _LOCKED:
+                raise _unwritable(folder, error) from error
             if time.monotonic() > tried_until:
                 raise InputError(
                     f"{str(folder)!r} is in use by {_owner(descriptor)}: wait until "
                     "that run has ended, or name another --out",
                     key="run.folder_in_use",
-                ) from None
+                ) from error  # By which its status is that of what may pass.
             time.sleep(_RETRY_S)
+
+
+def _unwritable(folder: Path, error: OSError) -> InputError:
+    return InputError(
+        f"{str(folder)!r}: {error.strerror or error}; name in --out a folder that this "
+        "process may write to",
+        key="checkpoint.folder_not_made",
+    )
 
 
 def _write_owner(descriptor: int) -> None:
@@ -109,6 +126,6 @@ def _write_owner(descriptor: int) -> None:
 
 
 def _owner(descriptor: int) -> str:
-    """Who has locked the file, as it says itself."""
+    """The process that has locked the file, as the file names it."""
     text = os.pread(descriptor, 200, 0).decode(errors="replace")
     return printable(text) or "another process"

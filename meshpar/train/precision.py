@@ -60,7 +60,7 @@ def in_full(value: jax.Array) -> jax.Array:
 def full_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     """What updates of values of a dtype are made in, also with `jax_enable_x64`."""
     is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
-    return jnp.promote_types(jnp.complex64 if is_complex else jnp.float32, jnp.float32)
+    return jnp.dtype(jnp.complex64 if is_complex else jnp.float32)
 
 
 def inner_state(opt_state: Any) -> Any:

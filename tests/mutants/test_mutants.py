@@ -148,7 +148,7 @@ def test_what_a_test_finds_is_told_from_what_only_breaks(checkout, tmp_path):
 def test_tests_that_do_not_end_find_nothing(checkout, tmp_path):
     copy = copied(checkout, tmp_path / "copy")
     slow = fault("slow", "WAIT_S = 0", "WAIT_S = 60")
-    (found,) = outcomes([copy], [slow], limit_s=1)
+    (found,) = outcomes([copy], [slow], limit_s=3)
     assert found.verdict == TIMEOUT
 
 

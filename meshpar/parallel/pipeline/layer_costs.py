@@ -124,7 +124,7 @@ def _equation(equation: Any, values: Values) -> tuple[int, list[Any]]:
         if flops and name == "while":
             raise InputError(
                 "a layer has matmuls in a while_loop, whose number of iterations the "
-                "trace does not know; give layer_costs=, or costs= of its BlockGroup",
+                "trace does not know",
                 key="model.unknown_trip_count",
             )
         return flops, results
