@@ -230,7 +230,7 @@ class Recurrent(nnx.Module):
         return x + self.rnn(x)
 
 
-@pytest.mark.parametrize("layout", ["data=8", "stage=2,tensor=2,microbatches=2"])
+@pytest.mark.parametrize("layout", ["data=8", "data=2,stage=2,microbatches=2"])
 @pytest.mark.slow
 def test_a_flax_rnn_trains_as_flax_runs_it(layout):
     devices = jax.devices()[: Layout.parse(layout).num_devices]
