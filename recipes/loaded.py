@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from meshpar.data.tokenizer import (
     whole_texts_tokenizer,
 )
 from meshpar.errors import local_path
+from meshpar.foreign_files import read_json_object
 from meshpar.models.convert.weights import read_weights
 
 _TOKENIZER = "tokenizer.json"
@@ -235,17 +235,9 @@ def _said(folder: Path, name: str) -> tuple[int, ...] | None:
 
 
 def _object(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"cannot read {str(file)!r} as JSON: {error}; mend it, or move it away",
-            key="weights.unreadable_json",
-        ) from error
-    if not isinstance(found, dict):
-        raise InputError(
-            f"{str(file)!r} holds no JSON object, but {found!r}; mend it, or move it "
-            "away",
-            key="weights.not_json_object",
-        )
-    return found
+    return read_json_object(
+        file,
+        key="weights.unreadable_json",
+        shape_key="weights.not_json_object",
+        way_out="; mend it, or move it away",
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Sequence
 from functools import cached_property
@@ -12,12 +11,17 @@ from typing import Any
 import numpy as np
 
 from meshpar.data.errors import DataError
+from meshpar.foreign_files import read_bytes, read_json
 
 _ENDS_OF_TEXT = (
     *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>"),
     *("<|im_end|>", "[SEP]"),
 )
 """What well-known tokenizers end a document with, tried in order."""
+
+
+_MOST_BYTES = 1 << 28
+"""Of a tokenizer.json; the largest that are known have 33 MB."""
 
 
 class ByteTokenizer:
@@ -150,14 +154,13 @@ def whole_texts_tokenizer(path: Path) -> Any:
 
 
 def _content(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DataError(
-            f"cannot read the tokenizer {str(path)!r}: {error.strerror}; name a "
-            "tokenizer.json",
-            key="data.unreadable_tokenizer",
-        ) from error
+    return read_bytes(
+        path,
+        key="data.unreadable_tokenizer",
+        most=_MOST_BYTES,
+        kind=DataError,
+        way_out="; name a tokenizer.json",
+    )
 
 
 def _parsed(path: Path, content: bytes) -> Any:
@@ -195,14 +198,13 @@ def _configured(path: Path) -> list[str]:
     beside = path.with_name("tokenizer_config.json")
     if not beside.is_file():
         return []
-    try:
-        found = json.loads(beside.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"cannot read {str(beside)!r}, which may name the token that ends a "
-            f"document: {error}; mend it, or name the token: --eos TOKEN",
-            key="data.unreadable_tokenizer_config",
-        ) from error
+    found = read_json(
+        beside,
+        key="data.unreadable_tokenizer_config",
+        kind=DataError,
+        way_out="; it may name the token that ends a document: mend it, or name the "
+        "token: --eos TOKEN",
+    )
     token = found.get("eos_token") if isinstance(found, dict) else None
     if isinstance(token, dict):
         token = token.get("content")

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from meshpar.errors import InputError
+from meshpar.foreign_files import read_text
 from meshpar.schedules.base import Action, Schedule
 
 
@@ -51,13 +52,7 @@ def read_csv(path: str | Path) -> Schedule:
     Raises:
         InputError: It is no text, a cell is no action, or there are none.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"schedule {str(path)!r} is no text: {error.reason}",
-            key="schedule.unreadable_file",
-        ) from None
+    text = read_text(path, key="schedule.unreadable_file")
     rows = [row for row in csv.reader(io.StringIO(text)) if row]
     orders = [[cell for cell in row if cell.strip()] for row in rows]
     return schedule_of(orders, name=str(path))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from meshpar import InputError
+from meshpar.foreign_files import read_json_object, read_text
 
 
 def render_chat(
@@ -120,10 +120,14 @@ def _of_folder(path: Path) -> ChatTemplate:
     said: dict[str, Any] = {}
     config, alone = path / "tokenizer_config.json", path / "chat_template.jinja"
     if config.is_file():
-        said = json.loads(config.read_text(encoding="utf-8"))
+        said = read_json_object(
+            config,
+            key="data.unreadable_tokenizer_config",
+            shape_key="data.unreadable_tokenizer_config",
+        )
     text = said.get("chat_template") or ""
     if alone.is_file():
-        text = alone.read_text(encoding="utf-8")
+        text = read_text(alone, key="data.unreadable_chat_template")
     tokens = {key: said.get(key) for key in ("bos_token", "eos_token")}
     words = {
         key: one["content"] if isinstance(one, dict) else one

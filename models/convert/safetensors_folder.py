@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from meshpar import InputError
+from meshpar.foreign_files import parse_json, read_text
 
 WHOLE = "model.safetensors"
 INDEX = f"{WHOLE}.index.json"
@@ -128,27 +128,26 @@ def _files(path: Path) -> list[Path]:
 
 def _named_in(index: Path) -> set[str]:
     """Return the files that an index names, all in its own folder."""
+    text = read_text(index, key="weights.unreadable_file")
     try:
-        named = set(json.loads(index.read_text())["weight_map"].values())
-    except OSError as error:
+        found = parse_json(text)
+    except ValueError as error:
         raise InputError(
-            f"cannot read {str(index)!r}: {error.strerror}",
-            key="weights.unreadable_file",
-        ) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(
-            f"{str(index)!r} has no weight_map: {error!r}", key="weights.no_weight_map"
-        ) from error
-    except RecursionError:
-        raise InputError(
-            f"{str(index)!r} has no weight_map: it is nested too deeply",
+            f"{str(index)!r} has no weight_map: it is no JSON: {error}",
             key="weights.no_weight_map",
-        ) from None
-    for name in named:
+        ) from error
+    files = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(files, dict) or not files:
+        raise InputError(
+            f"{str(index)!r} has no weight_map: an object that names a file for each "
+            "tensor; fetch it again",
+            key="weights.no_weight_map",
+        )
+    for name in files.values():
         if not isinstance(name, str) or Path(name).name != name:
             raise InputError(
                 f"{str(index)!r} names {name!r}, which is no file of its own folder: "
                 "files of weights lie beside their index",
                 key="weights.file_outside_folder",
             )
-    return named
+    return set(files.values())
