@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -204,7 +205,7 @@ def _stop_tokens(path: Path) -> tuple[int, ...]:
         from meshpar.models.convert.gguf_file import GGUFFile
 
         end = GGUFFile(path).said("tokenizer.ggml.eos_token_id")
-        return () if end is None else (int(end),)
+        return () if end is None else _tokens(path, "eos_token_id", [end])
     return _said(path, "eos_token_id") or ()
 
 
@@ -223,15 +224,19 @@ def _said(folder: Path, name: str) -> tuple[int, ...] | None:
         file = folder / setting
         found = _object(file).get(name) if file.is_file() else None
         if found is not None:
-            try:
-                return tuple(map(int, found if isinstance(found, list) else [found]))
-            except (TypeError, ValueError) as error:
-                raise InputError(
-                    f"{str(file)!r}: {name} is {found!r}; give a token's number, or a "
-                    "list of them",
-                    key="weights.bad_token_number",
-                ) from error
+            return _tokens(file, name, found if isinstance(found, list) else [found])
     return None
+
+
+def _tokens(file: Path, name: str, found: list[Any]) -> tuple[int, ...]:
+    for one in found:
+        if isinstance(one, bool) or not isinstance(one, int) or not 0 <= one < 1 << 31:
+            raise InputError(
+                f"{str(file)!r}: {name} is {reprlib.repr(found)}; give a token's "
+                "number, or a list of them",
+                key="weights.bad_token_number",
+            )
+    return tuple(found)
 
 
 def _object(file: Path) -> dict[str, Any]:
