@@ -21,7 +21,7 @@ from typing import IO, Any, TypeVar
 from meshpar.errors import InputError
 
 MOST_BYTES = 1 << 25
-"""Of settings. The largest index of weights known, of 140,000 tensors, has half."""
+"""Of settings, an index of weights, the header of a file of them."""
 
 MOST_OPTIONS_BYTES = 1 << 18
 """Of TOML and YAML, which hold options."""

@@ -9,7 +9,13 @@ from typing import Any
 import numpy as np
 
 from meshpar import InputError
-from meshpar.foreign_files import parse_json, read_text
+from meshpar.foreign_files import (
+    MOST_BYTES,
+    open_file,
+    parse_json,
+    read_text,
+    reason_of,
+)
 
 WHOLE = "model.safetensors"
 INDEX = f"{WHOLE}.index.json"
@@ -79,6 +85,7 @@ class SafetensorsFolder:
     def _opened(self, file: Path) -> Any:
         if file not in self._open:
             safetensors = _library()
+            _check_header(file)
             try:
                 self._open[file] = safetensors.safe_open(file, framework="numpy")
             except (OSError, safetensors.SafetensorError) as error:
@@ -86,6 +93,24 @@ class SafetensorsFolder:
                     f"cannot read {str(file)!r}: {error}", key="weights.unreadable_file"
                 ) from error
         return self._open[file]
+
+
+def _check_header(file: Path) -> None:
+    """Refuse a header that would fill the memory; the library takes up to 100 MB.
+
+    Raises:
+        InputError: The file cannot be opened, or its header is too large.
+    """
+    try:
+        with open_file(file) as opened:
+            size = int.from_bytes(opened.read(8), "little")
+        if size > MOST_BYTES:
+            raise ValueError(f"its header has {size:,} bytes, over {MOST_BYTES:,}")
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"cannot read {str(file)!r}: {reason_of(error)}",
+            key="weights.unreadable_file",
+        ) from error
 
 
 def _library() -> Any:
