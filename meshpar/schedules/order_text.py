@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from meshpar.errors import InputError
-from meshpar.foreign_files import read_text
+from meshpar.foreign_files import MOST_BYTES, open_file
 from meshpar.schedules.base import Action, Schedule
 
 
@@ -52,7 +52,14 @@ def read_csv(path: str | Path) -> Schedule:
     Raises:
         InputError: It is no text, a cell is no action, or there are none.
     """
-    text = read_text(path, key="schedule.unreadable_file")
+    try:
+        with open_file(path) as file:
+            text = file.read(MOST_BYTES).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"schedule {str(path)!r} is no text: {error.reason}",
+            key="schedule.unreadable_file",
+        ) from None
     rows = [row for row in csv.reader(io.StringIO(text)) if row]
     orders = [[cell for cell in row if cell.strip()] for row in rows]
     return schedule_of(orders, name=str(path))
