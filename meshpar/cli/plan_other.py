@@ -109,7 +109,8 @@ def _check(args: argparse.Namespace, name: str) -> None:
     of_subcommand = [one for one in _OF_TRANSFORMERS if one in args]
     for option in given_options(args, of_subcommand):
         raise InputError(
-            f"{option} is of transformers, which {name} is not; leave it out",
+            f"{option} is of models of one text, a decoder, which {name} is not; leave "
+            "it out",
             key="command.option_of_transformers",
         )
     if getattr(args, "html", None) and args.curve is None:
