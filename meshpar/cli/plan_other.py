@@ -70,10 +70,11 @@ def other_request(
             transformers alone.
     """
     name = args.preset or args.model
-    _check(args, name)
     presets = importlib.import_module(MODEL_FROM.partition(":")[0])
     sizes = parse_sizes(args.model) if args.preset and args.model else {}
     model = presets.build(name, **sizes)
+    if _is_planned(model):
+        _check(args, name)
     shared = {"cluster": cluster, "global_batch": global_batch}
     return _request(args, name, model, {**shared, "constraints": constraints})
 
@@ -103,6 +104,14 @@ def run_estimate(args: argparse.Namespace, request: OtherRequest) -> int:
     text = "\n".join([request.what, *plan.lines])
     print(json.dumps(plan.as_json()) if args.json else text)
     return 0 if fits else 1
+
+
+def _is_planned(model: Model) -> bool:
+    """Whether the planner has arithmetic for such a model."""
+    from meshpar.parallel.space import has_space
+
+    looked_up = any(one.has_gradient for one in (model.inputs or {}).values())
+    return has_space(model) or looked_up
 
 
 def _check(args: argparse.Namespace, name: str) -> None:

@@ -42,8 +42,8 @@ class Blocks:
 
 
 def from_nnx(
-    *,
-    ends: Callable[[nnx.Rngs], nnx.Module],
+    *modules: Any,
+    ends: Callable[[nnx.Rngs], nnx.Module] | None = None,
     block: Callable[[nnx.Rngs], nnx.Module] | None = None,
     num_layers: int | None = None,
     groups: Mapping[str, Blocks] | None = None,
@@ -70,6 +70,7 @@ def from_nnx(
     are those before the step. `nnx.BatchNorm` takes the statistics of the global batch.
 
     Args:
+        modules: None: what is given without a name is refused.
         ends: Builds the module of embedding and head.
         block: Builds one block.
         num_layers: Number of blocks.
@@ -86,6 +87,14 @@ def from_nnx(
             the name of a group; a module that holds a random key of its own, that two
             builds from one key make differently, or whose parameters are another's.
     """
+    if modules or ends is None:
+        given = ", ".join(type(one).__name__ for one in modules) or "no ends"
+        raise InputError(
+            f"from_nnx is given {given}: a model is of functions that build its parts, "
+            "such as from_nnx(ends=lambda rngs: Ends(rngs), block=lambda rngs: "
+            "Block(rngs), num_layers=4)",
+            key="model.no_builders",
+        )
     chosen = _groups(
         groups,
         group,
