@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from meshpar.data.errors import DataError
+from meshpar.deadline import OverdueError, is_panic, size_of, within
 from meshpar.foreign_files import read_bytes, read_json
 
 _ENDS_OF_TEXT = (
@@ -19,6 +20,9 @@ _ENDS_OF_TEXT = (
 )
 """What well-known tokenizers end a document with, tried in order."""
 
+
+_LEAST_S, _CHARACTERS_PER_S = 8.0, 20_000
+"""What a tokenizer may take; usual ones read a million characters in a second."""
 
 _MOST_BYTES = 1 << 28
 """Of a tokenizer.json; the largest that are known have 33 MB."""
@@ -174,7 +178,9 @@ def _parsed(path: Path, content: bytes) -> Any:
         ) from error
     try:
         tokenizer = Tokenizer.from_buffer(content)
-    except Exception as error:  # The package raises no narrower one.
+    except BaseException as error:  # The package raises no narrower one, and panics.
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
         reason = " ".join(str(error).split())
         raise DataError(
             f"{str(path)!r} is no tokenizer.json: {reason}; name the file that "
@@ -190,7 +196,41 @@ def _parsed(path: Path, content: bytes) -> Any:
     # Files keep what a model was trained or served with; here texts are read whole.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return tokenizer
+    return _Timed(path, tokenizer)
+
+
+class _Timed:
+    """A tokenizer of `tokenizers` whose regular expressions are given a time."""
+
+    def __init__(self, path: Path, tokenizer: Any) -> None:
+        self._path, self._tokenizer = path, tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def encode(self, text: str, **options: Any) -> Any:
+        return self._timed(text, lambda: self._tokenizer.encode(text, **options))
+
+    def encode_batch(self, texts: list[str], **options: Any) -> Any:
+        encode = self._tokenizer.encode_batch
+        return self._timed(texts, lambda: encode(texts, **options))
+
+    def _timed(self, texts: str | list[str], encode: Callable[[], Any]) -> Any:
+        size = size_of(texts)
+        seconds = _LEAST_S + size / _CHARACTERS_PER_S
+        try:
+            return within(seconds, encode)
+        except OverdueError:
+            problem = f"took more than {seconds:.0f} s for {size:,} characters"
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            problem = f"gave up on a text: {' '.join(str(error).split())}"
+        raise DataError(
+            f"{str(self._path)!r}: its regular expressions {problem}; take another "
+            "tokenizer",
+            key="data.tokenizer_without_end",
+        )
 
 
 def _configured(path: Path) -> list[str]:

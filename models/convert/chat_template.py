@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from meshpar import InputError
+from meshpar.deadline import OverdueError, deadline
 from meshpar.foreign_files import read_json_object, read_text
+
+_MOST_S = 8.0
+"""What a template may take; usual ones take a millisecond."""
 
 
 def render_chat(
@@ -49,9 +53,16 @@ def render_chat(
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.globals["raise_exception"] = refuse
     try:
-        return environment.from_string(template).render(
-            messages=messages, add_generation_prompt=add_generation_prompt, **tokens
-        )
+        with deadline(_MOST_S):
+            return environment.from_string(template).render(
+                messages=messages, add_generation_prompt=add_generation_prompt, **tokens
+            )
+    except (OverdueError, MemoryError, RecursionError, OverflowError) as error:
+        raise InputError(
+            f"the chat template does not end: {type(error).__name__} after at most "
+            f"{_MOST_S:.0f} s; take another",
+            key="data.chat_template_without_end",
+        ) from error
     except TemplateError as error:
         raise InputError(
             f"the chat template refuses the messages: {error}",
