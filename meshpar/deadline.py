@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 _T = TypeVar("_T")
 
@@ -72,8 +72,3 @@ def within(seconds: float, call: Callable[[], _T]) -> _T:
 def is_panic(error: BaseException) -> bool:
     """Return whether a library written in Rust has failed, which is no `Exception`."""
     return type(error).__name__ == "PanicException"
-
-
-def size_of(texts: Any) -> int:
-    """Return the characters of a text, or of several."""
-    return len(texts) if isinstance(texts, str) else sum(map(len, texts))

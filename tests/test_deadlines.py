@@ -38,8 +38,8 @@ def test_an_expression_that_does_not_end_is_told(tmp_path, monkeypatch, refuses)
     pytest.importorskip("tokenizers")
     monkeypatch.setattr("meshpar.data.tokenizer._LEAST_S", 0.3)
     monkeypatch.setattr("meshpar.data.tokenizer._CHARACTERS_PER_S", 1e9)
-    path = with_expression(tmp_path, "(a+)+c")
-    text = ("a" * 22 + "b") * 40 + "c"
+    path = with_expression(tmp_path, "(a|a)+d?(?!.)")
+    text = ("a" * 20 + "b") * 20
     for encode in (
         lambda: FileTokenizer(path).encode([text]),
         lambda: whole_texts_tokenizer(path).encode(text),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from meshpar.data.errors import DataError
-from meshpar.deadline import OverdueError, is_panic, size_of, within
+from meshpar.deadline import OverdueError, is_panic, within
 from meshpar.foreign_files import read_bytes, read_json
 
 _ENDS_OF_TEXT = (
@@ -209,14 +209,15 @@ class _Timed:
         return getattr(self._tokenizer, name)
 
     def encode(self, text: str, **options: Any) -> Any:
-        return self._timed(text, lambda: self._tokenizer.encode(text, **options))
+        # A text alone would be encoded without letting any other thread run.
+        return self.encode_batch([text], **options)[0]
 
     def encode_batch(self, texts: list[str], **options: Any) -> Any:
         encode = self._tokenizer.encode_batch
         return self._timed(texts, lambda: encode(texts, **options))
 
-    def _timed(self, texts: str | list[str], encode: Callable[[], Any]) -> Any:
-        size = size_of(texts)
+    def _timed(self, texts: list[str], encode: Callable[[], Any]) -> Any:
+        size = sum(map(len, texts))
         seconds = _LEAST_S + size / _CHARACTERS_PER_S
         try:
             return within(seconds, encode)
