@@ -71,5 +71,5 @@ def test_a_model_declares_parameters_and_is_not_given_their_values(refuses):
 def test_from_nnx_takes_functions_that_build_and_no_module(refuses):
     with refuses("model.no_builders", "Linear"):
         meshpar.from_nnx(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
-    with refuses("model.no_builders", "no ends"):
-        meshpar.from_nnx()
+    with refuses("model.no_builders", "Linear, int", words=False):
+        meshpar.from_nnx(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), 3)
