@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from dataclasses import fields, is_dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -17,6 +18,9 @@ _KINDS = {
 
 
 _ABOVE_ZERO = {"rope_theta", "local_rope_theta", "rope_factor", "factor"}
+_MOST = 1 << 31
+"""Of any count of a model: two larger ones have no product in 64 bits."""
+
 _AT_LEAST_ZERO = {"norm_epsilon", "init_std"}
 
 
@@ -138,10 +142,15 @@ def check_kv_heads(heads: int, kv_heads: int) -> None:
         )
 
 
-def _check(name: str, value: object, kind: type, words: str, key: str) -> None:
+def _check(name: str, value: Any, kind: type, words: str, key: str) -> None:
     is_bool = isinstance(value, bool)
     if not isinstance(value, kind) or is_bool != (kind is bool):
-        raise InputError(f"{name}={value!r}: must be {words}", key=key)
+        raise InputError(f"{name}={reprlib.repr(value)}: must be {words}", key=key)
+    if kind is Integral and not -_MOST <= value <= _MOST:
+        raise InputError(
+            f"{name}={reprlib.repr(value)}: must be at most {_MOST}",
+            key="value.above_limit",
+        )
 
 
 def _check_range(name: str, value: float) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from meshpar.distributed import leave, status_of
 from meshpar.errors import InputError, printable
+from meshpar.internal_errors import print_fault
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.options import parse_arguments, program_words
 from meshpar.train.faults import BadStepError
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None, command: str = "pretrain") -> int:
         by SIGTERM: saved, but for a second Ctrl-C, and one outside of the training
         loop. 75 where a new start may mend it: another process has ended or not come,
         or the system has failed (`OSError`) at other than a wrong path or a full disk.
+        70 where meshpar itself is at fault.
     """
     began = time.perf_counter()
     argv = sys.argv[1:] if argv is None else list(argv)
@@ -58,6 +60,8 @@ def main(argv: Sequence[str] | None = None, command: str = "pretrain") -> int:
     except KeyboardInterrupt:
         print(f"{command}: stopped at once, nothing more is saved", file=sys.stderr)
         return leave(INTERRUPTED + 2)
+    except Exception as error:
+        return leave(print_fault(command, error))
     return 0 if result.signal is None else INTERRUPTED + result.signal
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tomllib
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +11,12 @@ from typing import Any
 
 from meshpar.data.sources import DataSource
 from meshpar.errors import InputError, nearest
+from meshpar.foreign_files import (
+    MOST_OPTIONS_BYTES,
+    parse_toml,
+    parse_yaml,
+    read_text,
+)
 from meshpar.recipes.config import OF_ONE_START, OPTIONS, PATHS, SEVERAL, RunConfig
 
 SAVED = "config.toml"
@@ -119,13 +124,7 @@ def _read(path: Path) -> Mapping[str, Any]:
             f"{str(path)!r} is no .toml, .yaml or .yml file; name one",
             key="run.unknown_config_format",
         )
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise InputError(
-            f"cannot read {str(path)!r}: {reason}", key="run.unreadable_config"
-        ) from error
+    text = read_text(path, key="run.unreadable_config", most=MOST_OPTIONS_BYTES)
     found = _toml(path, text) if path.suffix == ".toml" else _yaml(path, text)
     if not isinstance(found, Mapping):
         raise InputError(
@@ -137,33 +136,27 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 def _toml(path: Path, text: str) -> Any:
     try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        return parse_toml(text)
+    except ValueError as error:
         raise InputError(
             f"{str(path)!r} is no TOML: {error}", key="run.bad_toml"
         ) from error
 
 
 def _yaml(path: Path, text: str) -> Any:
-    import yaml  # of flax; no other run needs it
-
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        found = yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
-        reason = " ".join(str(error).split())
+        found, keys = parse_yaml(text)
+    except ValueError as error:
         raise InputError(
-            f"{str(path)!r} is no YAML: {reason}", key="run.bad_yaml"
+            f"{str(path)!r} is no YAML: {error}", key="run.bad_yaml"
         ) from error
-    pairs = root.value if isinstance(root, yaml.MappingNode) else []
-    keys = [str(key.value) for key, _ in pairs]
     for key, times in Counter(keys).items():
         if times > 1:
             raise InputError(
                 f"{str(path)!r}: key {key!r} stands there {times} times; give it once",
                 key="run.config_key_twice",
             )
-    return found
+    return found or {}
 
 
 def _words(option: str, value: Any) -> list[str]:

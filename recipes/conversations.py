@@ -6,7 +6,6 @@ A file has a JSON object a line, with `messages`: a list of objects with `role` 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +15,12 @@ import numpy as np
 
 from meshpar.data.errors import DataError
 from meshpar.data.text import lines_of
+from meshpar.foreign_files import parse_json, read_text
 from meshpar.models.convert.chat_template import ChatTemplate
 from meshpar.train.data import HostBatch
+
+_MOST_BYTES = 1 << 30
+"""All conversations are in memory."""
 
 Messages = Sequence[Mapping[str, str]]
 
@@ -28,12 +31,8 @@ def read_conversations(path: Path) -> list[Messages]:
     Raises:
         DataError: It cannot be read, or a line holds none.
     """
-    try:
-        lines = lines_of(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"cannot read {str(path)!r}: {error}", key="data.unreadable_file"
-        ) from error
+    text = read_text(path, key="data.unreadable_file", most=_MOST_BYTES, kind=DataError)
+    lines = lines_of(text)
     found = [
         _messages(line, f"{str(path)!r}, line {number}")
         for number, line in enumerate(lines, 1)
@@ -153,7 +152,7 @@ def check_answers(rows: ConversationRows, what: str, first: int | None = None) -
 
 def _messages(line: str, where: str) -> Messages:
     try:
-        found = json.loads(line)
+        found = parse_json(line)
     except ValueError as error:
         raise DataError(f"{where}: no JSON: {error}", key="data.not_json") from error
     messages = found.get("messages") if isinstance(found, dict) else None

@@ -27,6 +27,7 @@ import optax
 
 import meshpar
 from meshpar.emulate import num_cpu_devices
+from meshpar.internal_errors import print_fault
 from meshpar.models.dit import DiTConfig, dit
 from meshpar.models.dit_sampling import METHODS, sample
 from meshpar.models.layers.noise_path import PATHS
@@ -54,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = "" if isinstance(error, meshpar.InputError) else _INSTALL
         print(f"diffusion: {error}{hint}", file=sys.stderr)
         return 2
+    except Exception as error:
+        return print_fault("diffusion", error)
     return 0
 
 

@@ -30,6 +30,7 @@ from meshpar import InputError, Layout, TrainState, TrainStep, emulate, make_tra
 from meshpar.data.mixture import mixed
 from meshpar.emulate import num_cpu_devices
 from meshpar.errors import local_path, whole_number
+from meshpar.internal_errors import print_fault
 from meshpar.model.lora import TARGETS, LoRA
 from meshpar.models.convert.chat_template import read_template
 from meshpar.recipes.conversations import (
@@ -167,6 +168,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"finetune: {error}", file=sys.stderr)
         return 2
+    except Exception as error:
+        return print_fault("finetune", error)
     return 0
 
 

@@ -29,6 +29,7 @@ import numpy as np
 from meshpar import InputError, Layout, emulate
 from meshpar.cli.parsing import positive
 from meshpar.cli.report.destination import check_picture, output_file
+from meshpar.internal_errors import print_fault
 from meshpar.layout import MESH_AXES
 from meshpar.recipes.printed_rows import write_rows
 from meshpar.recipes.shallow_water import Band, State, balanced
@@ -112,6 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"forecast: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except Exception as error:
+        return print_fault("forecast", error)
 
 
 def run(args: argparse.Namespace, layout: Layout) -> int:

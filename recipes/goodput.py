@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from meshpar.foreign_files import read_json
 from meshpar.recipes.phases import Phases
 
 NAME = "goodput.json"
@@ -134,6 +135,6 @@ def _read(path: Path | None) -> Ledger | None:
     if path is None or not path.is_file():
         return None
     try:
-        return Ledger(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        return Ledger(**read_json(path, key="run.unreadable_ledger"))
+    except (ValueError, TypeError):
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from meshpar.data.tokenizer import (
     whole_texts_tokenizer,
 )
 from meshpar.errors import local_path
+from meshpar.foreign_files import read_json_object
 from meshpar.models.convert.weights import read_weights
 
 _TOKENIZER = "tokenizer.json"
@@ -204,7 +205,7 @@ def _stop_tokens(path: Path) -> tuple[int, ...]:
         from meshpar.models.convert.gguf_file import GGUFFile
 
         end = GGUFFile(path).said("tokenizer.ggml.eos_token_id")
-        return () if end is None else (int(end),)
+        return () if end is None else _tokens(path, "eos_token_id", [end])
     return _said(path, "eos_token_id") or ()
 
 
@@ -223,29 +224,25 @@ def _said(folder: Path, name: str) -> tuple[int, ...] | None:
         file = folder / setting
         found = _object(file).get(name) if file.is_file() else None
         if found is not None:
-            try:
-                return tuple(map(int, found if isinstance(found, list) else [found]))
-            except (TypeError, ValueError) as error:
-                raise InputError(
-                    f"{str(file)!r}: {name} is {found!r}; give a token's number, or a "
-                    "list of them",
-                    key="weights.bad_token_number",
-                ) from error
+            return _tokens(file, name, found if isinstance(found, list) else [found])
     return None
 
 
+def _tokens(file: Path, name: str, found: list[Any]) -> tuple[int, ...]:
+    for one in found:
+        if isinstance(one, bool) or not isinstance(one, int) or not 0 <= one < 1 << 31:
+            raise InputError(
+                f"{str(file)!r}: {name} is {reprlib.repr(found)}; give a token's "
+                "number, or a list of them",
+                key="weights.bad_token_number",
+            )
+    return tuple(found)
+
+
 def _object(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"cannot read {str(file)!r} as JSON: {error}; mend it, or move it away",
-            key="weights.unreadable_json",
-        ) from error
-    if not isinstance(found, dict):
-        raise InputError(
-            f"{str(file)!r} holds no JSON object, but {found!r}; mend it, or move it "
-            "away",
-            key="weights.not_json_object",
-        )
-    return found
+    return read_json_object(
+        file,
+        key="weights.unreadable_json",
+        shape_key="weights.not_json_object",
+        way_out="; mend it, or move it away",
+    )

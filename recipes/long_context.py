@@ -22,6 +22,7 @@ import numpy as np
 import optax
 
 import meshpar
+from meshpar.internal_errors import print_fault
 from meshpar.models.llama import LlamaConfig, llama
 from meshpar.recipes.texts import BYTE_VOCAB, SHAKESPEARE
 from meshpar.train.data import HostBatch, byte_tokens, read_texts
@@ -40,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except meshpar.InputError as error:
         print(f"long_context: {error}", file=sys.stderr)
         return 2
+    except Exception as error:
+        return print_fault("long_context", error)
     return 0
 
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from meshpar import InputError, Layout, emulate
 from meshpar.cli.parsing import positive
 from meshpar.cli.report.destination import check_picture, output_file
+from meshpar.internal_errors import print_fault
 from meshpar.recipes.printed_rows import Row, printed, write_rows
 
 
@@ -37,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"moe: {error}", file=sys.stderr)
         return 2
+    except Exception as error:
+        return print_fault("moe", error)
     write_rows(rows, args.log_json)
     if args.png is not None:
         draw(rows, args.png)

@@ -39,6 +39,7 @@ from meshpar import (
 )
 from meshpar.cli.parsing import positive
 from meshpar.cli.report.destination import output_file
+from meshpar.internal_errors import print_fault
 from meshpar.recipes.clicks import (
     NUMBERS,
     Clicks,
@@ -78,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"recommend: {error}", file=sys.stderr)
         return 2
+    except Exception as error:
+        return print_fault("recommend", error)
     write_rows(rows, args.log_json)
     return 0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from meshpar import InputError
+from meshpar.foreign_files import parse_json
 from meshpar.recipes import host_times, report
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.run import Run
@@ -117,7 +117,7 @@ def _rows_in(data: bytes) -> Iterator[dict[str, Any]]:
     """The rows of steps in it; what is none was left by a crash, and is cut as well."""
     for line in data.splitlines():
         with contextlib.suppress(ValueError):
-            row = json.loads(line)
+            row = parse_json(line)
             if isinstance(row, dict) and "step" in row:
                 yield row
 

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 # matching name counts. `meshpar` alone is the public API, which those above it use.
 LAYERS = (
     ("meshpar.errors",),
+    ("meshpar.deadline", "meshpar.foreign_files", "meshpar.internal_errors"),
     ("meshpar.chunk_bytes", "meshpar.expert_rooms", "meshpar.key_values"),
     ("meshpar.attention_method", "meshpar.attention_tiles"),
     ("meshpar.residual_names", "meshpar.collective_kinds", "meshpar.schedules"),

@@ -280,16 +280,19 @@ def test_a_model_is_a_name_or_sizes(name):
 
 
 @pytest.mark.parametrize("kind", [ValueError, RuntimeError, TypeError])
-def test_a_bug_keeps_its_traceback(tmp_path, small_text, monkeypatch, kind):
+def test_a_bug_keeps_its_traceback_and_has_a_status_of_its_own(
+    tmp_path, small_text, monkeypatch, capsys, kind
+):
     bug = kind("emulate(8): shapes do not match")
 
     def fail(*args, **kwargs):
         raise bug
 
     monkeypatch.setattr(pretrain, "make_step", fail)
-    with pytest.raises(kind) as caught:
-        run(tmp_path / "run", small_text)
-    assert caught.value is bug
+    assert run(tmp_path / "run", small_text) == 70
+    *trace, line = capsys.readouterr().err.splitlines()
+    assert trace[0].startswith("Traceback") and str(bug) in trace[-1]
+    assert kind.__name__ in line
 
 
 def write_one_row(run, state, log, stop):

@@ -49,7 +49,7 @@ def test_reading_the_options_imports_no_jax():
             for name in [getattr(node, "module", None) or node.names[0].name]
         }
         light = {"meshpar.distributed", "meshpar.errors", "meshpar.train.faults"}
-        light |= {"meshpar.data.sources", "tyro"}
+        light |= {"meshpar.data.sources", "meshpar.foreign_files", "tyro"}
         ours = {f"meshpar.recipes.{name}" for name in ("config", "config_file")}
         ours |= {"meshpar.recipes.options", "meshpar.recipes.option_checks"}
         assert all(

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from meshpar.cli.joined import add_joined_arguments, num_processes_of, run_joined
@@ -20,10 +21,14 @@ from meshpar.cli.parsing import (
 from meshpar.data.text import lines_of
 from meshpar.distributed import Processes
 from meshpar.errors import InputError, local_path, printable
+from meshpar.foreign_files import open_file
 from meshpar.layout import Layout
 
 _LOAD = "meshpar.recipes.loaded:load"
 """What reads a model: looked up when the command runs."""
+
+_MOST_BYTES = 1 << 26
+"""Of a file of prompts."""
 
 EXAMPLE = "meshpar generate --from runs/mine --layout tensor=2 --prompt 'To be'"
 STATUSES = "0 done, 2 bad input"
@@ -260,7 +265,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     prompts = list(args.prompt or ())
     if args.prompts not in (None, "-"):
         file = local_path("--prompts", args.prompts)
-        prompts += _lines(repr(args.prompts), partial(file.read_text, encoding="utf-8"))
+        prompts += _lines(repr(args.prompts), partial(_text_of, file))
     elif args.prompts == "-" or not prompts:
         prompts += _lines("standard input", sys.stdin.read)
     if not prompts:
@@ -278,6 +283,18 @@ def _prompts(args: argparse.Namespace) -> list[str]:
                 key="generation.prompt_not_utf8",
             ) from error
     return prompts
+
+
+def _text_of(file: Path) -> str:
+    with open_file(file) as opened:
+        content = opened.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise InputError(
+            f"{str(file)!r} has more than {_MOST_BYTES:,} bytes, and all prompts are "
+            "in memory; give them in several files",
+            key="generation.too_many_prompts",
+        )
+    return content.decode("utf-8")
 
 
 def _lines(name: str, read: Callable[[], str]) -> list[str]:

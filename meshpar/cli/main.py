@@ -1,6 +1,7 @@
 """The `meshpar` command: parses, runs a subcommand, and says how it ended.
 
-Exit status: 0 done, 1 the answer is "no", 2 bad input (one clear line on stderr).
+Exit status: 0 done, 1 the answer is "no", 2 bad input (one clear line on stderr), 70 a
+fault of meshpar itself, 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from meshpar.cli.parsing import (
     one_line,
     print_error,
 )
+from meshpar.distributed.leave import leave
 from meshpar.errors import InputError, nearest
+from meshpar.internal_errors import print_fault
 
-DONE, NO, BAD_INPUT = 0, 1, 2
+DONE, NO, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 SUBCOMMANDS = (
     "lint",
@@ -57,15 +60,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    args, unknown = _parser(argv).parse_known_args(argv)
-    if unknown:
-        args.parser.error_of_unknown(unknown)
+    command = f"meshpar {argv[0]}" if argv[:1] else "meshpar"
     try:
+        args, unknown = _parser(argv).parse_known_args(argv)
+        if unknown:
+            args.parser.error_of_unknown(unknown)
         return args.run(args)
     except (InputError, OSError) as error:
-        print(f"meshpar {args.subcommand}: {one_line(error)}", file=sys.stderr)
-        print_error(error, as_json=args.json)
+        print(f"{command}: {one_line(error)}", file=sys.stderr)
+        print_error(error, as_json=asks_json(argv))
         return BAD_INPUT
+    except KeyboardInterrupt:
+        print(f"{command}: stopped", file=sys.stderr)
+        return leave(INTERRUPTED)
+    except Exception as error:
+        status = print_fault(command, error)
+        print_error(error, as_json=asks_json(argv))
+        return leave(status)
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
@@ -73,7 +84,8 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="meshpar",
         description=(meshpar.__doc__ or "").splitlines()[0],
-        epilog="exit status: 0 done, 1 the answer is no, 2 bad input; "
+        epilog="exit status: 0 done, 1 the answer is no, 2 bad input, 70 a fault "
+        "of meshpar itself; "
         "`meshpar COMMAND --help` has more, and an example",
     )
     parser.set_defaults(parser=parser)

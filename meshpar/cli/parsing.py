@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from meshpar.errors import InputError, printable
+from meshpar.internal_errors import KEY, fault_line
 from meshpar.key_values import key_values
 from meshpar.layout import MESH_AXES, Layout
 
@@ -264,8 +265,12 @@ def print_error(error: Exception, *, as_json: bool) -> None:
         as_json: Whether there is a `--json`.
     """
     if as_json:
-        key = error.key if isinstance(error, InputError) else "command.unreadable_file"
-        print(json.dumps({"error": {"key": key, "message": one_line(error)}}))
+        key, message = KEY, fault_line(error)
+        if isinstance(error, InputError):
+            key, message = error.key, one_line(error)
+        elif isinstance(error, OSError):
+            key, message = "command.unreadable_file", one_line(error)
+        print(json.dumps({"error": {"key": key, "message": message}}))
 
 
 def asks_json(words: Sequence[str]) -> bool:

@@ -25,6 +25,7 @@ from meshpar.cli.plan_other import (
 )
 from meshpar.cli.plan_training import add_training_arguments, training_of
 from meshpar.cli.report.destination import PAGES, check_picture, output_file
+from meshpar.cli.words_to_train import words_to_train
 from meshpar.errors import InputError, local_path
 from meshpar.layout import MESH_AXES
 from meshpar.planner.cost.estimate import (
@@ -283,6 +284,11 @@ def _how_to_run(args: argparse.Namespace, best: Estimate) -> str:
         )
     real = run.cluster.device.platform != "cpu"
     preset, sizes = train_model(args)
+    if args.preset is None or sizes:
+        try:
+            sizes = words_to_train(sizes, preset, run.workload, run.seq)
+        except InputError as error:
+            return f"run it: not yet; {error}"
     words = ["--layout", str(run.layout)]
     words += option_words({"--preset": preset, "--model": sizes})
     words += ["--global-batch", str(run.global_batch), "--seq", str(run.seq)]

@@ -70,10 +70,11 @@ def other_request(
             transformers alone.
     """
     name = args.preset or args.model
-    _check(args, name)
     presets = importlib.import_module(MODEL_FROM.partition(":")[0])
     sizes = parse_sizes(args.model) if args.preset and args.model else {}
     model = presets.build(name, **sizes)
+    if _is_planned(model):
+        _check(args, name)
     shared = {"cluster": cluster, "global_batch": global_batch}
     return _request(args, name, model, {**shared, "constraints": constraints})
 
@@ -105,11 +106,20 @@ def run_estimate(args: argparse.Namespace, request: OtherRequest) -> int:
     return 0 if fits else 1
 
 
+def _is_planned(model: Model) -> bool:
+    """Whether the planner has arithmetic for such a model."""
+    from meshpar.parallel.space import has_space
+
+    looked_up = any(one.has_gradient for one in (model.inputs or {}).values())
+    return has_space(model) or looked_up
+
+
 def _check(args: argparse.Namespace, name: str) -> None:
     of_subcommand = [one for one in _OF_TRANSFORMERS if one in args]
     for option in given_options(args, of_subcommand):
         raise InputError(
-            f"{option} is of transformers, which {name} is not; leave it out",
+            f"{option} is of models of one text, a decoder, which {name} is not; leave "
+            "it out",
             key="command.option_of_transformers",
         )
     if getattr(args, "html", None) and args.curve is None:

@@ -38,9 +38,8 @@ from meshpar.schedules.render_trace import trace_events
 _PIPE_COLUMNS = 160
 _LONGEST_MS = 10**9
 
-
-_MOST_FORWARDS = 1_000_000
-"""As many as are simulated in some seconds."""
+_MOST_FORWARDS, _MOST_PLACES = 100_000, 1_000_000
+"""So many forwards are simulated in 35 s; places are the ticks of all ranks."""
 
 EXAMPLE = "meshpar schedule --schedule 1f1b --stages 4 --microbatches 8"
 STATUSES = "0 done, 1 the schedule is wrong, 2 bad input"
@@ -144,6 +143,13 @@ def _schedule_of(args: argparse.Namespace) -> Schedule:
         raise InputError(
             f"--stages {args.stages} of --microbatches {args.microbatches} are "
             f"{actions} forwards; give at most {_MOST_FORWARDS}",
+            key="schedule.too_large",
+        )
+    places = 2 * args.stages * (args.stages + args.microbatches) * (args.chunks or 1)
+    if places > _MOST_PLACES:
+        raise InputError(
+            f"--stages {args.stages} of --microbatches {args.microbatches} are "
+            f"{places} places in a timeline; give at most {_MOST_PLACES}",
             key="schedule.too_large",
         )
     return make_schedule(args.schedule, args.stages, args.microbatches, args.chunks)

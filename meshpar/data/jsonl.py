@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import codecs
-import gzip
-import json
 import zlib
 from collections.abc import Iterator
+from gzip import GzipFile
 from pathlib import Path
+from typing import IO, cast
 
 from meshpar.data.errors import DataError
 from meshpar.data.skipped import Skipped
+from meshpar.foreign_files import json_type, open_file, parse_json, reason_of
 
-_TYPES = {str: "text", dict: "an object", list: "a list", bool: "true or false"}
+_LONGEST_BYTES = 1 << 26
+"""Of a line: a compressed file of a few megabytes may hold one of many gigabytes."""
 
 
 def jsonl_documents(path: Path, field: str, skipped: Skipped) -> Iterator[str]:
@@ -27,8 +29,8 @@ def jsonl_documents(path: Path, field: str, skipped: Skipped) -> Iterator[str]:
         DataError: The file cannot be read, or a line is broken.
     """
     try:
-        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
+        with open_file(path) as file:
+            for number, line in enumerate(_lines(path, file), 1):
                 if number == 1:
                     line = line.removeprefix(codecs.BOM_UTF8)
                 if line.strip():
@@ -41,11 +43,20 @@ def jsonl_documents(path: Path, field: str, skipped: Skipped) -> Iterator[str]:
                             key=found.wrong.key,
                         )
     except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+        reason = reason_of(error)
         raise DataError(
             f"cannot read {str(path)!r}: {reason}; copy it again",
             key="data.unreadable_file",
         ) from error
+
+
+def _lines(path: Path, file: IO[bytes]) -> Iterator[bytes]:
+    """The lines of a file; of one that is too long its beginning alone."""
+    content = cast(IO[bytes], GzipFile(fileobj=file)) if path.suffix == ".gz" else file
+    while line := content.readline(_LONGEST_BYTES + 1):
+        yield line
+        while len(line) > _LONGEST_BYTES and not line.endswith(b"\n"):
+            line = content.readline(_LONGEST_BYTES + 1)
 
 
 class _Document:
@@ -54,8 +65,15 @@ class _Document:
 
 
 def _document(line: bytes, field: str) -> _Document:
+    if len(line) > _LONGEST_BYTES:
+        return _Document(
+            wrong=DataError(
+                f"it has more than {_LONGEST_BYTES:,} bytes; cut its document",
+                key="data.line_too_long",
+            )
+        )
     try:
-        found = json.loads(line.decode("utf-8"))
+        found = parse_json(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         return _Document(
             wrong=DataError(
@@ -64,12 +82,12 @@ def _document(line: bytes, field: str) -> _Document:
                 key="data.not_utf8",
             )
         )
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         return _Document(wrong=DataError(f"no JSON: {error}", key="data.not_json"))
     if not isinstance(found, dict):
         return _Document(
             wrong=DataError(
-                f"no JSON object, but {_kind(found)}", key="data.not_json_object"
+                f"no JSON object, but {json_type(found)}", key="data.not_json_object"
             )
         )
     if field not in found:
@@ -83,8 +101,8 @@ def _document(line: bytes, field: str) -> _Document:
     if not isinstance(found[field], str):
         return _Document(
             wrong=DataError(
-                f"field {field!r} is {_kind(found[field])}, no text; name another by "
-                "field=",
+                f"field {field!r} is {json_type(found[field])}, no text; name another "
+                "by field=",
                 key="data.field_not_text",
             )
         )
@@ -104,7 +122,3 @@ def _encodable(text: str, field: str) -> _Document:
             )
         )
     return _Document(text)
-
-
-def _kind(value: object) -> str:
-    return _TYPES.get(type(value), "null" if value is None else "a number")

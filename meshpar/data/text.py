@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from meshpar.data.errors import DataError
+from meshpar.foreign_files import open_file
 
 
 def text_documents(path: Path) -> Iterator[str]:
@@ -37,7 +38,8 @@ def read_text(file: Path) -> str:
         DataError: It cannot be read, is empty, or is not UTF-8 text.
     """
     try:
-        text = file.read_text(encoding="utf-8").removeprefix("\ufeff")
+        with open_file(file) as opened:
+            text = opened.read().decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise DataError(
             f"{str(file)!r} is not UTF-8 text: byte {error.start} is "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from meshpar.data.token_file import TokenFile, file_size
 from meshpar.data.tokenizer import ByteTokenizer, FileTokenizer
 
 _TEXTS_AT_ONCE = 512  # for the tokenizer's threads
+_CHARACTERS_AT_ONCE = 1 << 22
 _VERSION = 2
 """Of how texts become tokens; pairs of another one are not taken. Those of version 1
 may be cut or padded, as a tokenizer.json may ask."""
@@ -80,7 +80,7 @@ class TokenCache:
         end = np.array([self.tokenizer.eos], np.int32)
         num_documents = num_tokens = 0
         with MegatronWriter(kept, _dtype(self.tokenizer.vocab), path) as writer:
-            while several := list(itertools.islice(texts, _TEXTS_AT_ONCE)):
+            for several in _several(texts):
                 for tokens in self.tokenizer.encode(several):
                     writer.add(np.concatenate([tokens, end]))
                     num_documents += 1
@@ -101,6 +101,20 @@ class TokenCache:
             )
         if skipped.count:
             self.told(f"skipped {skipped.count:,} lines, the first: {skipped.first}")
+
+
+def _several(texts: Iterator[str]) -> Iterator[list[str]]:
+    """Some texts at a time, of which none is long but the last."""
+    found: list[str] = []
+    characters = 0
+    for text in texts:
+        found.append(text)
+        characters += len(text)
+        if len(found) == _TEXTS_AT_ONCE or characters > _CHARACTERS_AT_ONCE:
+            yield found
+            found, characters = [], 0
+    if found:
+        yield found
 
 
 def _documents(path: Path, format: str, field: str, skipped: Skipped) -> Iterator[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from meshpar.data.errors import DataError
+from meshpar.foreign_files import open_file
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,7 +79,8 @@ def file_size(path: Path) -> int:
             raise DataError(
                 f"{str(path)!r} is a folder; name a file", key="data.folder_not_file"
             )
-        return path.stat().st_size
+        with open_file(path) as file:
+            return os.fstat(file.fileno()).st_size
     except OSError as error:
         raise DataError(
             f"cannot read {str(path)!r}: {error.strerror}", key="data.unreadable_file"

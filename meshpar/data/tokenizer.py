@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,21 @@ from typing import Any
 import numpy as np
 
 from meshpar.data.errors import DataError
+from meshpar.deadline import OverdueError, is_panic, within
+from meshpar.foreign_files import read_bytes, read_json
 
 _ENDS_OF_TEXT = (
     *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>"),
     *("<|im_end|>", "[SEP]"),
 )
 """What well-known tokenizers end a document with, tried in order."""
+
+
+_LEAST_S, _CHARACTERS_PER_S = 8.0, 20_000
+"""What a tokenizer may take; usual ones read a million characters in a second."""
+
+_MOST_BYTES = 1 << 28
+"""Of a tokenizer.json; the largest that are known have 33 MB."""
 
 
 class ByteTokenizer:
@@ -150,14 +158,13 @@ def whole_texts_tokenizer(path: Path) -> Any:
 
 
 def _content(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DataError(
-            f"cannot read the tokenizer {str(path)!r}: {error.strerror}; name a "
-            "tokenizer.json",
-            key="data.unreadable_tokenizer",
-        ) from error
+    return read_bytes(
+        path,
+        key="data.unreadable_tokenizer",
+        most=_MOST_BYTES,
+        kind=DataError,
+        way_out="; name a tokenizer.json",
+    )
 
 
 def _parsed(path: Path, content: bytes) -> Any:
@@ -171,7 +178,9 @@ def _parsed(path: Path, content: bytes) -> Any:
         ) from error
     try:
         tokenizer = Tokenizer.from_buffer(content)
-    except Exception as error:  # The package raises no narrower one.
+    except BaseException as error:  # The package raises no narrower one, and panics.
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
         reason = " ".join(str(error).split())
         raise DataError(
             f"{str(path)!r} is no tokenizer.json: {reason}; name the file that "
@@ -187,7 +196,42 @@ def _parsed(path: Path, content: bytes) -> Any:
     # Files keep what a model was trained or served with; here texts are read whole.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return tokenizer
+    return _Timed(path, tokenizer)
+
+
+class _Timed:
+    """A tokenizer of `tokenizers` whose regular expressions are given a time."""
+
+    def __init__(self, path: Path, tokenizer: Any) -> None:
+        self._path, self._tokenizer = path, tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def encode(self, text: str, **options: Any) -> Any:
+        # A text alone would be encoded without letting any other thread run.
+        return self.encode_batch([text], **options)[0]
+
+    def encode_batch(self, texts: list[str], **options: Any) -> Any:
+        encode = self._tokenizer.encode_batch
+        return self._timed(texts, lambda: encode(texts, **options))
+
+    def _timed(self, texts: list[str], encode: Callable[[], Any]) -> Any:
+        size = sum(map(len, texts))
+        seconds = _LEAST_S + size / _CHARACTERS_PER_S
+        try:
+            return within(seconds, encode)
+        except OverdueError:
+            problem = f"took more than {seconds:.0f} s for {size:,} characters"
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            problem = f"gave up on a text: {' '.join(str(error).split())}"
+        raise DataError(
+            f"{str(self._path)!r}: its regular expressions {problem}; take another "
+            "tokenizer",
+            key="data.tokenizer_without_end",
+        )
 
 
 def _configured(path: Path) -> list[str]:
@@ -195,14 +239,13 @@ def _configured(path: Path) -> list[str]:
     beside = path.with_name("tokenizer_config.json")
     if not beside.is_file():
         return []
-    try:
-        found = json.loads(beside.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"cannot read {str(beside)!r}, which may name the token that ends a "
-            f"document: {error}; mend it, or name the token: --eos TOKEN",
-            key="data.unreadable_tokenizer_config",
-        ) from error
+    found = read_json(
+        beside,
+        key="data.unreadable_tokenizer_config",
+        kind=DataError,
+        way_out="; it may name the token that ends a document: mend it, or name the "
+        "token: --eos TOKEN",
+    )
     token = found.get("eos_token") if isinstance(found, dict) else None
     if isinstance(token, dict):
         token = token.get("content")

@@ -9,6 +9,8 @@ import threading
 import time
 from typing import Any
 
+from meshpar.foreign_files import parse_json
+
 _LONGEST_BYTES = 1 << 26
 """Of a line: what stands on the port may be anything."""
 
@@ -57,8 +59,8 @@ class Lines:
         self._connection.settimeout(timeout_s)  # Of what is sent next, too.
         line, _, self._received = self._received.partition(b"\n")
         try:
-            message = json.loads(line) if len(line) <= longest_bytes else None
-        except (ValueError, RecursionError):
+            message = parse_json(line) if len(line) <= longest_bytes else None
+        except ValueError:
             message = None
         if not isinstance(message, dict):
             raise ConnectionError(f"no message of meshpar: {line[:40]!r}")

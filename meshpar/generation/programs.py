@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from meshpar.audit.subject import Subject
 from meshpar.errors import InputError
 from meshpar.generation.agreement import check_takes_part
+from meshpar.generation.cache_memory import check_memory
 from meshpar.generation.cache_plan import CachePlan, plan_of
 from meshpar.generation.forward import Forward
 from meshpar.generation.layer_by_layer import given_up, layer_by_layer, layer_specs
@@ -121,6 +122,7 @@ class Programs:
         )
         sizes = slots, max_seq, page_size, num_pages, chunk, max_source
         plan = plan_of(placement, pipeline, *sizes)
+        check_memory(plan, mesh)
         _check_token_by_token(model)
         return cls(
             placement=placement,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NamedTuple
 
 import jax
@@ -46,6 +47,12 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise InputError(
+                    f"{name}={value!r}: must be a number", key="value.not_number"
+                )
         if not 0 <= self.temperature < math.inf:
             raise InputError(
                 f"temperature={self.temperature}: must be at least 0, which takes the "

@@ -142,6 +142,7 @@ def _check_array(name: str, array: Any, declared: Input | None) -> None:
             key="batch.not_an_array",
         )
     shape = tuple(array.shape)
+    _check_storage(name, array, shape)
     if declared is None:
         if not shape:
             raise InputError(
@@ -174,6 +175,28 @@ def _check_array(name: str, array: Any, declared: Input | None) -> None:
             "a gradient, which only real numbers have; convert it with "
             ".astype(numpy.float32)",
             key="batch.dtype_without_gradient",
+        )
+
+
+def _check_storage(name: str, array: Any, shape: tuple[int, ...]) -> None:
+    """Refuse what JAX cannot take, and what is of nothing."""
+    if 0 in shape:
+        raise InputError(
+            f"batch[{name!r}] has shape {shape}, of which there is nothing to train "
+            "on; leave such a batch out",
+            key="batch.empty_array",
+        )
+    if isinstance(array, np.ma.MaskedArray):
+        raise InputError(
+            f"batch[{name!r}] is a masked array, whose mask would be lost; give "
+            "array.filled(VALUE), and what counts as the batch's weights",
+            key="batch.masked_array",
+        )
+    if isinstance(array, np.ndarray) and not array.dtype.isnative:
+        raise InputError(
+            f"batch[{name!r}] has dtype {array.dtype}, of another byte order than this "
+            "machine's; give array.astype(array.dtype.newbyteorder('='))",
+            key="batch.other_byte_order",
         )
 
 

@@ -228,6 +228,7 @@ class Model:
 
     def __post_init__(self) -> None:
         check_inputs(self.inputs)
+        _check_parameters(self.parameters)
         for group in self.groups:
             if group.name not in self.parameters:
                 raise InputError(
@@ -324,3 +325,16 @@ class Model:
             math.prod(parameter.shape) * (parameter.num_layers or 1)
             for parameter in self.flat_parameters().values()
         )
+
+
+def _check_parameters(parameters: Any) -> None:
+    """Refuse values where the declarations of parameters belong."""
+    paths = jax.tree.leaves_with_path(parameters, is_leaf=is_parameter)
+    for path, leaf in paths:
+        if not is_parameter(leaf):
+            raise InputError(
+                f"parameters{jax.tree_util.keystr(path)} is a {type(leaf).__name__}: "
+                "a model declares each with meshpar.Parameter; values are for "
+                "step.init(params=...)",
+                key="model.not_a_parameter",
+            )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 import jax
 from flax import nnx
@@ -42,8 +42,8 @@ class Blocks:
 
 
 def from_nnx(
-    *,
-    ends: Callable[[nnx.Rngs], nnx.Module],
+    *modules: Any,
+    ends: Callable[[nnx.Rngs], nnx.Module] | None = None,
     block: Callable[[nnx.Rngs], nnx.Module] | None = None,
     num_layers: int | None = None,
     groups: Mapping[str, Blocks] | None = None,
@@ -70,6 +70,7 @@ def from_nnx(
     are those before the step. `nnx.BatchNorm` takes the statistics of the global batch.
 
     Args:
+        modules: None: what is given without a name is refused.
         ends: Builds the module of embedding and head.
         block: Builds one block.
         num_layers: Number of blocks.
@@ -86,6 +87,14 @@ def from_nnx(
             the name of a group; a module that holds a random key of its own, that two
             builds from one key make differently, or whose parameters are another's.
     """
+    if modules:
+        given = ", ".join(type(one).__name__ for one in modules)
+        raise InputError(
+            f"from_nnx is given {given}: a model is of functions that build its parts, "
+            "such as from_nnx(ends=lambda rngs: Ends(rngs), block=lambda rngs: "
+            "Block(rngs), num_layers=4)",
+            key="model.no_builders",
+        )
     chosen = _groups(
         groups,
         group,
@@ -94,7 +103,8 @@ def from_nnx(
         stream=stream,
         auxiliary={} if auxiliary is None else auxiliary,
     )
-    end = Functional(ends, "ends")
+    build_ends = cast(Callable[[nnx.Rngs], nnx.Module], ends)
+    end = Functional(build_ends, "ends")  # Which refuses None.
     made = {
         name: Functional(
             one.block, "block" if groups is None else f"groups[{name!r}].block"
@@ -133,7 +143,7 @@ def from_nnx(
             *(f"{name}.{path}" for name in made for path in made[name].constants),
         ),
         build={ENDS: end.build, **{name: one.build for name, one in made.items()}},
-        modules={ENDS: ends, **{name: one.block for name, one in chosen.items()}},
+        modules={ENDS: build_ends, **{name: one.block for name, one in chosen.items()}},
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from meshpar.errors import InputError
+from meshpar.foreign_files import MOST_BYTES, open_file
 from meshpar.schedules.base import Action, Schedule
 
 
@@ -52,7 +53,8 @@ def read_csv(path: str | Path) -> Schedule:
         InputError: It is no text, a cell is no action, or there are none.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        with open_file(path) as file:
+            text = file.read(MOST_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(
             f"schedule {str(path)!r} is no text: {error.reason}",

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from meshpar.errors import InputError
+from meshpar.train.late_answers import hide_late_answers
 
 
 class CheckpointError(InputError, RuntimeError):
@@ -26,6 +27,7 @@ def explained(directory: Path, what: str) -> Iterator[None]:
         directory: Of the checkpoints, whose disk may be full.
         what: Could not be done.
     """
+    hide_late_answers()
     try:
         yield
     except CheckpointError:

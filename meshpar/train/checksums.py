@@ -15,9 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshpar.foreign_files import open_file, read_json
+
 NAME = "checksums.json"
 _CHUNK_BYTES = 1 << 22
 _PIECE_BYTES = 1 << 26
+_MOST_NOTED_BYTES = 1 << 28  # Of millions of files.
 _THREADS = 4  # zlib lets the others run.
 
 
@@ -40,7 +43,7 @@ class Piece:
     def crc32(self, folder: Path) -> int:
         """Of its bytes, as many as there are."""
         crc, left = 0, self.length
-        with (folder / self.name).open("rb") as file:
+        with open_file(folder / self.name) as file:
             file.seek(self.start)
             while left and (chunk := file.read(min(left, _CHUNK_BYTES))):
                 crc, left = zlib.crc32(chunk, crc), left - len(chunk)
@@ -92,7 +95,7 @@ def damage(folder: Path, *, part: int = 0, num_parts: int = 1) -> str | None:
     for path in _noted_in(folder):
         try:
             crcs.update(_read(path))
-        except (OSError, ValueError, TypeError, AttributeError):
+        except (ValueError, TypeError, AttributeError, OverflowError):
             return f"its file {path.name} cannot be read"
     pieces = _share(crcs, part, num_parts)
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -143,7 +146,7 @@ def _noted_in(folder: Path) -> list[Path]:
 
 
 def _read(path: Path) -> dict[Piece, int]:
-    noted = json.loads(path.read_text(encoding="utf-8"))
+    noted = read_json(path, key="checkpoint.unreadable", most=_MOST_NOTED_BYTES)
     if isinstance(noted, dict):  # Of an earlier version: one piece a file.
         noted = [[name, size, 0, size, crc] for name, (size, crc) in noted.items()]
     return {

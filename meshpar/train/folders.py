@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+from meshpar.foreign_files import read_json_object
+
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """What the checkpoint of a folder says of its run."""
-    return json.loads((folder / "run" / "metadata").read_text(encoding="utf-8"))
+    """What the checkpoint of a folder says of its run.
+
+    Raises:
+        InputError: It says nothing that can be read.
+    """
+    return read_json_object(
+        folder / "run" / "metadata",
+        key="checkpoint.unreadable",
+        shape_key="checkpoint.unreadable",
+    )
 
 
 def move_aside(folder: Path) -> None:

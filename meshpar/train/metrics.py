@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshpar.errors import InputError
+from meshpar.foreign_files import parse_json
 
 
 class JsonLines:
@@ -73,7 +74,7 @@ def cut_rows(path: Path, stale: Callable[[dict[str, Any]], bool]) -> None:
 
 def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError:
         row = None
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):

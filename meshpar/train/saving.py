@@ -17,6 +17,7 @@ import orbax.checkpoint as ocp
 from meshpar.distributed import Processes
 from meshpar.train.checksums import write_checksums
 from meshpar.train.folders import remove_parts
+from meshpar.train.late_answers import hide_late_answers
 
 
 class Saving:
@@ -54,6 +55,7 @@ class Saving:
         """
         self._save = functools.partial(self._manager.save, self.step, args=args)
         logging.getLogger("absl").addFilter(self._log)
+        hide_late_answers()
         self._written = writer.submit(self._write)
 
     def wait_until_begun(self) -> None:

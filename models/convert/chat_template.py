@@ -10,9 +10,14 @@ from typing import Any
 import numpy as np
 
 from meshpar import InputError
+from meshpar.deadline import OverdueError, deadline
 from meshpar.models.convert.stored_chat import DEFAULT, WITH_TOOLS, stored_templates
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+_MOST_S = 8.0
+"""What a template may take; usual ones take a millisecond."""
+
+_ENDLESS = (OverdueError, MemoryError, RecursionError, OverflowError)
 
 
 def render_chat(
@@ -59,7 +64,10 @@ def render_chat(
         "add_generation_prompt": add_generation_prompt,
     }
     try:
-        program = compiled(template)
+        with deadline(_MOST_S):
+            program = compiled(template)
+    except _ENDLESS as error:
+        raise _without_end(error) from error
     except Exception as error:  # Jinja's, and of Python's compiler behind it.
         line = getattr(error, "lineno", None)
         raise InputError(
@@ -68,7 +76,12 @@ def render_chat(
             key="data.bad_chat_template",
         ) from error
     try:
-        return program.render({name: _plain(value) for name, value in given.items()})
+        with deadline(_MOST_S):
+            return program.render(
+                {name: _plain(value) for name, value in given.items()}
+            )
+    except _ENDLESS as error:
+        raise _without_end(error) from error
     except MessagesRefused as error:
         raise InputError(
             f"the chat template refuses the messages: {_one_line(error)}",
@@ -80,6 +93,14 @@ def render_chat(
             "either it asks for what the messages do not have, or it is at fault",
             key="data.chat_template_fails",
         ) from error
+
+
+def _without_end(error: Exception) -> InputError:
+    return InputError(
+        f"the chat template does not end: {type(error).__name__} after at most "
+        f"{_MOST_S:.0f} s; take another",
+        key="data.chat_template_without_end",
+    )
 
 
 def _plain(value: Any) -> Any:

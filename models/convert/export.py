@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from meshpar.errors import InputError
+from meshpar.foreign_files import read_json
 from meshpar.models.convert.run import is_of_tokens, read_checkpoint
 from meshpar.models.convert.writing import write_weights
 
@@ -87,8 +87,8 @@ def _reads_as(said: Mapping[str, Any], folder: Path) -> bool:
 def _tokens(tokenizer: Path) -> tuple[Any, Any] | None:
     """Which token each number of a tokenizer.json is; None where that is unknown."""
     try:
-        found = json.loads(tokenizer.read_text(encoding="utf-8"))
+        found = read_json(tokenizer, key="data.unreadable_tokenizer", most=1 << 28)
         added = {one["id"]: one["content"] for one in found["added_tokens"]}
         return found["model"]["vocab"], added
-    except (OSError, ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError):
         return None

@@ -9,6 +9,11 @@ from typing import Any
 import numpy as np
 
 from meshpar import InputError
+from meshpar.foreign_files import reason_of
+from meshpar.models.convert.gguf_header import check_header
+
+_BROKEN = (OSError, ValueError, LookupError, TypeError, OverflowError)
+"""What `gguf` raises of a file whose numbers contradict one another."""
 
 
 class GGUFFile:
@@ -28,10 +33,12 @@ class GGUFFile:
         self.bytes_read = 0
         self._gguf = _library()
         try:
+            check_header(path)
             self._reader = self._gguf.GGUFReader(path)
-        except (OSError, ValueError) as error:
+        except _BROKEN as error:
             raise InputError(
-                f"cannot read {str(path)!r}: {error}", key="weights.unreadable_file"
+                f"cannot read {str(path)!r}: {reason_of(error)}",
+                key="weights.unreadable_file",
             ) from error
         self._tensors = {one.name: one for one in self._reader.tensors}
 
@@ -46,7 +53,16 @@ class GGUFFile:
         return self._reader.fields.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of one tensor, as NumPy has it."""
+        """Of one tensor, as NumPy has it.
+
+        Raises:
+            InputError: There is none of that name.
+        """
+        if name not in self._tensors:
+            raise InputError(
+                f"{self.where!r} has no {name!r}: it is cut off, or no language model",
+                key="weights.missing_tensor",
+            )
         return tuple(int(size) for size in reversed(self._tensors[name].shape))
 
     def read(self, name: str, part: tuple[slice, ...]) -> np.ndarray:
@@ -58,9 +74,19 @@ class GGUFFile:
         return values[(slice(None), *part[1:])]
 
     def said(self, key: str, default: Any = None) -> Any:
-        """What the file says of its model."""
+        """What the file says of its model.
+
+        Raises:
+            InputError: It says something that cannot be read, such as a broken text.
+        """
         field = self._reader.get_field(key)
-        return default if field is None else field.contents()
+        try:
+            return default if field is None else field.contents()
+        except _BROKEN as error:
+            raise InputError(
+                f"cannot read {key} of {self.where!r}: {reason_of(error)}",
+                key="weights.unreadable_file",
+            ) from error
 
 
 def _library() -> Any:

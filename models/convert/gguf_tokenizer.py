@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from meshpar import InputError
+from meshpar.foreign_files import reason_of
 from meshpar.models.convert.gguf_file import GGUFFile
+
+_CONTRADICTIONS = (ValueError, TypeError, LookupError, OverflowError)
+"""Of lists that are missing, of other lengths, or of no texts."""
 
 _CONTROL = 3
 """The type of a token that stands for no text."""
@@ -15,7 +19,7 @@ def gguf_tokenizer(file: GGUFFile) -> Any:
     """A `tokenizers.Tokenizer` of byte pairs, as SmolLM2 has it.
 
     Raises:
-        InputError: The file holds one of another kind.
+        InputError: The file holds one of another kind, or a broken one.
     """
     kind = file.said("tokenizer.ggml.model"), file.said("tokenizer.ggml.pre")
     if kind != ("gpt2", "smollm"):
@@ -24,6 +28,17 @@ def gguf_tokenizer(file: GGUFFile) -> Any:
             "'gpt2', pre 'smollm': take the tokenizer.json of the model",
             key="weights.unknown_tokenizer",
         )
+    try:
+        return _tokenizer(file)
+    except _CONTRADICTIONS as error:
+        raise InputError(
+            f"{file.where!r} has a tokenizer that contradicts itself: "
+            f"{reason_of(error)}; take the tokenizer.json of the model",
+            key="weights.broken_tokenizer",
+        ) from error
+
+
+def _tokenizer(file: GGUFFile) -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     tokens = file.said("tokenizer.ggml.tokens")

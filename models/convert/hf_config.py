@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from meshpar import InputError
+from meshpar.foreign_files import read_json
 from meshpar.models.convert.rope_json import Rope, rope_of
 from meshpar.models.convert.tables import deepseek, gemma3, moe, t5, vit
 from meshpar.models.gpt2 import GPT2Config
@@ -81,12 +81,7 @@ def config_from_json(path: str | Path) -> Any:
             missing (null is missing too) or not a whole number, or it says something
             that our model would not compute, such as `mlp_bias`.
     """
-    try:
-        values = json.loads(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError(
-            f"cannot read {str(path)!r} as JSON: {error}", key="weights.unreadable_json"
-        ) from error
+    values = read_json(path, key="weights.unreadable_json")
     kind = values.get("model_type") if isinstance(values, dict) else None
     if not isinstance(kind, str) or kind not in _COMPUTED:
         known = ", ".join(sorted(_COMPUTED))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,13 @@ from typing import Any
 import numpy as np
 
 from meshpar import InputError
+from meshpar.foreign_files import (
+    MOST_BYTES,
+    open_file,
+    parse_json,
+    read_text,
+    reason_of,
+)
 
 WHOLE = "model.safetensors"
 INDEX = f"{WHOLE}.index.json"
@@ -79,6 +85,7 @@ class SafetensorsFolder:
     def _opened(self, file: Path) -> Any:
         if file not in self._open:
             safetensors = _library()
+            _check_header(file)
             try:
                 self._open[file] = safetensors.safe_open(file, framework="numpy")
             except (OSError, safetensors.SafetensorError) as error:
@@ -86,6 +93,24 @@ class SafetensorsFolder:
                     f"cannot read {str(file)!r}: {error}", key="weights.unreadable_file"
                 ) from error
         return self._open[file]
+
+
+def _check_header(file: Path) -> None:
+    """Refuse a header that would fill the memory; the library takes up to 100 MB.
+
+    Raises:
+        InputError: The file cannot be opened, or its header is too large.
+    """
+    try:
+        with open_file(file) as opened:
+            size = int.from_bytes(opened.read(8), "little")
+        if size > MOST_BYTES:
+            raise ValueError(f"its header has {size:,} bytes, over {MOST_BYTES:,}")
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"cannot read {str(file)!r}: {reason_of(error)}",
+            key="weights.unreadable_file",
+        ) from error
 
 
 def _library() -> Any:
@@ -128,27 +153,26 @@ def _files(path: Path) -> list[Path]:
 
 def _named_in(index: Path) -> set[str]:
     """Return the files that an index names, all in its own folder."""
+    text = read_text(index, key="weights.unreadable_file")
     try:
-        named = set(json.loads(index.read_text())["weight_map"].values())
-    except OSError as error:
+        found = parse_json(text)
+    except ValueError as error:
         raise InputError(
-            f"cannot read {str(index)!r}: {error.strerror}",
-            key="weights.unreadable_file",
-        ) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(
-            f"{str(index)!r} has no weight_map: {error!r}", key="weights.no_weight_map"
-        ) from error
-    except RecursionError:
-        raise InputError(
-            f"{str(index)!r} has no weight_map: it is nested too deeply",
+            f"{str(index)!r} has no weight_map: it is no JSON: {error}",
             key="weights.no_weight_map",
-        ) from None
-    for name in named:
+        ) from error
+    files = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(files, dict) or not files:
+        raise InputError(
+            f"{str(index)!r} has no weight_map: an object that names a file for each "
+            "tensor; fetch it again",
+            key="weights.no_weight_map",
+        )
+    for name in files.values():
         if not isinstance(name, str) or Path(name).name != name:
             raise InputError(
                 f"{str(index)!r} names {name!r}, which is no file of its own folder: "
                 "files of weights lie beside their index",
                 key="weights.file_outside_folder",
             )
-    return named
+    return set(files.values())

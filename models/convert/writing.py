@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from meshpar import InputError
+from meshpar.foreign_files import read_json_object
 from meshpar.models.convert.assembled import fitted
 from meshpar.models.convert.families import RUN_ONLY, json_of, table_of
 from meshpar.models.convert.row import Fitted
@@ -130,17 +131,9 @@ def _kept(like: str | Path | None, kind: str, names: tuple[str, ...]) -> dict[st
     file = Path(like) / "config.json"
     if not file.is_file():
         return {}
-    try:
-        said = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"cannot read {str(file)!r} as JSON: {error}", key="weights.unreadable_json"
-        ) from error
-    if not isinstance(said, dict):
-        raise InputError(
-            f"{str(file)!r} holds no JSON object, but {said!r}",
-            key="weights.not_json_object",
-        )
+    said = read_json_object(
+        file, key="weights.unreadable_json", shape_key="weights.not_json_object"
+    )
     if said.get("model_type") != kind:
         return {}
     return {name: said[name] for name in names if said.get(name) is not None}

@@ -97,10 +97,24 @@ class YarnScaling:
         return frequencies * (kept + (1 - kept) / self.factor)
 
 
+_MOST_HEAD_DIM = 1 << 14
+"""The largest known have 512; each pair of dims has a frequency in the program."""
+
+
 def rope_frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | YarnScaling | None = None
 ) -> Float[np.ndarray, " {head_dim}//2"]:
-    """Radians per position of each pair of dims, (head_dim / 2,)."""
+    """Radians per position of each pair of dims, (head_dim / 2,).
+
+    Raises:
+        InputError: A head is larger than any model's.
+    """
+    if head_dim > _MOST_HEAD_DIM:
+        raise InputError(
+            f"heads of {head_dim} values: must be at most {_MOST_HEAD_DIM}; give more "
+            "heads",
+            key="model.head_too_large",
+        )
     frequencies = theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if scaling is None:
         return frequencies

@@ -71,7 +71,7 @@ def _plans(plans: Iterable[Estimate]) -> str:
     return table(
         [
             *("layout", "step", "MFU", "half the network", "memory"),
-            *("computing", "bubble", "exposed"),
+            *("computing", "bubble", "exposed", "host", "optimizer", "slowest device"),
         ],
         [
             (
@@ -83,6 +83,9 @@ def _plans(plans: Iterable[Estimate]) -> str:
                 milliseconds(plan.time.compute_s),
                 milliseconds(plan.time.bubble_s),
                 _exposed(plan),
+                milliseconds(plan.time.host_s),
+                milliseconds(plan.time.optimizer_s),
+                milliseconds(plan.time.straggler_s),
             )
             for plan in plans
         ],

@@ -63,7 +63,7 @@ def cluster_of(
         )
     if devices is None:
         return Cluster(device=device, hosts=hosts or 1)
-    count = hosts or -(-devices // device.domain_devices)
+    count = hosts or _fewest_hosts(devices, device.domain_devices)
     if devices % count:
         raise InputError(
             f"{devices} devices do not divide over {count} hosts; change one of them",
@@ -77,6 +77,19 @@ def cluster_of(
             key="hardware.too_many_devices_per_host",
         )
     return Cluster(device=device, hosts=count, devices_per_host=devices // count)
+
+
+def _fewest_hosts(devices: int, most_each: int) -> int:
+    """Return the fewest hosts that have as many devices each, `most_each` at most.
+
+    Example:
+        >>> _fewest_hosts(4096, 72)
+        64
+    """
+    hosts = -(-devices // most_each)
+    while devices % hosts:
+        hosts += 1
+    return hosts
 
 
 def _slices(
@@ -136,7 +149,7 @@ def load_device(path: str | Path) -> Device:
     """A device from a TOML file.
 
     The file has the fields of `Device`, `peak_flops` and `efficiency` as tables, and
-    may start from a known one with `like`:
+    may start from a known one with `like`. Its name is the file's, unless it gives one:
 
         name = "my-a100"
         like = "a100-80gb"
@@ -168,7 +181,7 @@ def load_device(path: str | Path) -> Device:
                 key="hardware.not_a_table",
             )
         values[table] = {**base.get(table, {}), **given}
-    merged = {"name": Path(path).stem, **base, **values}
+    merged = {**base, "name": Path(path).stem, **values}
     start = 'device with like = "h100-80gb"'
     achieved = merged["efficiency"]
     where = f"{str(path)!r}: [efficiency]"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Collection
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 from meshpar.errors import InputError
+from meshpar.foreign_files import read_toml
 from meshpar.layout import nearest
 
 
@@ -22,13 +22,7 @@ def toml_values(path: str | Path, *, room: str) -> dict[str, Any]:
     Raises:
         InputError: It cannot be read.
     """
-    try:
-        return tomllib.loads(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InputError(
-            f"cannot read {str(path)!r} as TOML: {error}",
-            key=f"{room}.unreadable_toml",
-        ) from error
+    return read_toml(path, key=f"{room}.unreadable_toml")
 
 
 def check_fields(

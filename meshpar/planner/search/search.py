@@ -29,6 +29,7 @@ from meshpar.planner.search.space import mesh_layouts
 from meshpar.planner.workload.workload import Workload
 
 _NUM_PLANS = 10
+_MOST_PLANS = 1000
 _NO_VARIANT = (
     "what is kept leaves no way to run it: microbatches must divide a replica's "
     "sequences, chunks the layers of a stage, and both suit the schedule"
@@ -162,6 +163,12 @@ def search(request: Request, *, num_plans: int = _NUM_PLANS) -> SearchResult:
     if num_plans < 1:
         raise InputError(
             f"num_plans={num_plans}: must be at least 1", key="value.below_one"
+        )
+    if num_plans > _MOST_PLANS:
+        raise InputError(
+            f"num_plans={num_plans}: give at most {_MOST_PLANS}; each is estimated in "
+            "full, where others are passed over by their bounds",
+            key="plan.too_many_plans",
         )
     capacity = request.capacity_bytes
     findings = Findings(capacity_bytes=capacity, num_plans=num_plans)

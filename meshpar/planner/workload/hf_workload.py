@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from meshpar.errors import InputError
+from meshpar.foreign_files import read_json
 from meshpar.planner.workload.config_json import completed
 from meshpar.planner.workload.workload import Workload
 
@@ -29,12 +29,7 @@ def workload_from_json(path: str | Path) -> Workload:
         InputError: It is no JSON object, its `model_type` is not known here, or a size
             is missing.
     """
-    try:
-        values = json.loads(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError(
-            f"cannot read {str(path)!r} as JSON: {error}", key="weights.unreadable_json"
-        ) from error
+    values = read_json(path, key="weights.unreadable_json")
     kind = values.get("model_type") if isinstance(values, dict) else None
     if not isinstance(kind, str) or kind not in _FAMILIES:
         raise InputError(

@@ -1,0 +1,45 @@
+"""Answers of TensorStore that come when nobody waits for them any more.
+
+Seen with orbax-checkpoint 0.12.8 and tensorstore 0.1.86 on a full disk: the first chunk
+that cannot be written ends Orbax's event loop. The other chunks end a moment later in
+TensorStore's own threads, each calls the closed loop, and Python prints a trace of each
+after the line that says what went wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+_CLOSED = "Event loop is closed"
+
+
+def hide_late_answers() -> None:
+    """Print no trace of a call to a closed event loop; all other traces stay."""
+    if not isinstance(sys.unraisablehook, _Hook):
+        sys.unraisablehook = _Hook(_print_unless_late, sys.unraisablehook)
+
+
+class _Hook(functools.partial[None]):
+    """The hook, told from those that others install."""
+
+
+def _print_unless_late(before: Callable[[Any], Any], raised: Any) -> None:
+    is_closed = raised.exc_type is RuntimeError and str(raised.exc_value) == _CLOSED
+    if not (is_closed and _is_of_asyncio(raised.exc_traceback)):
+        before(raised)
+
+
+def _is_of_asyncio(trace: TracebackType | None) -> bool:
+    """Whether no frame is a program's own: a thread of TensorStore has made the call.
+
+    A program that calls a closed loop has a frame outside of asyncio, first of all.
+    """
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("__name__") != "asyncio.base_events":
+            return False
+        trace = trace.tb_next
+    return True
