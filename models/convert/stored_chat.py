@@ -50,11 +50,11 @@ def stored_templates(path: Path) -> tuple[dict[str, str], dict[str, str]]:
 
 def _of_gguf(path: Path) -> tuple[dict[str, str], dict[str, str]]:
     file = GGUFFile(path)
-    words = file.said("tokenizer.ggml.tokens", [])
+    words = file.metadata("tokenizer.ggml.tokens", [])
     tokens = {}
     for name in _TOKENS:
         key = f"tokenizer.ggml.{_GGUF_NAMES.get(name, name)}_token_id"
-        at = file.said(key)
+        at = file.metadata(key)
         if at is None:
             continue
         if not 0 <= at < len(words):
@@ -65,11 +65,11 @@ def _of_gguf(path: Path) -> tuple[dict[str, str], dict[str, str]]:
         tokens[f"{name}_token"] = words[at]
     start = "tokenizer.chat_template"
     texts = {
-        key.removeprefix(f"{start}."): file.said(key)
+        key.removeprefix(f"{start}."): file.metadata(key)
         for key in file.keys
         if key.startswith(f"{start}.")
     }
-    return {**texts, DEFAULT: file.said(start, "")}, tokens
+    return {**texts, DEFAULT: file.metadata(start, "")}, tokens
 
 
 def _of_folder(path: Path) -> tuple[dict[str, str], dict[str, str]]:
