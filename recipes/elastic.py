@@ -131,17 +131,18 @@ def _layouts_before(config: RunConfig) -> tuple[Layout, Layout] | None:
 
     Older checkpoints say only the first.
     """
-    description = _description(config.folder / "checkpoints")
+    description = newest_description(config.folder / "checkpoints")
     line = description.get("layout")
     if not config.resume or not isinstance(line, str):
         return None
     return Layout.parse(line), Layout.parse(description.get("layout_asked", line))
 
 
-def _description(directory: Path) -> dict[str, Any]:
-    """What the newest checkpoint says of its run; nothing where it cannot be read.
+def newest_description(directory: Path) -> dict[str, Any]:
+    """Return what the newest checkpoint says of its run; {} if it cannot be read.
 
-    Whether it is damaged is not asked: what resumes says that.
+    Nothing is locked or written. Whether it is damaged is not asked: what resumes says
+    that.
     """
     try:
         return read_run(directory / str(steps_of(directory)[-1]))

@@ -17,7 +17,8 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -38,6 +39,7 @@ from meshpar.recipes.conversations import (
     check_answers,
     read_conversations,
 )
+from meshpar.recipes.elastic import newest_description
 from meshpar.recipes.loaded import Loaded, OfRun, WithoutTokenizer, load
 from meshpar.recipes.options import with_values
 from meshpar.recipes.resume import changes
@@ -185,9 +187,10 @@ def finetune(config: FinetuneConfig) -> Finetuned:
         needed = max(layout.num_devices, num_cpu_devices())
         emulate(needed if config.emulate < 0 else config.emulate)
     loaded = load(config.from_weights, tokenizer=config.tokenizer)
-    train, held_out = rows_of(config, loaded)
+    chat_date = chat_date_of(config)
+    train, held_out = rows_of(config, loaded, chat_date)
     step = step_of(config, loaded)
-    description = described(config, loaded, step)
+    description = described(config, loaded, step, chat_date)
     with (
         folder_in_use(config.out) as folder,
         Checkpoints(
@@ -219,8 +222,28 @@ def finetune(config: FinetuneConfig) -> Finetuned:
     return Finetuned(before=before, after=after, folder=config.out)
 
 
-def rows_of(config: FinetuneConfig, loaded: Loaded) -> tuple[Any, Any]:
-    """Rows to train on, and rows that are held out."""
+def chat_date_of(config: FinetuneConfig) -> date | None:
+    """Return the day of `strftime_now` in all rows of a run; None without templates.
+
+    It is the day when the run first read a chat template. A resumed run keeps it, so
+    that its rows have the same tokens.
+    """
+    before = newest_description(config.out / "checkpoints") if config.resume else {}
+    if "chat_date" in before:
+        return date.fromisoformat(before["chat_date"])
+    return date.today() if config.chat else None
+
+
+def rows_of(
+    config: FinetuneConfig, loaded: Loaded, chat_date: date | None = None
+) -> tuple[Any, Any]:
+    """Rows to train on, and rows that are held out.
+
+    Args:
+        config: Of the run.
+        loaded: Its model and tokenizer.
+        chat_date: The day of `strftime_now`; the clock's when absent.
+    """
 
     def encode(text: str) -> list[int]:
         if isinstance(loaded.tokenizer, OfRun | WithoutTokenizer):
@@ -235,7 +258,7 @@ def rows_of(config: FinetuneConfig, loaded: Loaded) -> tuple[Any, Any]:
             TokenWindows(np.array(encode(text), np.int32), config.seq) for text in texts
         )
         return train, held_out
-    template = read_template(config.from_weights)
+    template = replace(read_template(config.from_weights), today=chat_date)
     chats = read_conversations(config.chat)
     kept = [chat for at, chat in enumerate(chats) if (at + 1) % HELD_OUT]
     held = chats[HELD_OUT - 1 :: HELD_OUT] or [kept.pop()]
@@ -357,7 +380,10 @@ def validate(
 
 
 def described(
-    config: FinetuneConfig, loaded: Loaded, step: TrainStep
+    config: FinetuneConfig,
+    loaded: Loaded,
+    step: TrainStep,
+    chat_date: date | None = None,
 ) -> dict[str, Any]:
     """What the checkpoint says of its run; `meshpar export` and `generate` read it."""
     lora = config.lora
@@ -373,6 +399,8 @@ def described(
         "learning_rate": learning_rate_of(config),
         **_data_of(config),
     }
+    if chat_date is not None:
+        said["chat_date"] = chat_date.isoformat()
     if loaded.tokenizer_file is not None:
         said["tokenizer"] = str(loaded.tokenizer_file.absolute())
     elif not isinstance(loaded.tokenizer, OfRun):

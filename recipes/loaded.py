@@ -204,7 +204,7 @@ def _stop_tokens(path: Path) -> tuple[int, ...]:
     if path.suffix == ".gguf":
         from meshpar.models.convert.gguf_file import GGUFFile
 
-        end = GGUFFile(path).said("tokenizer.ggml.eos_token_id")
+        end = GGUFFile(path).metadata("tokenizer.ggml.eos_token_id")
         return () if end is None else _tokens(path, "eos_token_id", [end])
     return _said(path, "eos_token_id") or ()
 

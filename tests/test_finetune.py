@@ -3,6 +3,8 @@
 import json
 import shutil
 import sys
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +25,7 @@ from meshpar.models.presets import build_config, configure
 from meshpar.recipes.conversations import ConversationRows, read_conversations
 from meshpar.recipes.finetune import (
     FinetuneConfig,
+    chat_date_of,
     described,
     finetune,
     main,
@@ -367,6 +370,28 @@ def test_what_a_resumed_run_has_otherwise_is_told(
     told += "learning_rate 0.03 -> 0.01", f"-> {text}", "data crc32"
     assert len(lines) == len(told)
     assert all(any(one in line for line in lines) for one in told), lines
+
+
+def test_a_resumed_run_keeps_the_day_of_its_chat_template(theirs, tmp_path):
+    """Its rows have the tokens that they had; a run that begins has today's."""
+    chats = chats_of(tmp_path, *["Barnardo"] * 20)
+    config = FinetuneConfig(
+        from_weights=theirs, out=tmp_path / "run", chat=chats, resume="auto"
+    )
+    today = {date.today(), chat_date_of(config), date.today()}
+    assert chat_date_of(config) in today and len(today) <= 2
+    assert chat_date_of(replace(config, chat=None)) is None
+    loaded, day = load(theirs), date(2024, 2, 29)
+    step = SimpleNamespace(layout="data=1")
+    said = described(config, loaded, step, day)
+    assert said["chat_date"] == "2024-02-29"
+    kept = config.out / "checkpoints" / "3" / "run"
+    kept.mkdir(parents=True)
+    (kept / "metadata").write_text(json.dumps(said))
+    assert chat_date_of(config) == chat_date_of(replace(config, chat=None)) == day
+    assert chat_date_of(replace(config, resume=False)) != day
+    train, held_out = rows_of(config, loaded, day)
+    assert train.template.today == held_out.template.today == day
 
 
 def test_a_template_that_changes_what_was_said_is_refused(refuses):

@@ -139,8 +139,8 @@ VALUE, KEY = "weights.unsupported_gguf_value", "weights.unknown_gguf_key"
 @pytest.mark.parametrize(
     "kind, said, refusal",
     [
-        ("llama", {"rope__scaling__factor": 4.0}, (SCALED, "linear", 4.0)),
-        ("llama", {"rope__scale_linear": 4.0}, (SCALED, "linear", 4.0)),
+        ("llama", {"rope__scaling__factor": 4.0}, (SCALED, 4.0)),
+        ("llama", {"rope__scale_linear": 4.0}, (SCALED, 4.0)),
         ("llama", {"rope__scaling__type": "yarn"}, (SCALED, "'yarn'")),
         ("gemma3", {"rope__scaling__type": "longrope"}, (SCALED, "'longrope'")),
         (
@@ -152,6 +152,11 @@ VALUE, KEY = "weights.unsupported_gguf_value", "weights.unknown_gguf_key"
             "gemma3",
             {"rope__dimension_count_swa": 4},
             (VALUE, "gemma3.rope.dimension_count_swa=4", 8),
+        ),
+        (
+            "llama",
+            {"attention__scale": float("nan")},
+            (VALUE, "llama.attention.scale=nan", 0.5),
         ),
         ("llama", {"attention__scale": 0.25}, (VALUE, "llama.attention.scale=0.25")),
         (
@@ -214,5 +219,6 @@ def test_what_readers_of_a_gemma_take_differently_has_to_be_said(
 
 @pytest.mark.parametrize("name", ["rope_freqs.weight", "rope_factors_long.weight"])
 def test_a_tensor_that_scales_positions_is_refused(name, config_of, refuses):
-    with refuses(SCALED, name):
+    with refuses(SCALED, name) as caught:
         config_of("llama", names=(name,))
+    assert "linear" not in str(caught.value)  # No key of it says so.

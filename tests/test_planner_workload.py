@@ -137,7 +137,7 @@ _DEEPSEEK = {
         (
             "qwen3_moe",
             {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
-            {"experts": 8, "top_k": 2, "expert_ffn": 24, "head_dim": 128},
+            {"experts": 8, "top_k": 2, "expert_ffn": 24, "head_dim": 16},
         ),
         (
             "deepseek_v3",

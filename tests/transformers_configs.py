@@ -39,6 +39,7 @@ _EXPERTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.02}
 # Family -> a config that gives every key that is read, none of them at its default.
 BASES: Mapping[str, dict[str, Any]] = {
     "llama": {**_DECODER, **_FLAT, "mlp_bias": False, "pretraining_tp": 1},
+    "mistral": {**_DECODER, **_FLAT, "sliding_window": None},
     "qwen2": {**_DECODER, **_FLAT, "use_sliding_window": False, "layer_types": None},
     "qwen3": {**_DECODER, **_FLAT, "use_sliding_window": False, "layer_types": None},
     "mixtral": {
@@ -207,6 +208,8 @@ _SPELLINGS = {
 _ALSO = {
     "t5": (
         {"feed_forward_proj": "relu"},
+        {"num_hidden_layers": 2, "num_decoder_layers": ABSENT},
+        {"num_hidden_layers": 2, "num_layers": ABSENT, "num_decoder_layers": ABSENT},
         {"scale_decoder_outputs": False},
         {"scale_decoder_outputs": True},
         {"tie_word_embeddings": True},
@@ -234,9 +237,9 @@ class ConfigCase:
 
     Args:
         label: Its name among those of the family.
-        changes: Of the family's base; `left_out` are gone from it.
-        left_out: Keys.
-        base: The family's.
+        base: A config of the family.
+        changes: Keys that it has otherwise, or beside its own.
+        left_out: Keys that it lacks.
     """
 
     label: str

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
-from datetime import datetime
+from datetime import date, datetime
 from typing import Any
 
 from jinja2 import Template, nodes
@@ -37,10 +37,10 @@ class Generation(Extension):
         """Return the block as the call of a macro."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        call = self.call_method("_said")
+        call = self.call_method("_body")
         return nodes.CallBlock(call, [], [], body).set_lineno(line)
 
-    def _said(self, caller: Callable[[], str]) -> str:
+    def _body(self, caller: Callable[[], str]) -> str:
         return caller()
 
 
@@ -49,10 +49,10 @@ class _Namespace(Namespace):
 
     def __init__(*args: Any, **values: Any) -> None:
         self, *given = args
-        said = dict(*given, **values)
-        for name in said:
+        named = dict(*given, **values)
+        for name in named:
             _check_name(name)
-        Namespace.__init__(self, said)
+        Namespace.__init__(self, named)
 
     def __setitem__(self, name: str, value: Any) -> None:
         _check_name(name)
@@ -64,6 +64,15 @@ def _check_name(name: Any) -> None:
         raise SecurityError(
             f"a namespace has no {name!r}: it begins with an underscore"
         )
+
+
+def strftime_of(day: date) -> Callable[[str], str]:
+    """Return a `strftime_now` for which it is always the midnight that begins a day."""
+
+    def strftime_now(form: str) -> str:
+        return day.strftime(form)
+
+    return strftime_now
 
 
 @functools.lru_cache(maxsize=16)

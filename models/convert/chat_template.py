@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ def render_chat(
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
     documents: Sequence[Mapping[str, Any]] | None = None,
+    today: date | None = None,
     **more: Any,
 ) -> str:
     """The text of a conversation under a model's chat template, as Transformers has it.
@@ -38,11 +40,12 @@ def render_chat(
         add_generation_prompt: Whether the answer's beginning is added.
         tools: JSON schemas of the functions that may be called.
         documents: What may be cited, each with a `title` and a `text`.
+        today: The day of `strftime_now`; the clock's when absent.
         more: What else the template may ask for, such as `bos_token`.
 
     Raises:
-        InputError: The template refuses the conversation, is no template, or fails; or
-            jinja2 is not installed.
+        InputError: The template refuses the conversation, is no template, or fails; a
+            value is not one of JSON's kinds; or jinja2 is not installed.
 
     Example:
         >>> template = "{% for one in messages %}<{{ one.role }}>{% endfor %}"
@@ -50,7 +53,11 @@ def render_chat(
         '<user>'
     """
     try:
-        from meshpar.models.convert.chat_environment import MessagesRefused, compiled
+        from meshpar.models.convert.chat_environment import (
+            MessagesRefused,
+            compiled,
+            strftime_of,
+        )
     except ModuleNotFoundError as error:
         raise InputError(
             "chat templates need jinja2: pip install 'meshpar[convert]'",
@@ -58,11 +65,15 @@ def render_chat(
         ) from error
     given = {
         **more,
-        "messages": [_with_reasoning(_plain(one)) for one in messages],
+        "messages": [*messages],
         "tools": tools,
         "documents": documents,
         "add_generation_prompt": add_generation_prompt,
     }
+    values = {name: _plain(value, name) for name, value in given.items()}
+    values["messages"] = [_with_reasoning(one) for one in values["messages"]]
+    if today is not None:
+        values["strftime_now"] = strftime_of(today)
     try:
         with deadline(_MOST_S):
             program = compiled(template)
@@ -77,9 +88,7 @@ def render_chat(
         ) from error
     try:
         with deadline(_MOST_S):
-            return program.render(
-                {name: _plain(value) for name, value in given.items()}
-            )
+            return program.render(values)
     except _ENDLESS as error:
         raise _without_end(error) from error
     except MessagesRefused as error:
@@ -103,33 +112,51 @@ def _without_end(error: Exception) -> InputError:
     )
 
 
-def _plain(value: Any) -> Any:
-    """Return JSON's kinds of values: a template could call the methods of others."""
-    if isinstance(value, np.generic):
-        return _plain(value.item())
+def _plain(value: Any, where: str) -> Any:
+    """Return a value as JSON's kinds: a template could call the methods of others.
+
+    Args:
+        value: Arrays become lists, and subclasses of text and numbers lose their class.
+        where: It is in the conversation, for messages.
+
+    Raises:
+        InputError: It holds something of another kind.
+    """
     if value is None or type(value) in (str, int, float, bool):
         return value
-    for kind in (str, int, float):
-        if isinstance(value, kind):
+    if isinstance(value, str):
+        return str.__str__(value)  # Of an Enum, its value and not its name.
+    if isinstance(value, np.bool_):
+        return bool(value)
+    for kind, scalar in ((int, np.integer), (float, np.floating)):
+        if isinstance(value, (kind, scalar)):
             return kind(value)
     if isinstance(value, Mapping):
-        return {_plain(key): _plain(one) for key, one in value.items()}
-    if isinstance(value, tuple):
-        return tuple(map(_plain, value))
-    if isinstance(value, list):
-        return [*map(_plain, value)]
-    return f"<{type(value).__name__}>"
+        return {
+            _plain(key, f"a key of {where}"): _plain(one, f"{where}[{key!r}]")
+            for key, one in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        items = (_plain(one, f"{where}[{at}]") for at, one in enumerate(value))
+        return tuple(items) if isinstance(value, tuple) else [*items]
+    if hasattr(type(value), "__array__") and not isinstance(value, np.generic):
+        return _plain(np.asarray(value).tolist(), where)
+    raise InputError(
+        f"{where} is of type {type(value).__name__}, which no chat template reads: "
+        "give text, numbers, lists or dicts",
+        key="data.unknown_chat_value",
+    )
 
 
 def _with_reasoning(message: Any) -> Any:
     """Return a message without nulls, its reasoning under the names that are in use."""
     if not isinstance(message, dict):
         return message
-    said = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((said[name] for name in _REASONING if name in said), None)
+    kept = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((kept[name] for name in _REASONING if name in kept), None)
     if reasoning is None:
-        return said
-    return {"thinking": reasoning, **said, "reasoning_content": reasoning}
+        return kept
+    return {"thinking": reasoning, **kept, "reasoning_content": reasoning}
 
 
 def _of_line(line: int | None) -> str:
@@ -148,11 +175,14 @@ class ChatTemplate:
         text: Jinja.
         tokens: Such as `bos_token` -> its text.
         with_tools: What takes its place where there are tools, if it is another.
+        today: The day of `strftime_now`; the clock's when absent. Rows to train on
+            need one: else a run over midnight trains on other tokens.
     """
 
     text: str
     tokens: Mapping[str, str] = field(default_factory=dict)
     with_tools: str = ""
+    today: date | None = None
 
     def render(
         self,
@@ -169,6 +199,7 @@ class ChatTemplate:
             add_generation_prompt=add_generation_prompt,
             tools=tools,
             documents=documents,
+            today=self.today,
             **self.tokens,
         )
 
@@ -181,18 +212,22 @@ def read_template(path: str | Path) -> ChatTemplate:
     Raises:
         InputError: It has none, or none of that name, or cannot be read.
     """
-    texts, tokens = stored_templates(Path(path))
-    if not any(texts.values()):
+    path = Path(path)
+    texts, tokens = stored_templates(path)
+    names = sorted(name for name, text in texts.items() if text)
+    if not names:
         raise InputError(
             f"{str(path)!r} has no chat template; take a model that was trained on "
             "conversations, or train on text",
             key="data.no_chat_template",
         )
-    if not texts.get(DEFAULT):
+    if DEFAULT not in names:
+        wanted = "write the one to take into its chat_template.jinja"
+        if path.suffix == ".gguf":
+            wanted = f"take the folder of its model, and {wanted}"
         raise InputError(
-            f"{str(path)!r} has chat templates {', '.join(sorted(texts))}, none of "
-            f"which is named {DEFAULT}: write the one to take into "
-            "chat_template.jinja",
+            f"{str(path)!r} has no chat template named {DEFAULT}, but "
+            f"{', '.join(names)}: {wanted}",
             key="data.no_default_chat_template",
         )
     return ChatTemplate(texts[DEFAULT], tokens, texts.get(WITH_TOOLS, ""))

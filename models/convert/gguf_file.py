@@ -49,7 +49,7 @@ class GGUFFile:
 
     @property
     def keys(self) -> Collection[str]:
-        """Of all that it says of its model."""
+        """The keys of its metadata."""
         return self._reader.fields.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -73,11 +73,11 @@ class GGUFFile:
         values = self._gguf.dequantize(rows, tensor.tensor_type)
         return values[(slice(None), *part[1:])]
 
-    def said(self, key: str, default: Any = None) -> Any:
-        """What the file says of its model.
+    def metadata(self, key: str, default: Any = None) -> Any:
+        """The value of a key of its metadata; `default` if it has no such key.
 
         Raises:
-            InputError: It says something that cannot be read, such as a broken text.
+            InputError: It has a value that cannot be read, such as a broken text.
         """
         field = self._reader.get_field(key)
         try:

@@ -20,10 +20,6 @@ _READ = frozenset(
         *("attention.key_length", "attention.value_length"),
         *("rope.dimension_count", "rope.freq_base"),
         *("rope.scaling.type", "rope.scaling.factor", "rope.scale_linear"),
-        # Of no effect on what a model computes of a text; the first is as long as the
-        # table of tokens.
-        *("vocab_size", "context_length", "tensor_data_layout"),
-        *("rope.scaling.original_context_length", "rope.scaling.finetuned"),
     )
 )
 _READ_OF: Mapping[str, frozenset[str]] = {
@@ -36,8 +32,15 @@ _READ_OF: Mapping[str, frozenset[str]] = {
     },
 }
 
-# Key -> the values with which llama.cpp computes what it computes without the key.
-_WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
+# Key -> the values with which llama.cpp computes what it computes without the key;
+# None: with any value. The table of tokens is `vocab_size` long.
+_WITHOUT_EFFECT: Mapping[str, tuple[Any, ...] | None] = {
+    **dict.fromkeys(
+        (
+            *("vocab_size", "context_length", "tensor_data_layout"),
+            *("rope.scaling.original_context_length", "rope.scaling.finetuned"),
+        )
+    ),
     **dict.fromkeys(
         (
             *("attention.sliding_window", "attention.clamp_kqv"),
@@ -63,32 +66,36 @@ _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
 
 
 def check_keys(file: GGUFFile, kind: str) -> None:
-    """Check that each key of a file's model is read, or says what changes nothing.
+    """Check that each key of a file's model is read, or has a value without effect.
 
     Args:
-        file: It.
+        file: The file.
         kind: Its architecture, which its keys begin with.
 
     Raises:
-        InputError: It is a part of a model, or an adapter of one, or a key is not.
+        InputError: The file is a part of a model, or an adapter of one; or a key is
+            unknown, or has a value that no model here computes.
     """
-    if file.said("general.type", "model") != "model":
+    what = file.metadata("general.type", "model")
+    if what != "model":
         raise InputError(
-            f"{file.where!r} has general.type={file.said('general.type')!r}; known: "
-            "model",
+            f"{file.where!r} has general.type={what!r}; known: model",
             key="weights.unsupported_gguf_value",
         )
     for key in file.keys:
         name = key.removeprefix(f"{kind}.")
         if name == key or name in _READ_OF[kind]:
             continue
-        value, accepted = file.said(key), _WITHOUT_EFFECT.get(name)
-        if accepted is None:
+        value = file.metadata(key)
+        if name not in _WITHOUT_EFFECT:
             raise InputError(
                 f"{file.where!r} has {key}={value!r}, a key that is not known here and "
                 "may change the model; take the model's safetensors",
                 key="weights.unknown_gguf_key",
             )
+        accepted = _WITHOUT_EFFECT[name]
+        if accepted is None:
+            continue
         is_bool = isinstance(value, bool)
         if value not in accepted or is_bool != isinstance(accepted[0], bool):
             raise InputError(
@@ -99,14 +106,14 @@ def check_keys(file: GGUFFile, kind: str) -> None:
 
 
 def check_value(file: GGUFFile, key: str, wanted: float) -> None:
-    """Check that a key, where the file has it, says that.
+    """Check that a key, if the file has it, has the wanted value.
 
     Raises:
-        InputError: It says something else.
+        InputError: It has another value.
     """
     value = number(file, key, wanted)
-    # Stored in fp32.
-    if abs(value - wanted) > 1e-6 * abs(wanted):
+    # Stored in fp32. A NaN is within no bound.
+    if not abs(value - wanted) <= 1e-6 * abs(wanted):
         raise InputError(
             f"{file.where!r} has {key}={value!r}; known: {wanted!r}",
             key="weights.unsupported_gguf_value",
@@ -114,13 +121,13 @@ def check_value(file: GGUFFile, key: str, wanted: float) -> None:
 
 
 def number(file: GGUFFile, key: str, default: Any = None) -> Any:
-    """Return a number that a file says; of a list, one for each layer, the only one.
+    """Return the number of a key; of a list with one for each layer, their one value.
 
     Raises:
-        InputError: It does not say it and there is no default, it is no number, or it
-            is not the same in all layers.
+        InputError: The file lacks the key and there is no default, or its value is no
+            number, or differs between layers.
     """
-    value = file.said(key)
+    value = file.metadata(key)
     if isinstance(value, list):
         if not value or any(one != value[0] for one in value):
             raise InputError(

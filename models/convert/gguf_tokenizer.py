@@ -21,7 +21,7 @@ def gguf_tokenizer(file: GGUFFile) -> Any:
     Raises:
         InputError: The file holds one of another kind, or a broken one.
     """
-    kind = file.said("tokenizer.ggml.model"), file.said("tokenizer.ggml.pre")
+    kind = file.metadata("tokenizer.ggml.model"), file.metadata("tokenizer.ggml.pre")
     if kind != ("gpt2", "smollm"):
         raise InputError(
             f"{file.where!r} has a tokenizer {kind[0]!r}, pre {kind[1]!r}; known: "
@@ -41,8 +41,8 @@ def gguf_tokenizer(file: GGUFFile) -> Any:
 def _tokenizer(file: GGUFFile) -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    tokens = file.said("tokenizer.ggml.tokens")
-    merges = [tuple(pair.split(" ")) for pair in file.said("tokenizer.ggml.merges")]
+    tokens = file.metadata("tokenizer.ggml.tokens")
+    merges = [tuple(pair.split(" ")) for pair in file.metadata("tokenizer.ggml.merges")]
     vocab = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -52,7 +52,7 @@ def _tokenizer(file: GGUFFile) -> Any:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    types = file.said("tokenizer.ggml.token_type")
+    types = file.metadata("tokenizer.ggml.token_type")
     control = [
         token for token, one in zip(tokens, types, strict=True) if one == _CONTROL
     ]

@@ -12,7 +12,7 @@ from meshpar.models.convert.rope_json import Rope, rope_of
 from meshpar.models.convert.tables import deepseek, gemma3, moe, t5, vit
 from meshpar.models.gpt2 import GPT2Config
 from meshpar.models.llama import LlamaConfig
-from meshpar.planner.workload.config_json import completed
+from meshpar.planner.workload.config_json import NULL_IS_ABSENT, with_defaults
 
 _LLAMA_LIKE = {
     "hidden_act": ("silu", "swish"),
@@ -20,11 +20,6 @@ _LLAMA_LIKE = {
     "layer_types": ("full_attention",),
 }
 _OF_ALL = {"partial_rotary_factor": (1.0,), "quantization_config": (None,)}
-_SILENT_NULLS = {
-    *("architectures", "layer_types", "mlp_only_layers", "partial_rotary_factor"),
-    *("use_bidirectional_attention", "scoring_func", "topk_method", "moe_layer_freq"),
-}
-"""Keys of which null is what leaving them out is."""
 
 # Model type -> what a config may say, where it says it at all, for our model to compute
 # the same: the first is what Transformers takes when a config is silent. Its
@@ -78,8 +73,9 @@ def config_from_json(path: str | Path) -> Any:
 
     Raises:
         InputError: It is no JSON object, its `model_type` is not known here, a size is
-            missing (null is missing too) or not a whole number, or it says something
-            that our model would not compute, such as `mlp_bias`.
+            missing or not a whole number, a key is null for which Transformers has no
+            null, or it asks for something that our model would not compute, such as
+            `mlp_bias`.
     """
     values = read_json(path, key="weights.unreadable_json")
     kind = values.get("model_type") if isinstance(values, dict) else None
@@ -90,7 +86,9 @@ def config_from_json(path: str | Path) -> Any:
             key="weights.unknown_model_type",
         )
     try:
-        given = completed(values, kind)
+        if kind == "t5":
+            t5.check_decoder_layers(values)
+        given = with_defaults(values, kind)
         _check_computed(given, kind)
         return _config(given, kind)
     except KeyError as error:
@@ -105,7 +103,7 @@ def _check_computed(values: Mapping[str, Any], kind: str) -> None:
     file = _FILES.get(kind, "models/llama.py")
     for name, computed in {**_OF_ALL, **_COMPUTED[kind]}.items():
         given = values.get(name, computed[0])
-        if given is None and name in _SILENT_NULLS:
+        if given is None and name in NULL_IS_ABSENT:
             given = computed[0]
         for value in given if isinstance(given, list) else [given]:
             if value not in computed and given not in computed:
@@ -128,7 +126,7 @@ def _config(values: dict[str, Any], kind: str) -> Any:
         return vit.from_json(values)
     known = "yarn" if kind == "deepseek_v3" else "llama3"
     rope = rope_of(values, ("default", known))
-    _check_computed(rope.said, kind)
+    _check_computed(rope.values, kind)
     if kind == "deepseek_v3":
         return deepseek.from_json(values, rope)
     if kind in moe.COMPUTED:

@@ -9,6 +9,7 @@ from typing import Any
 from meshpar import InputError
 from meshpar.models.layers.rope import RopeScaling
 
+_NAMES = ("rope_scaling", "rope_parameters")
 _OF_ALL = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 _READ = {
     "linear": ("factor",),
@@ -30,25 +31,35 @@ class Rope:
 
     Args:
         kind: Its `rope_type`, `default` where nothing is scaled.
-        said: All that is there of it, without nulls.
+        values: Its keys that are not null.
     """
 
     kind: str
-    said: Mapping[str, Any]
+    values: Mapping[str, Any]
 
     def theta(self, otherwise: Any) -> Any:
-        """The base; `otherwise` where only the config itself has one."""
-        return self.said.get("rope_theta", otherwise)
+        """Return the base of the frequencies.
+
+        Args:
+            otherwise: `rope_theta` of the config itself, taken where there is none
+                among the rotary positions.
+        """
+        return self.values.get("rope_theta", otherwise)
 
     def scaling(self) -> RopeScaling | None:
-        """Of a `llama3`."""
+        """Return the scaling of a `llama3`; None of a `default`.
+
+        Raises:
+            KeyError: One of its numbers is missing.
+            InputError: One of its numbers is out of range.
+        """
         if self.kind == "default":
             return None
         return RopeScaling(
-            factor=self.said["factor"],
-            low_factor=self.said["low_freq_factor"],
-            high_factor=self.said["high_freq_factor"],
-            original_seq=self.said["original_max_position_embeddings"],
+            factor=self.values["factor"],
+            low_factor=self.values["low_freq_factor"],
+            high_factor=self.values["high_freq_factor"],
+            original_seq=self.values["original_max_position_embeddings"],
         )
 
 
@@ -69,7 +80,7 @@ def rope_of(values: Mapping[str, Any], known: tuple[str, ...]) -> Rope:
     ropes = {name: rope_object(values, name) for name in _NAMES}
     rope = rope_as(ropes["rope_scaling"] or ropes["rope_parameters"], known)
     beside = values.get("original_max_position_embeddings")
-    original = rope.said.get("original_max_position_embeddings")
+    original = rope.values.get("original_max_position_embeddings")
     if rope.kind != "default" and None not in (beside, original) and beside != original:
         raise InputError(
             f"original_max_position_embeddings={beside!r}, and {original!r} in the "
@@ -77,9 +88,6 @@ def rope_of(values: Mapping[str, Any], known: tuple[str, ...]) -> Rope:
             key="weights.contradictory_config_values",
         )
     return rope
-
-
-_NAMES = ("rope_scaling", "rope_parameters")
 
 
 def rope_object(values: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -101,22 +109,27 @@ def rope_object(values: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def rope_as(given: Mapping[str, Any], known: tuple[str, ...]) -> Rope:
-    """Return positions, once their type is one of those, and reads all that they say.
+    """Return rotary positions, checked to be of a known type with known keys.
+
+    Args:
+        given: One of a config's objects of positions.
+        known: The types that the model here computes, `default` first.
 
     Raises:
-        InputError: It is not, or does not.
+        InputError: Their type is not among `known`, `rope_type` and `type` differ, or
+            they have a key that their type does not read.
     """
-    said = {name: value for name, value in given.items() if value is not None}
+    values = {name: value for name, value in given.items() if value is not None}
     if given.get("truncate", True) is None:
-        said["truncate"] = False
-    kinds = [said[name] for name in ("rope_type", "type") if name in said]
+        values["truncate"] = False
+    kinds = [values[name] for name in ("rope_type", "type") if name in values]
     if kinds[1:] and kinds[0] != kinds[1]:
         raise InputError(
             f"rope_type={kinds[0]!r} and type={kinds[1]!r}, which are two names of one "
             "type: leave one of them out",
             key="weights.contradictory_config_values",
         )
-    is_plain = not kinds and said.keys() <= {*_OF_ALL}
+    is_plain = not kinds and values.keys() <= {*_OF_ALL}
     kind = "default" if is_plain else next(iter(kinds), None)
     if kind not in known:
         scaled = ", ".join(known[1:] or known)
@@ -124,11 +137,11 @@ def rope_as(given: Mapping[str, Any], known: tuple[str, ...]) -> Rope:
             f"rope_scaling of type {kind!r} is not known here; known: {scaled}",
             key="weights.unknown_rope_scaling",
         )
-    unread = said.keys() - {*_OF_ALL, *_READ.get(kind, said)}
+    unread = values.keys() - {*_OF_ALL, *_READ.get(kind, values)}
     if unread:
         raise InputError(
             f"rope_scaling of type {kind!r} with {', '.join(sorted(unread))}, which is "
             f"not known here; known: {', '.join((*_OF_ALL, *_READ[kind]))}",
             key="weights.unknown_rope_key",
         )
-    return Rope(kind, said)
+    return Rope(kind, values)

@@ -16,6 +16,8 @@ MORE_TEMPLATES = "additional_chat_templates"
 """A folder in a model's, with the templates that are not the default."""
 
 _TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_NEEDED_TOKENS = ("bos", "eos")
+"""Tokens that begin and end texts; others that a vocabulary lacks are left out."""
 _GGUF_NAMES = {"unk": "unknown", "sep": "seperator", "pad": "padding"}
 """What a GGUF calls some of them; the second is misspelt there."""
 
@@ -43,33 +45,35 @@ def stored_templates(path: Path) -> tuple[dict[str, str], dict[str, str]]:
         its text.
 
     Raises:
-        InputError: It cannot be read.
+        InputError: It cannot be read, or its beginning or end of a text is a token
+            that its vocabulary lacks.
     """
     return _of_gguf(path) if path.suffix == ".gguf" else _of_folder(path)
 
 
 def _of_gguf(path: Path) -> tuple[dict[str, str], dict[str, str]]:
     file = GGUFFile(path)
-    words = file.said("tokenizer.ggml.tokens", [])
+    vocabulary = file.metadata("tokenizer.ggml.tokens", [])
     tokens = {}
     for name in _TOKENS:
         key = f"tokenizer.ggml.{_GGUF_NAMES.get(name, name)}_token_id"
-        at = file.said(key)
+        at = file.metadata(key)
         if at is None:
             continue
-        if not 0 <= at < len(words):
+        if 0 <= at < len(vocabulary):
+            tokens[f"{name}_token"] = vocabulary[at]
+        elif name in _NEEDED_TOKENS:
             raise InputError(
-                f"{str(path)!r} has {key}={at}, of {len(words)} tokens",
+                f"{str(path)!r} has {key}={at}, of {len(vocabulary)} tokens",
                 key="data.token_out_of_range",
             )
-        tokens[f"{name}_token"] = words[at]
     start = "tokenizer.chat_template"
     texts = {
-        key.removeprefix(f"{start}."): file.said(key)
+        key.removeprefix(f"{start}."): file.metadata(key)
         for key in file.keys
         if key.startswith(f"{start}.")
     }
-    return {**texts, DEFAULT: file.said(start, "")}, tokens
+    return {**texts, DEFAULT: file.metadata(start, "")}, tokens
 
 
 def _of_folder(path: Path) -> tuple[dict[str, str], dict[str, str]]:
@@ -83,15 +87,15 @@ def _of_folder(path: Path) -> tuple[dict[str, str], dict[str, str]]:
     return read or texts, _tokens_of(config, path)
 
 
-def _texts_of(said: Any, file: Path) -> dict[str, str]:
+def _texts_of(stored: Any, file: Path) -> dict[str, str]:
     """Return a config's templates by name: one, a list of them, or an object."""
-    if said is None or isinstance(said, str):
-        return {DEFAULT: said or ""}
-    if isinstance(said, list):
-        named = [one if isinstance(one, dict) else {} for one in said]
+    if stored is None or isinstance(stored, str):
+        return {DEFAULT: stored or ""}
+    if isinstance(stored, list):
+        named = [one if isinstance(one, dict) else {} for one in stored]
         pairs = [(one.get("name"), one.get("template")) for one in named]
     else:
-        pairs = list(said.items()) if isinstance(said, dict) else [(None, None)]
+        pairs = list(stored.items()) if isinstance(stored, dict) else [(None, None)]
     texts = {
         name: text
         for name, text in pairs
@@ -108,18 +112,17 @@ def _texts_of(said: Any, file: Path) -> dict[str, str]:
 
 def _tokens_of(config: Mapping[str, Any], folder: Path) -> dict[str, str]:
     kind = str(config.get("tokenizer_class", "")).removesuffix("Fast")
-    said = {**_OF_CLASSES.get(kind, {}), **config}
+    stored = {**_OF_CLASSES.get(kind, {}), **config}
     if "added_tokens_decoder" not in config:
-        said |= _object(folder / "special_tokens_map.json")
+        stored |= _object(folder / "special_tokens_map.json")
     for named in ("extra_special_tokens", "model_specific_special_tokens"):
-        more = said.get(named)
+        more = stored.get(named)
         if isinstance(more, dict):
-            said |= more
-    known = {f"{name}_token" for name in _TOKENS}
+            stored |= more
     tokens = {}
-    for name, value in said.items():
+    for name, value in stored.items():
         text = value.get("content") if isinstance(value, dict) else value
-        if (name in known or name.endswith("_token")) and isinstance(text, str):
+        if name.endswith("_token") and isinstance(text, str):
             tokens[name] = text
     return tokens
 
@@ -128,20 +131,19 @@ def _object(file: Path) -> dict[str, Any]:
     """Return the object of a JSON file; empty where there is none."""
     if not file.is_file():
         return {}
+    text = _text(file)
     try:
-        said = json.loads(_text(file))
+        found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        if isinstance(error, InputError):
-            raise
         raise InputError(
             f"cannot read {str(file)!r} as JSON: {error}", key="weights.unreadable_json"
         ) from error
-    if not isinstance(said, dict):
+    if not isinstance(found, dict):
         raise InputError(
-            f"{str(file)!r} holds no JSON object, but {said!r}",
+            f"{str(file)!r} holds no JSON object, but {found!r}",
             key="weights.not_json_object",
         )
-    return said
+    return found
 
 
 def _text(file: Path) -> str:

@@ -1,7 +1,7 @@
 """A Hugging Face `config.json`, with what Transformers takes where it is silent.
 
 The defaults are those of Transformers' config classes: `tests/test_config_json.py`
-holds them to `tests/data/transformers_defaults.json`, which Transformers made.
+compares them with `tests/data/transformers_defaults.json`, which Transformers made.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ConfigKeys:
 
     Args:
         defaults: Key -> what Transformers takes if the config leaves it out, or
-            `REQUIRED`: its own sizes stand for a model that nobody means.
+            `REQUIRED` where Transformers' default is the size of one certain model.
         nulls: Keys that may be null, which means None and not the default.
         spellings: Another name of a key -> the key.
     """
@@ -165,26 +165,32 @@ KEYS: Mapping[str, ConfigKeys] = {
             **{key: one for key, one in _SIZES.items() if key != "vocab_size"},
             **dict.fromkeys(("image_size", "patch_size"), REQUIRED),
             "num_channels": 3,
+            # None: as many as `id2label` has.
             "num_labels": None,
-            "id2label": None,
+            "id2label": {"0": "LABEL_0", "1": "LABEL_1"},
             "layer_norm_eps": 1e-12,
         },
-        nulls=frozenset(("id2label",)),
     ),
 }
-_SILENT_NULLS = frozenset(("rope_theta",))
-"""Of which null is what leaving it out is."""
+NULL_IS_ABSENT = frozenset(
+    (
+        *("architectures", "id2label", "layer_types", "mlp_only_layers"),
+        *("moe_layer_freq", "partial_rotary_factor", "rope_theta", "scoring_func"),
+        *("topk_method", "use_bidirectional_attention"),
+    )
+)
+"""Keys for which null means the same as leaving them out."""
 _POSITIVE = frozenset(
     (
         *("num_key_value_heads", "head_dim", "n_inner", "q_lora_rank"),
         *("query_pre_attn_scalar", "num_decoder_layers"),
     )
 )
-"""Of which 0 is a size to Transformers, and to a config here one that is not given."""
+"""Keys that must not be 0: Transformers takes 0 as a size, our configs as absent."""
 
 
-def completed(values: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """Return what a config says, with Transformers' defaults where it is silent.
+def with_defaults(values: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Return a config's values, with Transformers' defaults for absent keys.
 
     Args:
         values: Of the `config.json`, nulls among them.
@@ -195,49 +201,52 @@ def completed(values: Mapping[str, Any], kind: str) -> dict[str, Any]:
         required and missing, a value.
 
     Raises:
-        InputError: A key is null, or 0, which no model is, or it is given under two
-            names with two values.
+        InputError: A key is null where null means nothing, or 0 where a size must be
+            at least 1, or is given under two names with different values.
 
     Example:
-        >>> said = completed({"n_embd": 64, "num_hidden_layers": 2}, "gpt2")
-        >>> said["n_layer"], said["layer_norm_epsilon"], "n_head" in said
+        >>> given = {"n_embd": 64, "num_hidden_layers": 2}
+        >>> values = with_defaults(given, "gpt2")
+        >>> values["n_layer"], values["layer_norm_epsilon"], "n_head" in values
         (2, 1e-05, False)
     """
     keys = KEYS[kind]
-    said = _spelled(values, keys)
+    full = _with_canonical_names(values, keys)
     for key, default in keys.defaults.items():
-        if said.get(key) is None:
-            _check_null(said, key, keys)
-            if default is not REQUIRED and not (key in said and key in keys.nulls):
-                said[key] = default
+        if full.get(key) is None:
+            _check_null(full, key, keys)
+            if default is not REQUIRED and not (key in full and key in keys.nulls):
+                full[key] = default
             elif default is REQUIRED:
-                said.pop(key, None)
-        elif key in _POSITIVE and said[key] == 0:
+                full.pop(key, None)
+        elif key in _POSITIVE and full[key] == 0:
             raise InputError(
-                f"{key}={said[key]!r}: must be at least 1", key="value.below_one"
+                f"{key}={full[key]!r}: must be at least 1", key="value.below_one"
             )
-    return said
+    return full
 
 
-def _spelled(values: Mapping[str, Any], keys: ConfigKeys) -> dict[str, Any]:
-    said = dict(values)
+def _with_canonical_names(
+    values: Mapping[str, Any], keys: ConfigKeys
+) -> dict[str, Any]:
+    named = dict(values)
     for other, key in keys.spellings.items():
-        given = said.get(other)
+        given = named.get(other)
         if given is None:
             continue
-        if said.get(key, given) != given:
+        if named.get(key, given) != given:
             raise InputError(
-                f"{key}={said[key]!r} and {other}={given!r}, which are two names of "
+                f"{key}={named[key]!r} and {other}={given!r}, which are two names of "
                 "one size: leave one of them out",
                 key="weights.contradictory_config_values",
             )
-        said[key] = given
-    return said
+        named[key] = given
+    return named
 
 
-def _check_null(said: Mapping[str, Any], key: str, keys: ConfigKeys) -> None:
+def _check_null(values: Mapping[str, Any], key: str, keys: ConfigKeys) -> None:
     default = keys.defaults[key]
-    if key not in said or default is REQUIRED or key in keys.nulls | _SILENT_NULLS:
+    if key not in values or default is REQUIRED or key in keys.nulls | NULL_IS_ABSENT:
         return
     otherwise = "" if default is None else f", which is {default!r} to Transformers"
     raise InputError(

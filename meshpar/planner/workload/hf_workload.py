@@ -7,7 +7,7 @@ from typing import Any
 
 from meshpar.errors import InputError
 from meshpar.foreign_files import read_json
-from meshpar.planner.workload.config_json import completed
+from meshpar.planner.workload.config_json import with_defaults
 from meshpar.planner.workload.workload import Workload
 
 GPT2: dict[str, Any] = {
@@ -39,7 +39,7 @@ def workload_from_json(path: str | Path) -> Workload:
         )
     _refuse_unplanned(path, values)
     try:
-        return Workload(name=str(path), **_FAMILIES[kind](completed(values, kind)))
+        return Workload(name=str(path), **_FAMILIES[kind](with_defaults(values, kind)))
     except KeyError as error:
         raise InputError(
             f"{str(path)!r} does not give {error}", key="weights.missing_config_value"
@@ -81,6 +81,10 @@ def _hf_gpt2(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _hf_llama(values: dict[str, Any]) -> dict[str, Any]:
+    return {**_hf_decoder(values), "ffn": values["intermediate_size"]}
+
+
+def _hf_decoder(values: dict[str, Any]) -> dict[str, Any]:
     heads = values["num_attention_heads"]
     return {
         **LLAMA,
@@ -89,7 +93,6 @@ def _hf_llama(values: dict[str, Any]) -> dict[str, Any]:
         "heads": heads,
         "kv_heads": values["num_key_value_heads"] or heads,
         "head_dim": values.get("head_dim") or 0,
-        "ffn": values["intermediate_size"],
         "vocab": values["vocab_size"],
         "seq": values.get("max_position_embeddings") or 2048,
         "tied": bool(values.get("tie_word_embeddings")),
@@ -101,9 +104,7 @@ def _hf_qwen2(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _hf_qwen3(values: dict[str, Any]) -> dict[str, Any]:
-    sizes = _hf_llama(values)
-    # What Transformers takes when a Qwen3 config is silent.
-    return {**sizes, "head_dim": sizes["head_dim"] or 128, "qk_norm": True}
+    return {**_hf_llama(values), "qk_norm": True}
 
 
 def _hf_mixtral(values: dict[str, Any]) -> dict[str, Any]:
@@ -116,7 +117,10 @@ def _hf_mixtral(values: dict[str, Any]) -> dict[str, Any]:
 
 def _hf_qwen3_moe(values: dict[str, Any]) -> dict[str, Any]:
     return {
-        **_hf_qwen3(values),
+        **_hf_decoder(values),
+        # Of layers without experts, which it has none of.
+        "ffn": values.get("intermediate_size") or 0,
+        "qk_norm": True,
         "experts": values["num_experts"],
         "top_k": values["num_experts_per_tok"],
         "expert_ffn": values["moe_intermediate_size"],

@@ -138,18 +138,20 @@ def from_json(values: Mapping[str, Any], rope: Rope) -> MoEConfig:
     """Our config of theirs.
 
     Args:
-        values: Of the `config.json`, completed.
+        values: Of the `config.json`, with defaults.
         rope: Its rotary positions.
 
     Raises:
-        InputError: Keys and values have other heads than queries.
+        KeyError: A size, or a number of the rotary positions, is missing.
+        InputError: A size is not a whole number, `num_key_value_heads` differs from
+            `num_attention_heads`, or the rotary positions are scaled in another way.
     """
     heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
     if kv_heads not in (None, heads):
         raise InputError(
-            f"num_key_value_heads={kv_heads!r}, which is 128 where it is left out: "
-            "latent attention has as many as num_attention_heads="
-            f"{heads!r}; give that number, or null",
+            f"num_key_value_heads={kv_heads!r} must be num_attention_heads={heads!r}: "
+            "latent attention has keys and values for each head; write "
+            '"num_key_value_heads": null (left out, it is 128)',
             key="weights.unsupported_config_value",
         )
     return MoEConfig(
@@ -177,7 +179,7 @@ def from_json(values: Mapping[str, Any], rope: Rope) -> MoEConfig:
         qk_rope_head_dim=values["qk_rope_head_dim"],
         v_head_dim=values["v_head_dim"],
         rope_theta=rope.theta(values["rope_theta"]),
-        rope_scaling=None if rope.kind == "default" else _yarn(rope.said),
+        rope_scaling=None if rope.kind == "default" else _yarn(rope.values),
         norm_epsilon=values["rms_norm_eps"],
     )
 

@@ -83,7 +83,7 @@ def from_json(values: Mapping[str, Any]) -> Gemma3Config:
         window=values["sliding_window"],
         query_size=0 if query_size == size else query_size,
         rope_theta=far.theta(values["rope_theta"]),
-        rope_factor=1.0 if far.kind == "default" else far.said["factor"],
+        rope_factor=1.0 if far.kind == "default" else far.values["factor"],
         local_rope_theta=near.theta(values["rope_local_base_freq"]),
         norm_epsilon=values["rms_norm_eps"],
     )
@@ -121,10 +121,11 @@ def _ropes(values: Mapping[str, Any]) -> tuple[Rope, Rope]:
         rope_as(near, ("default",)),
     )
     for rope in ropes:
-        if rope.said.get("partial_rotary_factor", 1.0) != 1.0:
+        rotated = rope.values.get("partial_rotary_factor", 1.0)
+        if rotated != 1.0:
             raise InputError(
-                f"partial_rotary_factor={rope.said['partial_rotary_factor']!r}: all "
-                "dims of a head turn here, 1.0; take another config",
+                f"partial_rotary_factor={rotated!r} must be 1.0: models/gemma3.py "
+                "rotates all dims of a head; take another config",
                 key="weights.unsupported_config_value",
             )
     return ropes

@@ -77,16 +77,16 @@ def gguf_config(file: GGUFFile) -> Any:
         InputError: It is of another architecture than `llama` and `gemma3`, or has a
             key with which no model here computes what llama.cpp does.
     """
-    kind = file.said("general.architecture")
+    kind = file.metadata("general.architecture")
     if kind not in ("llama", "gemma3"):
         raise InputError(
             f"{file.where!r} has general.architecture={kind!r}; known: llama, gemma3",
             key="weights.unknown_architecture",
         )
-    if file.said(f"{kind}.expert_count", 0):
+    if file.metadata(f"{kind}.expert_count", 0):
         raise InputError(
             f"{file.where!r} has {kind}.expert_count="
-            f"{file.said(f'{kind}.expert_count')}; known: models without experts",
+            f"{file.metadata(f'{kind}.expert_count')}; known: models without experts",
             key="weights.experts_in_gguf",
         )
     check_keys(file, kind)
@@ -96,11 +96,11 @@ def gguf_config(file: GGUFFile) -> Any:
 
 
 def _check_sizes(file: GGUFFile, kind: str, config: Any) -> None:
-    """Check what a file says that other sizes of it say too.
+    """Check that the sizes of a file agree with one another and with its tensors.
 
     Raises:
-        InputError: They do not agree: a head turns in a part of its dims, or scores
-            have a scale of their own.
+        InputError: They differ, as with partial rotary positions, or attention scores
+            are not scaled by `head_dim**-0.5`.
     """
     head_dim = config.size_per_head
     check_value(file, f"{kind}.embedding_length", config.embed)
@@ -111,40 +111,42 @@ def _check_sizes(file: GGUFFile, kind: str, config: Any) -> None:
             check_value(file, f"{kind}.{key}", head_dim)
         check_value(file, f"{kind}.rope.dimension_count_swa", head_dim)
     scaled_by = getattr(config, "query_size", 0) or head_dim
-    if file.said(f"{kind}.attention.scale"):  # 0 is none that is given.
+    if file.metadata(f"{kind}.attention.scale"):  # 0 is none that is given.
         check_value(file, f"{kind}.attention.scale", scaled_by**-0.5)
 
 
-def _stretched(file: GGUFFile, kind: str) -> float:
-    """Return what a file's rotary positions are divided by.
+def _rope_factor(file: GGUFFile, kind: str) -> float:
+    """Return the number that a file's rotary positions are divided by.
 
-    Where a factor has no type it is `linear`, as files were before there were types;
-    `none` scales by no factor.
+    A factor without a type is `linear`, as in files from before there were types; with
+    the type `none` a factor is not read.
 
     Raises:
         InputError: They are scaled in another way.
     """
-    scaling = file.said(f"{kind}.rope.scaling.type", "linear")
+    scaling = file.metadata(f"{kind}.rope.scaling.type")
     if f"{kind}.rope.scaling.factor" in file.keys:
         factor = number(file, f"{kind}.rope.scaling.factor")
     else:
         factor = number(file, f"{kind}.rope.scale_linear", 1.0)
     others = sorted(name for name in file.names if name.startswith("rope_"))
-    if scaling not in ("none", "linear") or others:
-        raise _scaled(file, f"{scaling!r}{''.join(f', {name}' for name in others)}")
+    is_known = scaling in (None, "none", "linear")
+    if others or not is_known:
+        raise _scaled_rope(file, *([] if is_known else [repr(scaling)]), *others)
     # 0 is a factor that is not given.
     return 1.0 if scaling == "none" or not factor else factor
 
 
-def _scaled(file: GGUFFile, how: str) -> InputError:
+def _scaled_rope(file: GGUFFile, *by: str) -> InputError:
     return InputError(
-        f"{file.where!r} has scaled rotary positions ({how}), which are not read from "
-        "GGUF; take the model's safetensors",
+        f"{file.where!r} has scaled rotary positions ({', '.join(by)}), which are "
+        "not read from GGUF; take the model's safetensors",
         key="weights.scaled_rope_in_gguf",
     )
 
 
-def _same(file: GGUFFile, kind: str) -> dict[str, Any]:
+def _common_fields(file: GGUFFile, kind: str) -> dict[str, Any]:
+    """Return the fields that a `LlamaConfig` and a `Gemma3Config` have alike."""
     heads = number(file, f"{kind}.attention.head_count")
     vocab, embed = _shape(file, "token_embd.weight")
     return {
@@ -171,55 +173,55 @@ def _shape(file: GGUFFile, name: str) -> tuple[int, ...]:
 
 
 def _llama(file: GGUFFile) -> LlamaConfig:
-    same, stretched = _same(file, "llama"), _stretched(file, "llama")
-    if stretched != 1:
-        raise _scaled(file, f"linear, by {stretched}")
+    factor = _rope_factor(file, "llama")
+    if factor != 1:
+        raise _scaled_rope(file, f"divided by {factor}")
     return LlamaConfig(
-        **same,
+        **_common_fields(file, "llama"),
         head_dim=number(file, "llama.attention.key_length", 0),
         rope_theta=float(number(file, "llama.rope.freq_base", 10_000.0)),
         tied="output.weight" not in file.names,
     )
 
 
-_UNUSUAL_SCORES = 62
-"""Layers of the one Gemma 3, of 27B, whose scores are divided by another root than
-that of its heads' size. A file does not say it: llama.cpp knows it by this number."""
+_LAYERS_OF_27B = 62
+"""Gemma 3 27B alone divides scores by the square root of `embed / heads`, not of
+`head_dim`. No key says so: llama.cpp recognises the model by its number of layers."""
 
 
 def _gemma3(file: GGUFFile) -> Gemma3Config:
-    same = _same(file, "gemma3")
-    period = _period(file, same["layers"])
-    by_heads = whole_number("embed / heads", same["embed"] // (same["heads"] or 1))
+    fields = _common_fields(file, "gemma3")
+    period = _period(file, fields["layers"])
+    by_heads = whole_number("embed / heads", fields["embed"] // (fields["heads"] or 1))
     return Gemma3Config(
-        **same,
+        **fields,
         head_dim=number(file, "gemma3.attention.key_length", by_heads),
         window=number(file, "gemma3.attention.sliding_window"),
         period=period,
-        query_size=by_heads if same["layers"] == _UNUSUAL_SCORES else 0,
+        query_size=by_heads if fields["layers"] == _LAYERS_OF_27B else 0,
         # Readers differ where a file leaves it out.
         rope_theta=float(number(file, "gemma3.rope.freq_base")),
-        rope_factor=float(_stretched(file, "gemma3")),
+        rope_factor=float(_rope_factor(file, "gemma3")),
         local_rope_theta=float(number(file, "gemma3.rope.freq_base_swa", 10_000.0)),
     )
 
 
 def _period(file: GGUFFile, layers: int) -> int:
-    """Return the layers from one that sees all tokens to the next, 6 if not said.
+    """Return the period of layers of which the last sees all tokens; 6 by default.
 
     Raises:
-        InputError: They are not those of a period.
+        InputError: The layers do not repeat.
     """
     key = "gemma3.attention.sliding_window_pattern"
-    said = file.said(key)
-    if not isinstance(said, list):
-        pattern = whole_number(key, number(file, key, 6))
-        return whole_period(pattern, whole_number("layers", layers))
+    pattern = file.metadata(key)
+    if not isinstance(pattern, list):
+        every = whole_number(key, number(file, key, 6))
+        return whole_period(every, whole_number("layers", layers))
     # For each layer, whether it sees a window.
-    period = said.index(False) + 1 if False in said else 0
-    if not period or said != [(at + 1) % period != 0 for at in range(layers)]:
+    period = pattern.index(False) + 1 if False in pattern else 0
+    if not period or pattern != [(at + 1) % period != 0 for at in range(layers)]:
         raise InputError(
-            f"{file.where!r} has {key}={said!r}: one layer in so many must see all "
+            f"{file.where!r} has {key}={pattern!r}: one layer in so many must see all "
             "tokens, always after as many that see a window; take another model",
             key="weights.irregular_layer_types",
         )

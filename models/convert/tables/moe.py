@@ -92,9 +92,13 @@ def from_json(values: Mapping[str, Any], kind: str, rope: Rope) -> MoEConfig:
     """Our config of theirs.
 
     Args:
-        values: Of the `config.json`, completed.
+        values: Of the `config.json`, with defaults.
         kind: `mixtral` or `qwen3_moe`.
         rope: Its rotary positions.
+
+    Raises:
+        KeyError: A size, or a number of the rotary positions, is missing.
+        InputError: A size is not a whole number, or sizes contradict one another.
     """
     heads, is_qwen = values["num_attention_heads"], kind == "qwen3_moe"
     return MoEConfig(

@@ -69,14 +69,20 @@ def _mlp(theirs: str, ours: str, *, gated: bool) -> tuple[Row, ...]:
 
 
 def from_json(values: Mapping[str, Any]) -> EncoderDecoderConfig:
-    """Our config of theirs."""
+    """Our config of theirs.
+
+    Args:
+        values: Of the `config.json`, with defaults.
+
+    Raises:
+        KeyError: A size is missing.
+        InputError: A size is not a whole number, or `dense_act_fn` or `is_gated_act`
+            contradicts `feed_forward_proj`.
+    """
     gated = values.get("feed_forward_proj") == "gated-gelu"
     _check_activation(values, gated=gated)
     tied = values["tie_word_embeddings"]
     scaled = values["scale_decoder_outputs"]
-    if "num_hidden_layers" in values and values["num_decoder_layers"] is None:
-        # Under that name of `num_layers` theirs has 6 decoder layers, not as many.
-        raise KeyError("num_decoder_layers")
     return EncoderDecoderConfig(
         encoder_layers=values["num_layers"],
         decoder_layers=values["num_decoder_layers"] or values["num_layers"],
@@ -97,11 +103,28 @@ def from_json(values: Mapping[str, Any]) -> EncoderDecoderConfig:
     )
 
 
+def check_decoder_layers(values: Mapping[str, Any]) -> None:
+    """Check that a config without `num_decoder_layers` has `num_layers`.
+
+    Transformers takes as many decoder layers as `num_layers` says; with
+    `num_hidden_layers` alone, its other name, it takes 6.
+
+    Args:
+        values: Of the `config.json`, as they are.
+
+    Raises:
+        KeyError: It has `num_hidden_layers` alone.
+    """
+    layers = values.get("num_layers"), values.get("num_decoder_layers")
+    if values.get("num_hidden_layers") is not None and layers == (None, None):
+        raise KeyError("num_decoder_layers")
+
+
 def _check_activation(values: Mapping[str, Any], *, gated: bool) -> None:
     """Check that `feed_forward_proj` and what Transformers makes of it agree.
 
     Raises:
-        InputError: They do not, of which Transformers takes the latter.
+        InputError: They contradict each other; Transformers would compute the latter.
     """
     made = {"dense_act_fn": "gelu_new" if gated else "relu", "is_gated_act": gated}
     for name, value in made.items():

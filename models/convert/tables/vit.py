@@ -71,11 +71,15 @@ def _projection(name: str, at: int) -> tuple[Row, Row]:
 def from_json(values: Mapping[str, Any]) -> ViTConfig:
     """Our config of theirs.
 
+    Args:
+        values: Of the `config.json`, with defaults.
+
     Raises:
-        InputError: Its classes are none.
+        KeyError: A size is missing.
+        InputError: A size is not a whole number, or `id2label` names no classes.
     """
     classes, labels = values["num_labels"], values["id2label"]
-    if classes is None and labels is not None:
+    if classes is None:
         if not (isinstance(labels, dict) and labels):
             raise InputError(
                 f"id2label={labels!r}: must be an object with the name of each class",
@@ -89,7 +93,7 @@ def from_json(values: Mapping[str, Any]) -> ViTConfig:
         image=values["image_size"],
         patch=values["patch_size"],
         channels=values["num_channels"],
-        classes=2 if classes is None else classes,
+        classes=classes,
         ffn=values["intermediate_size"],
         activation="gelu"
         if values.get("hidden_act", "gelu") == "gelu"
