@@ -142,8 +142,8 @@ def test_a_value_of_another_kind_is_named_with_its_place(value, refuses):
             {"tokenizer_config.json": {"chat_template": {"a": "1", "b": "2"}}},
             ("data.no_default_chat_template", "a, b"),
         ),
-        ({"tokenizer_config.json": []}, ("weights.not_json_object", [])),
-        ({"tokenizer_config.json": "{"}, ("weights.unreadable_json",)),
+        ({"tokenizer_config.json": []}, ("data.unreadable_tokenizer_config", [])),
+        ({"tokenizer_config.json": "{"}, ("data.unreadable_tokenizer_config",)),
     ],
 )
 def test_files_that_hold_no_template_are_named(files, refusal, tmp_path, refuses):

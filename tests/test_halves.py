@@ -252,6 +252,34 @@ def test_results_that_are_not_finite_say_nothing():
         check_examples_apart(joined, BATCH, "data=2")
 
 
+class NormedBlock(nnx.Module):
+    """A bias before a batch norm, whose gradient is 0 but for rounding."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(EMBED, EMBED, rngs=rngs)
+        self.norm = nnx.BatchNorm(EMBED, rngs=rngs)
+
+    def __call__(self, x, scope):
+        return x + self.norm(jnp.sin(3 * self.linear(x)) + self.linear(x))
+
+
+class CancelledBlock(NormedBlock):
+    def __call__(self, x, scope):
+        return x + jnp.tanh(self.norm(self.linear(x)))
+
+
+@pytest.mark.parametrize("block", [NormedBlock, CancelledBlock])
+def test_gradients_that_cancel_are_sums_but_for_rounding(block):
+    normed = from_nnx(
+        ends=lambda rngs: Ends(rngs, same),
+        block=block,
+        num_layers=2,
+        inputs={"x": Input(("batch", None, None), shape=(None, SEQ, EMBED))},
+    )
+    check_examples_apart(normed, BATCH, "data=2")
+    assert what_halves_change(normed, BATCH) is None
+
+
 class QuantisedGradients(nnx.Module):
     """Flax calls a function whose backward joins examples."""
 

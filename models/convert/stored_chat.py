@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from meshpar import InputError
+from meshpar.foreign_files import read_json_object, read_text
 from meshpar.models.convert.gguf_file import GGUFFile
 
 DEFAULT, WITH_TOOLS = "default", "tool_use"
@@ -131,25 +131,9 @@ def _object(file: Path) -> dict[str, Any]:
     """Return the object of a JSON file; empty where there is none."""
     if not file.is_file():
         return {}
-    text = _text(file)
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(
-            f"cannot read {str(file)!r} as JSON: {error}", key="weights.unreadable_json"
-        ) from error
-    if not isinstance(found, dict):
-        raise InputError(
-            f"{str(file)!r} holds no JSON object, but {found!r}",
-            key="weights.not_json_object",
-        )
-    return found
+    key = "data.unreadable_tokenizer_config"
+    return read_json_object(file, key=key, shape_key=key)
 
 
 def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(
-            f"cannot read {str(file)!r}: {error}", key="data.unreadable_file"
-        ) from error
+    return read_text(file, key="data.unreadable_chat_template")
