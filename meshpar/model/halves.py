@@ -239,7 +239,8 @@ def _close(one: Any, other: Any, bound: float, rounding: float) -> bool:
     """Whether two arrays are alike but for rounding; where both are NaN they are.
 
     Args:
-        one, other: Arrays of the same shape.
+        one: An array.
+        other: One of its shape.
         bound: Of their difference, relative in the largest value of both.
         rounding: A difference that is none, whatever their values.
     """
