@@ -358,13 +358,14 @@ def test_a_value_error_of_a_function_of_ones_own_is_one_line(
     refuses_command(argv, "command.bad_model_function", "layers", "odd")
 
 
-def test_a_bug_keeps_its_traceback(monkeypatch):
+def test_a_bug_keeps_its_traceback_and_has_a_status_of_its_own(monkeypatch, capsys):
     bug = ValueError("shapes do not match")
 
     def fail(*args, **kwargs):
         raise bug
 
     monkeypatch.setattr(sys.modules["meshpar.lint.lint"], "lint", fail)
-    with pytest.raises(ValueError) as caught:
-        main(CLEAN)
-    assert caught.value is bug
+    assert main(CLEAN) == 70
+    *trace, line = capsys.readouterr().err.splitlines()
+    assert trace[0].startswith("Traceback") and str(bug) in trace[-1]
+    assert line.startswith("meshpar") and "ValueError" in line

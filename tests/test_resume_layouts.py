@@ -156,7 +156,7 @@ def test_a_batch_that_the_devices_cannot_share_is_told_with_both_numbers(refuses
 def test_a_second_restart_on_fewer_devices_is_cut_as_the_first(asked, monkeypatch):
     config = RunConfig(layout=asked, resume=True, out=Path("run"), global_batch=16)
     before = {"layout": "data=8", "layout_asked": asked}
-    monkeypatch.setattr(elastic, "_description", lambda folder: before)
+    monkeypatch.setattr(elastic, "newest_description", lambda folder: before)
     first, told = elastic.fitted(config, 4, 1)
     assert first == "data=4,microbatches=2" and "4 devices instead of 8" in told
     before["layout"] = first
