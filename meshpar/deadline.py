@@ -1,4 +1,4 @@
-"""Foreign code that is given a time: a chat template, a tokenizer's expressions."""
+"""Time limits for foreign code: chat templates, regular expressions of tokenizers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,20 @@ _T = TypeVar("_T")
 
 
 class OverdueError(Exception):
-    """What was given a time has not ended in it."""
+    """A call has not ended within its time limit."""
 
 
 @contextlib.contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """End Python code of this thread that takes longer; a single call of C ends first.
+    """Stop the Python code of this thread that is inside once its time is over.
+
+    A single call of a function in C is not stopped before it returns.
+
+    Args:
+        seconds: Time limit.
 
     Raises:
-        OverdueError: It has taken longer.
+        OverdueError: The code inside takes longer.
     """
     thread, lock, is_done = threading.get_ident(), threading.Lock(), False
 
@@ -43,12 +48,16 @@ def deadline(seconds: float) -> Iterator[None]:
 
 
 def within(seconds: float, call: Callable[[], _T]) -> _T:
-    """Return what a call gives that lets other threads run, such as a library's in C.
+    """Return the result of a call that lets other threads run, such as a C library's.
 
-    One that takes longer goes on in a thread of its own, which ends with the program.
+    A call that takes longer goes on in a daemon thread until the program ends.
+
+    Args:
+        seconds: Time limit.
+        call: Is called without arguments, in a thread of its own.
 
     Raises:
-        OverdueError: It has taken longer.
+        OverdueError: The call takes longer.
     """
     found: list[_T] = []
     failed: list[BaseException] = []
@@ -70,5 +79,5 @@ def within(seconds: float, call: Callable[[], _T]) -> _T:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return whether a library written in Rust has failed, which is no `Exception`."""
+    """Return whether an error is a panic of a Rust library, which is no `Exception`."""
     return type(error).__name__ == "PanicException"

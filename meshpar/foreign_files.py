@@ -16,32 +16,33 @@ import stat
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, Required, TypedDict, TypeVar, Unpack
 
 from meshpar.errors import InputError
 
 MOST_BYTES = 1 << 25
-"""Of settings, an index of weights, the header of a file of them."""
+"""Size limit of settings, of an index of weights and of their header: 32 MiB."""
 
 MOST_OPTIONS_BYTES = 1 << 18
-"""Of TOML and YAML, which hold options."""
+"""Size limit of TOML, which holds options: 256 KiB."""
 
 _MOST_DEEP = 100
-"""Objects and lists within one another."""
+"""Limit of objects and lists within one another."""
 
 _MOST_VALUES = 10_000
-"""Of YAML, where a few lines may stand for any number of values."""
+"""Limit of values in YAML, where a few aliases may stand for any number of them."""
 
 _MOST_DOTS = 200
-"""In a line of TOML but for its texts: a key of n parts takes `tomllib` n * n steps."""
+"""Limit of dots in a line of TOML outside of texts: a key of n parts takes `tomllib`
+n * n steps."""
 
 _TOML_TEXT = re.compile(r'"(?:[^"\\\n]|\\.)*+"|\'[^\'\n]*+\'')
 
 _MOST_YAML = 1 << 15
-"""Characters; reading these takes 1 to 2 seconds."""
+"""Limit of characters in YAML, which take 1 to 2 seconds to read."""
 
 _BITS = 64
-"""Of a whole number in TOML, as its definition says, and in YAML."""
+"""Limit of a whole number in TOML, as its definition says, and in YAML."""
 
 _KINDS = {
     stat.S_ISDIR: "a folder",
@@ -74,90 +75,68 @@ def open_file(path: str | Path) -> IO[bytes]:
     return os.fdopen(number, "rb")
 
 
-def read_bytes(
-    path: str | Path,
-    *,
-    key: str,
-    most: int = MOST_BYTES,
-    kind: type[InputError] = InputError,
-    way_out: str = "",
-) -> bytes:
-    """Return the bytes of a file.
+class Limits(TypedDict, total=False):
+    """What all readers of files take.
 
     Args:
-        path: The file.
-        key: Of the error.
-        most: Bytes of the largest file that is read.
-        kind: Class of the error.
+        key: Key of the error.
+        most: Bytes of the largest file that is read; `MOST_BYTES` when absent.
+        kind: Class of the error; `InputError` when absent.
         way_out: What follows the reason in the error's message.
+    """
+
+    key: Required[str]
+    most: int
+    kind: type[InputError]
+    way_out: str
+
+
+def read_bytes(path: str | Path, **limits: Unpack[Limits]) -> bytes:
+    """Return the bytes of a file.
 
     Raises:
         InputError: It cannot be read, or is larger.
     """
-    return _read(path, "", lambda found: found, key, most, kind, way_out)
+    return _read(path, "", lambda found: found, **limits)
 
 
-def read_text(
-    path: str | Path,
-    *,
-    key: str,
-    most: int = MOST_BYTES,
-    kind: type[InputError] = InputError,
-    way_out: str = "",
-) -> str:
+def read_text(path: str | Path, **limits: Unpack[Limits]) -> str:
     """Return the UTF-8 text of a file, without a byte order mark; see `read_bytes`."""
-    return _read(path, "", _utf8, key, most, kind, way_out)
+    return _read(path, "", _utf8, **limits)
 
 
-def read_json(
-    path: str | Path,
-    *,
-    key: str,
-    most: int = MOST_BYTES,
-    kind: type[InputError] = InputError,
-    way_out: str = "",
-) -> Any:
+def read_json(path: str | Path, **limits: Unpack[Limits]) -> Any:
     """Return what a JSON file holds, of any type; see `read_bytes`."""
-    return _read(path, " as JSON", parse_json, key, most, kind, way_out)
+    return _read(path, " as JSON", parse_json, **limits)
 
 
 def read_json_object(
-    path: str | Path,
-    *,
-    key: str,
-    shape_key: str,
-    most: int = MOST_BYTES,
-    kind: type[InputError] = InputError,
-    way_out: str = "",
+    path: str | Path, *, shape_key: str, **limits: Unpack[Limits]
 ) -> dict[str, Any]:
     """Return the object that a JSON file holds; see `read_bytes`.
 
     Args:
         path: The file.
-        key: Of the error where it cannot be read.
-        shape_key: Of the error where it holds something else.
-        most: Bytes of the largest file that is read.
-        kind: Class of the error.
-        way_out: What follows the reason in the error's message.
+        shape_key: Key of the error where it holds something else.
+        limits: As for the other readers.
 
     Raises:
         InputError: It cannot be read, or holds no object.
     """
-    found = read_json(path, key=key, most=most, kind=kind, way_out=way_out)
-    if not isinstance(found, dict):
-        raise kind(
-            f"{str(path)!r} holds no JSON object, but {reprlib.repr(found)}{way_out}",
-            key=shape_key,
-        )
-    return found
+    found = read_json(path, **limits)
+    if isinstance(found, dict):
+        return found
+    kind, way_out = limits.get("kind", InputError), limits.get("way_out", "")
+    raise kind(
+        f"{str(path)!r} holds no JSON object, but {reprlib.repr(found)}{way_out}",
+        key=shape_key,
+    )
 
 
-def read_toml(
-    path: str | Path, *, key: str, kind: type[InputError] = InputError
-) -> dict[str, Any]:
+def read_toml(path: str | Path, **limits: Unpack[Limits]) -> dict[str, Any]:
     """Return the values of a TOML file; see `read_bytes`."""
-    most = MOST_OPTIONS_BYTES
-    return _read(path, " as TOML", lambda it: parse_toml(_utf8(it)), key, most, kind)
+    limits.setdefault("most", MOST_OPTIONS_BYTES)
+    return _read(path, " as TOML", lambda found: parse_toml(_utf8(found)), **limits)
 
 
 def parse_json(content: str | bytes) -> Any:
@@ -237,9 +216,10 @@ def _read(
     path: str | Path,
     what: str,
     parse: Callable[[bytes], _T],
+    *,
     key: str,
-    most: int,
-    kind: type[InputError],
+    most: int = MOST_BYTES,
+    kind: type[InputError] = InputError,
     way_out: str = "",
 ) -> _T:
     try:

@@ -187,7 +187,7 @@ def finetune(config: FinetuneConfig) -> Finetuned:
         needed = max(layout.num_devices, num_cpu_devices())
         emulate(needed if config.emulate < 0 else config.emulate)
     loaded = load(config.from_weights, tokenizer=config.tokenizer)
-    chat_date = chat_date_of(config)
+    chat_date = template_date(config)
     train, held_out = rows_of(config, loaded, chat_date)
     step = step_of(config, loaded)
     description = described(config, loaded, step, chat_date)
@@ -207,14 +207,7 @@ def finetune(config: FinetuneConfig) -> Finetuned:
         keep_tokenizer(config, loaded)
         _print_sizes(step, state)
         before = validate(config, step, state, held_out)
-        state = trained(
-            config,
-            step,
-            state,
-            train,
-            held_out,
-            save=save,
-        )
+        state = trained(config, step, state, train, held_out, save=save)
         after = validate(config, step, state, held_out)
         checkpoints.save(state, description)
         folder.refuse_deleted()
@@ -222,7 +215,7 @@ def finetune(config: FinetuneConfig) -> Finetuned:
     return Finetuned(before=before, after=after, folder=config.out)
 
 
-def chat_date_of(config: FinetuneConfig) -> date | None:
+def template_date(config: FinetuneConfig) -> date | None:
     """Return the day of `strftime_now` in all rows of a run; None without templates.
 
     It is the day when the run first read a chat template. A resumed run keeps it, so
@@ -397,7 +390,7 @@ def described(
         "global_batch": config.global_batch,
         "seq": config.seq,
         "learning_rate": learning_rate_of(config),
-        **_data_of(config),
+        **_data_identity(config),
     }
     if chat_date is not None:
         said["chat_date"] = chat_date.isoformat()
@@ -411,7 +404,7 @@ def described(
     return said
 
 
-def _data_of(config: FinetuneConfig) -> dict[str, Any]:
+def _data_identity(config: FinetuneConfig) -> dict[str, Any]:
     """Where the texts or conversations are, and what identifies their content."""
     if config.chat is not None:
         paths, content = (config.chat,), config.chat.read_bytes()

@@ -25,13 +25,13 @@ from meshpar.models.presets import build_config, configure
 from meshpar.recipes.conversations import ConversationRows, read_conversations
 from meshpar.recipes.finetune import (
     FinetuneConfig,
-    chat_date_of,
     described,
     finetune,
     main,
     refuse_other_run,
     rows_of,
     step_of,
+    template_date,
     validate,
 )
 from meshpar.recipes.loaded import WithoutTokenizer, load
@@ -378,9 +378,9 @@ def test_a_resumed_run_keeps_the_day_of_its_chat_template(theirs, tmp_path):
     config = FinetuneConfig(
         from_weights=theirs, out=tmp_path / "run", chat=chats, resume="auto"
     )
-    today = {date.today(), chat_date_of(config), date.today()}
-    assert chat_date_of(config) in today and len(today) <= 2
-    assert chat_date_of(replace(config, chat=None)) is None
+    today = {date.today(), template_date(config), date.today()}
+    assert template_date(config) in today and len(today) <= 2
+    assert template_date(replace(config, chat=None)) is None
     loaded, day = load(theirs), date(2024, 2, 29)
     step = SimpleNamespace(layout="data=1")
     said = described(config, loaded, step, day)
@@ -388,8 +388,8 @@ def test_a_resumed_run_keeps_the_day_of_its_chat_template(theirs, tmp_path):
     kept = config.out / "checkpoints" / "3" / "run"
     kept.mkdir(parents=True)
     (kept / "metadata").write_text(json.dumps(said))
-    assert chat_date_of(config) == chat_date_of(replace(config, chat=None)) == day
-    assert chat_date_of(replace(config, resume=False)) != day
+    assert template_date(config) == template_date(replace(config, chat=None)) == day
+    assert template_date(replace(config, resume=False)) != day
     train, held_out = rows_of(config, loaded, day)
     assert train.template.today == held_out.template.today == day
 

@@ -206,7 +206,7 @@ def test_updates_are_made_in_32_bits_also_of_initial_values_of_64():
 @pytest.mark.slow
 def test_a_step_trains_alike_where_jax_computes_in_64_bits():
     def trained(params=None):
-        step = make_train_step(mlp_of(2), optax.adamw(1e-2), "data=2")
+        step = step_of("data=2", optax.adamw(1e-2))
         state, losses = step.init(0, params=params), []
         first = jax.device_get(state.params)
         for _ in range(3):

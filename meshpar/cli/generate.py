@@ -28,7 +28,7 @@ _LOAD = "meshpar.recipes.loaded:load"
 """What reads a model: looked up when the command runs."""
 
 _MOST_BYTES = 1 << 26
-"""Of a file of prompts."""
+"""Size limit of a file of prompts: 64 MiB."""
 
 EXAMPLE = "meshpar generate --from runs/mine --layout tensor=2 --prompt 'To be'"
 STATUSES = "0 done, 2 bad input"
@@ -265,7 +265,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     prompts = list(args.prompt or ())
     if args.prompts not in (None, "-"):
         file = local_path("--prompts", args.prompts)
-        prompts += _lines(repr(args.prompts), partial(_text_of, file))
+        prompts += _lines(repr(args.prompts), partial(_read_prompts, file))
     elif args.prompts == "-" or not prompts:
         prompts += _lines("standard input", sys.stdin.read)
     if not prompts:
@@ -285,7 +285,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     return prompts
 
 
-def _text_of(file: Path) -> str:
+def _read_prompts(file: Path) -> str:
     with open_file(file) as opened:
         content = opened.read(_MOST_BYTES + 1)
     if len(content) > _MOST_BYTES:

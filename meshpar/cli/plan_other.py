@@ -107,7 +107,7 @@ def run_estimate(args: argparse.Namespace, request: OtherRequest) -> int:
 
 
 def _is_planned(model: Model) -> bool:
-    """Whether the planner has arithmetic for such a model."""
+    """Return whether the planner can plan the model: it has volumes or tables."""
     from meshpar.parallel.space import has_space
 
     looked_up = any(one.has_gradient for one in (model.inputs or {}).values())

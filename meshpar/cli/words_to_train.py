@@ -6,11 +6,11 @@ from meshpar.cli.parsing import parse_sizes
 from meshpar.errors import InputError
 from meshpar.planner.workload.workload import Workload
 
-_OF_GPT2 = ("learned_positions", "layer_norm", "biases", "tied")
-"""What a GPT-2 has and words of `meshpar train` do not say."""
+_GPT2_ONLY = ("learned_positions", "layer_norm", "biases", "tied")
+"""Properties of a GPT-2 that `meshpar train --model` has no words for."""
 
 _POSITIONS = 1024
-"""Of a GPT-2 whose words do not say it."""
+"""Longest sequence of a GPT-2 whose words do not give `max_seq`, in tokens."""
 
 
 def words_to_train(
@@ -32,15 +32,15 @@ def words_to_train(
     sizes = parse_sizes(words)
     parts = dict(part.split("=", 1) for part in words.split(","))
     is_gpt2 = preset is None and not workload.experts and not workload.gated
-    own = [name for name in _OF_GPT2 if sizes.get(name) not in (None, False)]
-    planned = own and own != [*_OF_GPT2] if is_gpt2 else own and own != ["tied"]
+    own = [name for name in _GPT2_ONLY if sizes.get(name) not in (None, False)]
+    planned = own and own != [*_GPT2_ONLY] if is_gpt2 else own and own != ["tied"]
     if planned:
         raise InputError(
             f"{', '.join(own)} are of no model here together; give --model words with "
-            f"{', '.join(_OF_GPT2)} all true, which are a GPT-2, or none",
+            f"{', '.join(_GPT2_ONLY)} all true, which are a GPT-2, or none",
             key="command.words_of_no_model",
         )
-    for name in _OF_GPT2 if is_gpt2 else _OF_GPT2[:3]:
+    for name in _GPT2_ONLY if is_gpt2 else _GPT2_ONLY[:3]:
         parts.pop(name, None)
     if workload.experts:
         parts.setdefault("expert_ffn", str(workload.expert_ffn))

@@ -14,7 +14,7 @@ from meshpar.data.skipped import Skipped
 from meshpar.foreign_files import json_type, open_file, parse_json, reason_of
 
 _LONGEST_BYTES = 1 << 26
-"""Of a line: a compressed file of a few megabytes may hold one of many gigabytes."""
+"""Size limit of a line: a compressed file of megabytes may hold one of gigabytes."""
 
 
 def jsonl_documents(path: Path, field: str, skipped: Skipped) -> Iterator[str]:
@@ -51,7 +51,7 @@ def jsonl_documents(path: Path, field: str, skipped: Skipped) -> Iterator[str]:
 
 
 def _lines(path: Path, file: IO[bytes]) -> Iterator[bytes]:
-    """The lines of a file; of one that is too long its beginning alone."""
+    """Yield the lines of a file, and of a line that is too long its beginning alone."""
     content = cast(IO[bytes], GzipFile(fileobj=file)) if path.suffix == ".gz" else file
     while line := content.readline(_LONGEST_BYTES + 1):
         yield line

@@ -22,10 +22,11 @@ _ENDS_OF_TEXT = (
 
 
 _LEAST_S, _CHARACTERS_PER_S = 8.0, 20_000
-"""What a tokenizer may take; usual ones read a million characters in a second."""
+"""Time limit of a tokenizer: seconds in any case, and characters in one more second.
+Usual ones read a million characters a second."""
 
 _MOST_BYTES = 1 << 28
-"""Of a tokenizer.json; the largest that are known have 33 MB."""
+"""Size limit of a tokenizer.json: 256 MiB; the largest known ones have 33 MB."""
 
 
 class ByteTokenizer:

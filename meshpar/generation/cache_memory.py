@@ -1,4 +1,4 @@
-"""Whether a cache of keys and values can be had at all, before it is asked for."""
+"""Refuse a cache of keys and values that is larger than a device's memory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def check_memory(plan: CachePlan, mesh: Mesh | AbstractMesh) -> None:
     A smaller one may not fit either, beside what else is there: JAX says so.
 
     Args:
-        plan: Of the cache.
-        mesh: The devices; of an abstract one nothing is known.
+        plan: Sizes of the cache.
+        mesh: The devices; of an abstract mesh nothing is known.
 
     Raises:
-        InputError: It is larger.
+        InputError: It is larger; names both, in bytes.
     """
     here = [] if isinstance(mesh, AbstractMesh) else mesh.local_devices
     if not here:
@@ -40,7 +40,7 @@ def check_memory(plan: CachePlan, mesh: Mesh | AbstractMesh) -> None:
 
 
 def _memory_bytes(device: jax.Device) -> int:
-    """Bytes of a device; of one of several virtual ones its share of the host."""
+    """Return the bytes of a device; of a virtual CPU device its share of the host's."""
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
         return int(stats["bytes_limit"])

@@ -81,27 +81,9 @@ def check_layouts(
         InputError: A layout that the library refuses, or none can be drawn.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> from flax import nnx
-        >>> from meshpar import Input, from_nnx
-        >>> class Ends(nnx.Module):
-        ...     def __init__(self, rngs):
-        ...         self.out = nnx.Linear(8, 1, rngs=rngs)
-        ...     def embed(self, batch, scope):
-        ...         return batch["x"]
-        ...     def head(self, stream, batch, scope):
-        ...         losses = (self.out(stream)[:, 0] - batch["y"]) ** 2
-        ...         return losses.sum(), jnp.float32(losses.size)
-        >>> class Block(nnx.Module):
-        ...     def __init__(self, rngs):
-        ...         axes = {"out_sharding": ("embed", "mlp")}
-        ...         self.up = nnx.Linear(8, 8, kernel_metadata=axes, rngs=rngs)
-        ...     def __call__(self, stream, scope):
-        ...         return jnp.tanh(self.up(stream))
-        >>> x = Input(("batch", None), shape=(None, 8))
-        >>> inputs = {"x": x, "y": Input(("batch",))}
-        >>> model = from_nnx(ends=Ends, block=Block, num_layers=2, inputs=inputs)
-        >>> report = check_layouts(model, layouts=["data=2,tensor=2"])
+        >>> from meshpar.models.presets import build
+        >>> model = build("test", layers=1)
+        >>> report = check_layouts(model, layouts=["data=2"])
         >>> report.ok
         True
     """

@@ -1,4 +1,4 @@
-"""Answers of TensorStore that come when nobody waits for them any more.
+"""Callbacks of TensorStore after a failed save, whose traces are not printed.
 
 Seen with orbax-checkpoint 0.12.8 and tensorstore 0.1.86 on a full disk: the first chunk
 that cannot be written ends Orbax's event loop. The other chunks end a moment later in
@@ -29,14 +29,14 @@ class _Hook(functools.partial[None]):
 
 def _print_unless_late(before: Callable[[Any], Any], raised: Any) -> None:
     is_closed = raised.exc_type is RuntimeError and str(raised.exc_value) == _CLOSED
-    if not (is_closed and _is_of_asyncio(raised.exc_traceback)):
+    if not (is_closed and _only_asyncio(raised.exc_traceback)):
         before(raised)
 
 
-def _is_of_asyncio(trace: TracebackType | None) -> bool:
-    """Whether no frame is a program's own: a thread of TensorStore has made the call.
+def _only_asyncio(trace: TracebackType | None) -> bool:
+    """Return whether all frames are asyncio's: a thread of TensorStore made the call.
 
-    A program that calls a closed loop has a frame outside of asyncio, first of all.
+    The first frame of a program that calls a closed loop is its own.
     """
     while trace is not None:
         if trace.tb_frame.f_globals.get("__name__") != "asyncio.base_events":

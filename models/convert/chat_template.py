@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from meshpar.models.convert.stored_chat import DEFAULT, WITH_TOOLS, stored_templ
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _MOST_S = 8.0
-"""What a template may take; usual ones take a millisecond."""
+"""Time limit of a template, in seconds; usual ones take a millisecond."""
 
 _ENDLESS = (OverdueError, MemoryError, RecursionError, OverflowError)
 
@@ -52,17 +53,7 @@ def render_chat(
         >>> render_chat(template, [{"role": "user", "content": "Hi"}])
         '<user>'
     """
-    try:
-        from meshpar.models.convert.chat_environment import (
-            MessagesRefused,
-            compiled,
-            strftime_of,
-        )
-    except ModuleNotFoundError as error:
-        raise InputError(
-            "chat templates need jinja2: pip install 'meshpar[convert]'",
-            key="data.missing_package",
-        ) from error
+    environment = _environment()
     given = {
         **more,
         "messages": [*messages],
@@ -73,25 +64,45 @@ def render_chat(
     values = {name: _plain(value, name) for name, value in given.items()}
     values["messages"] = [_with_reasoning(one) for one in values["messages"]]
     if today is not None:
-        values["strftime_now"] = strftime_of(today)
+        values["strftime_now"] = environment.strftime_of(today)
+    return _rendered(environment, _compiled(environment, template), values)
+
+
+def _environment() -> ModuleType:
+    """Return the module of Transformers' Jinja environment."""
+    try:
+        from meshpar.models.convert import chat_environment
+    except ModuleNotFoundError as error:
+        raise InputError(
+            "chat templates need jinja2: pip install 'meshpar[convert]'",
+            key="data.missing_package",
+        ) from error
+    return chat_environment
+
+
+def _compiled(environment: ModuleType, template: str) -> Any:
+    """Return the program of a template, whose `render` takes its values."""
     try:
         with deadline(_MOST_S):
-            program = compiled(template)
+            return environment.compiled(template)
     except _ENDLESS as error:
         raise _without_end(error) from error
     except Exception as error:  # Jinja's, and of Python's compiler behind it.
         line = getattr(error, "lineno", None)
         raise InputError(
-            f"the chat template is not one that Transformers reads{_of_line(line)}: "
+            f"the chat template is not one that Transformers reads{_at_line(line)}: "
             f"{_one_line(error)}",
             key="data.bad_chat_template",
         ) from error
+
+
+def _rendered(environment: ModuleType, program: Any, values: Mapping[str, Any]) -> str:
     try:
         with deadline(_MOST_S):
             return program.render(values)
     except _ENDLESS as error:
         raise _without_end(error) from error
-    except MessagesRefused as error:
+    except environment.MessagesRefused as error:
         raise InputError(
             f"the chat template refuses the messages: {_one_line(error)}",
             key="data.chat_template_refuses",
@@ -117,7 +128,7 @@ def _plain(value: Any, where: str) -> Any:
 
     Args:
         value: Arrays become lists, and subclasses of text and numbers lose their class.
-        where: It is in the conversation, for messages.
+        where: Its place in the conversation, for error messages.
 
     Raises:
         InputError: It holds something of another kind.
@@ -159,7 +170,7 @@ def _with_reasoning(message: Any) -> Any:
     return {"thinking": reasoning, **kept, "reasoning_content": reasoning}
 
 
-def _of_line(line: int | None) -> str:
+def _at_line(line: int | None) -> str:
     return "" if line is None else f", line {line}"
 
 

@@ -84,7 +84,7 @@ class _Header:
         elif kind == _ARRAY:
             self._list()
         else:
-            self._skip(_bytes_of(kind))
+            self._skip(_value_bytes(kind))
 
     def _list(self) -> None:
         kind, count = self._number("I"), self._number("Q")
@@ -96,7 +96,7 @@ class _Header:
             for _ in range(count):
                 self._text(_MOST_TEXT_BYTES)
         else:
-            self._skip(count * _bytes_of(kind))
+            self._skip(count * _value_bytes(kind))
 
     def _text(self, most: int) -> None:
         size = self._number("Q")
@@ -123,7 +123,7 @@ class _Header:
             raise ValueError(f"it says that it has {found:,} {what}, over {most:,}")
 
 
-def _bytes_of(kind: int) -> int:
+def _value_bytes(kind: int) -> int:
     if kind not in _SCALAR_BYTES:
         raise ValueError(f"it has a value of type {kind}, which GGUF has not")
     return _SCALAR_BYTES[kind]

@@ -48,10 +48,10 @@ def stored_templates(path: Path) -> tuple[dict[str, str], dict[str, str]]:
         InputError: It cannot be read, or its beginning or end of a text is a token
             that its vocabulary lacks.
     """
-    return _of_gguf(path) if path.suffix == ".gguf" else _of_folder(path)
+    return _gguf_templates(path) if path.suffix == ".gguf" else _folder_templates(path)
 
 
-def _of_gguf(path: Path) -> tuple[dict[str, str], dict[str, str]]:
+def _gguf_templates(path: Path) -> tuple[dict[str, str], dict[str, str]]:
     file = GGUFFile(path)
     vocabulary = file.metadata("tokenizer.ggml.tokens", [])
     tokens = {}
@@ -76,18 +76,20 @@ def _of_gguf(path: Path) -> tuple[dict[str, str], dict[str, str]]:
     return {**texts, DEFAULT: file.metadata(start, "")}, tokens
 
 
-def _of_folder(path: Path) -> tuple[dict[str, str], dict[str, str]]:
+def _folder_templates(path: Path) -> tuple[dict[str, str], dict[str, str]]:
     config = _object(path / "tokenizer_config.json")
-    texts = _texts_of(config.get("chat_template"), path / "tokenizer_config.json")
+    texts = _templates_by_name(
+        config.get("chat_template"), path / "tokenizer_config.json"
+    )
     alone = {DEFAULT: path / "chat_template.jinja"}
     for file in sorted((path / MORE_TEMPLATES).glob("*.jinja")):
         alone[file.stem] = file
     read = {name: _text(file) for name, file in alone.items() if file.is_file()}
     # Files of their own take the place of all that the config has.
-    return read or texts, _tokens_of(config, path)
+    return read or texts, _special_tokens(config, path)
 
 
-def _texts_of(stored: Any, file: Path) -> dict[str, str]:
+def _templates_by_name(stored: Any, file: Path) -> dict[str, str]:
     """Return a config's templates by name: one, a list of them, or an object."""
     if stored is None or isinstance(stored, str):
         return {DEFAULT: stored or ""}
@@ -110,7 +112,7 @@ def _texts_of(stored: Any, file: Path) -> dict[str, str]:
     return texts
 
 
-def _tokens_of(config: Mapping[str, Any], folder: Path) -> dict[str, str]:
+def _special_tokens(config: Mapping[str, Any], folder: Path) -> dict[str, str]:
     kind = str(config.get("tokenizer_class", "")).removesuffix("Fast")
     stored = {**_OF_CLASSES.get(kind, {}), **config}
     if "added_tokens_decoder" not in config:
