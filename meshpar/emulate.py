@@ -16,8 +16,8 @@ DEFAULT_DEVICES = 8
 """Virtual devices of `meshpar fuzz` where nobody says how many."""
 
 MOST_DEVICES = 512
-"""Virtual devices of a process. These start in 4 s and take 0.6 GB; 2,048 took 53 s and
-2 GB (jax 0.10.2, 2 busy cores), as both grow with their square."""
+"""Most virtual devices of a process. So many start in 4 s and take 0.6 GB; 2,048 took
+53 s and 2 GB (jax 0.10.2, 2 busy cores), as both grow with their square."""
 
 # XLA:CPU holds a collective back until the one before it in the program is done, but
 # behind a loop only until the loop has begun. In breadth-first order one that needs

@@ -39,7 +39,7 @@ _PIPE_COLUMNS = 160
 _LONGEST_MS = 10**9
 
 _MOST_FORWARDS, _MOST_PLACES = 100_000, 1_000_000
-"""So many forwards are simulated in 35 s; places are the ticks of all ranks."""
+"""Limits. So many forwards take 35 s to simulate; places are the ticks of all ranks."""
 
 EXAMPLE = "meshpar schedule --schedule 1f1b --stages 4 --microbatches 8"
 STATUSES = "0 done, 1 the schedule is wrong, 2 bad input"

@@ -1,4 +1,4 @@
-"""The sizes of a plan as words from which `meshpar train` builds that model."""
+"""Words of `--model` from which `meshpar train` builds the model of a plan."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class TokenCache:
 
 
 def _several(texts: Iterator[str]) -> Iterator[list[str]]:
-    """Some texts at a time, of which none is long but the last."""
+    """Yield lists of texts: many short ones, or few with a long one at the end."""
     found: list[str] = []
     characters = 0
     for text in texts:

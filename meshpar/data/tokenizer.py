@@ -201,7 +201,7 @@ def _parsed(path: Path, content: bytes) -> Any:
 
 
 class _Timed:
-    """A tokenizer of `tokenizers` whose regular expressions are given a time."""
+    """A tokenizer of the package `tokenizers` with a time limit for each call."""
 
     def __init__(self, path: Path, tokenizer: Any) -> None:
         self._path, self._tokenizer = path, tokenizer

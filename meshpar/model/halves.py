@@ -39,9 +39,9 @@ COARSE_BOUND = 2e-2
 """Of programs with numbers of 16 bits, whose sums are rounded by up to 2^-8."""
 
 _CANCELLED = 1e-2
-"""Of a bound: what differs by less than this share of it, relative in the largest
-gradient of any parameter, is rounding. A bias before a batch norm has a gradient whose
-terms cancel."""
+"""Share of the bound, relative in the largest gradient of any parameter, below which a
+difference of gradients is rounding: the terms of the gradient of a bias before a batch
+norm cancel."""
 
 _HALVES = "data"
 _QUICKLY = {"xla_backend_optimization_level": 0}

@@ -70,7 +70,7 @@ def from_nnx(
     are those before the step. `nnx.BatchNorm` takes the statistics of the global batch.
 
     Args:
-        modules: None: what is given without a name is refused.
+        modules: Refused: modules that are built already.
         ends: Builds the module of embedding and head.
         block: Builds one block.
         num_layers: Number of blocks.

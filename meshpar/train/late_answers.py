@@ -24,7 +24,7 @@ def hide_late_answers() -> None:
 
 
 class _Hook(functools.partial[None]):
-    """The hook, told from those that others install."""
+    """meshpar's hook, of a class of its own to tell it from others."""
 
 
 def _print_unless_late(before: Callable[[Any], Any], raised: Any) -> None:

@@ -58,7 +58,10 @@ def in_full(value: jax.Array) -> jax.Array:
 
 
 def full_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
-    """What updates of values of a dtype are made in, also with `jax_enable_x64`."""
+    """Return fp32, or complex64: what updates of values of a dtype are made in.
+
+    It is so with `jax_enable_x64` too.
+    """
     is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
     return jnp.dtype(jnp.complex64 if is_complex else jnp.float32)
 
