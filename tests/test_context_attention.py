@@ -16,6 +16,7 @@ from meshpar.parallel.context.attention import shard_attention
 from meshpar.parallel.context.hops import Hops
 from meshpar.parallel.context.mask import Mask
 from meshpar.parallel.sequence import token_order
+from tests.covering import every_pair
 from tests.marks import slow
 
 BATCH, HEADS, HEAD_DIM = 2, 8, 8
@@ -187,13 +188,14 @@ MASKS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_heads", [1, 4, 8])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize(
-    ("method", "ranks"), [*itertools.product(METHODS, (2, 4, 8)), *BOTH]
+    ("split", "kind", "packed", "kv_heads"),
+    every_pair(
+        [*itertools.product(METHODS, (2, 4, 8)), *BOTH], MASKS, (False, True), (1, 4, 8)
+    ),
 )
-def test_every_method_equals_a_dense_softmax(method, ranks, kind, packed, kv_heads):
+def test_every_method_equals_a_dense_softmax(split, kind, packed, kv_heads):
+    method, ranks = split
     assert worst(method, ranks, MASKS[kind], kv_heads, packed=packed) < BOUND
 
 

@@ -33,6 +33,7 @@ from meshpar.parallel.context.ulysses import heads_here
 from meshpar.parallel.sequence_checks import check_token_wise
 from meshpar.schedules import SCHEDULES
 from meshpar.testing import check_layouts
+from tests.covering import every_pair
 from tests.marks import slow
 from tests.pipelined import assert_close
 from tests.states import normal_values, with_parameters
@@ -209,14 +210,15 @@ MATRIX = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_heads", [1, 4, 8])
-@pytest.mark.parametrize("window", [0, 5])
-@pytest.mark.parametrize("packed", [False, True])
-def test_every_method_trains_as_one_device_does(kv_heads, window, packed):
+@pytest.mark.parametrize(
+    ("layout", "kv_heads", "window", "packed"),
+    every_pair(MATRIX, (1, 4, 8), (0, 5), (False, True)),
+)
+def test_every_method_trains_as_one_device_does(layout, kv_heads, window, packed):
     batch = packed_batch()
     if not packed:
         del batch["segment_ids"]
-    assert check_layouts(model(kv_heads, window), batch, MATRIX).ok
+    assert check_layouts(model(kv_heads, window), batch, [layout]).ok
 
 
 @pytest.mark.slow
@@ -231,25 +233,29 @@ def test_it_composes_with_every_schedule(schedule, method):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", ["none", "selective", "full", "dots"])
 @pytest.mark.parametrize(
-    "rest",
+    "layout",
     [
-        "data=2,context=2",
-        "fsdp=2,context=2,zero=2",
-        "data=2,context=2,zero=1",
-        "fsdp=2,context=2,tensor=2,precision=bf16",
-        "fsdp=2,context=2,microbatches=2,fsdp_gather=microbatch",
-        "context=4,tensor=2,sequence_parallel=true",
+        "data=2,context=2,remat=none",
+        "fsdp=2,context=2,zero=2,remat=full",
+        "fsdp=2,context=2,zero=2,remat=dots",
+        "data=2,context=2,zero=1,remat=selective",
+        "fsdp=2,context=2,tensor=2,precision=bf16,remat=none",
+        "fsdp=2,context=2,tensor=2,precision=bf16,remat=selective",
+        "fsdp=2,context=2,microbatches=2,fsdp_gather=microbatch,remat=full",
+        "fsdp=2,context=2,microbatches=2,fsdp_gather=microbatch,remat=dots",
+        "context=4,tensor=2,sequence_parallel=true,remat=none",
+        "context=4,tensor=2,sequence_parallel=true,remat=full",
     ],
 )
-def test_it_composes_with_the_rest(rest, remat):
-    assert check_layouts(model(), packed_batch(), [f"{rest},remat={remat}"]).ok
+def test_it_composes_with_the_rest(layout):
+    assert check_layouts(model(), packed_batch(), [layout]).ok
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seq", [9, 23])
-@pytest.mark.parametrize("layout", MATRIX)
+@pytest.mark.parametrize(
+    ("layout", "seq"), [*zip(MATRIX, itertools.cycle([9, 23]), strict=False)]
+)
 def test_sequences_that_do_not_divide_are_padded(layout, seq):
     batch = {name: x[:, :seq] for name, x in packed_batch().items()}
     assert check_layouts(model(), batch, [layout]).ok

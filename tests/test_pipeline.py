@@ -13,6 +13,7 @@ from meshpar.layout import Layout
 from meshpar.parallel.pipeline import executor
 from meshpar.parallel.pipeline.stages import in_layer_order
 from meshpar.schedules import SCHEDULES
+from tests.covering import every_pair
 from tests.marks import slow
 from tests.pipelined import (
     BATCH,
@@ -60,22 +61,26 @@ def test_loss_and_gradients_equal_those_of_the_model_alone(layers, line):
     assert_equal_to_plain(model_of(layers), line)
 
 
+MESHES = [
+    *itertools.product((2, 4), ("", "data=2,", "fsdp=2,", "tensor=2,")),
+    (2, "data=2,tensor=2,"),
+    (8, ""),
+]
+
+
 def every_combination():
-    """Schedules x stages x microbatches x layers x what else is split."""
-    beside = {
-        2: ("", "data=2,", "fsdp=2,", "tensor=2,", "data=2,tensor=2,"),
-        4: ("", "data=2,", "fsdp=2,", "tensor=2,"),
-        8: ("",),
-    }
-    for stage, num, schedule in itertools.product(beside, (1, 3, 6, 12), SCHEDULES):
+    """Schedules, meshes, microbatches and layers: any two of these values meet."""
+    for schedule, (stage, split), num, is_even in every_pair(
+        SCHEDULES, MESHES, (1, 3, 6, 12), (True, False)
+    ):
         chunks = SCHEDULES[schedule].num_chunks or 2
         even = stage * chunks
         uneven = (30 if stage == 8 else 7) if chunks == 1 else even + 3
-        for split, layers in itertools.product(beside[stage], (even, uneven)):
-            line = f"{split}stage={stage},microbatches={num},schedule={schedule}"
-            yield layers, line + (f",chunks={chunks}" if chunks > 1 else "")
-            if "tensor" in split:
-                yield layers, f"{line},chunks={chunks},sequence_parallel=true"
+        layers = even if is_even else uneven
+        line = f"{split}stage={stage},microbatches={num},schedule={schedule}"
+        yield layers, line + (f",chunks={chunks}" if chunks > 1 else "")
+        if "tensor" in split:
+            yield layers, f"{line},chunks={chunks},sequence_parallel=true"
 
 
 @pytest.mark.slow

@@ -130,20 +130,16 @@ def test_memory_does_not_grow_with_microbatches(model_of, remat):
     assert many <= 1.01 * few
 
 
+ALL_TOGETHER = "stage=2,tensor=2,sequence_parallel=true,precision=bf16,remat=stage"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "line",
+    ("target", "line"),
     [
-        "stage=4",
-        "stage=4,remat=stage",
-        "stage=2,tensor=2,sequence_parallel=true,precision=bf16,remat=stage",
-    ],
-)
-@pytest.mark.parametrize(
-    "target",
-    [
-        pytest.param("tpu:v5e:2x2", marks=needs_tpu_compiler),
-        pytest.param("gpu:h100:1x4", marks=needs_gpu_compiler),
+        pytest.param("tpu:v5e:2x2", "stage=4", marks=needs_tpu_compiler),
+        pytest.param("gpu:h100:1x4", "stage=4,remat=stage", marks=needs_gpu_compiler),
+        pytest.param("tpu:v5e:2x2", ALL_TOGETHER, marks=needs_tpu_compiler),
     ],
 )
 def test_memory_does_not_grow_on_an_absent_accelerator(target, line):
