@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -21,6 +21,7 @@ from meshpar.data.token_file import TokenFile
 from meshpar.data.token_stream import TokenStream
 from meshpar.data.tokenizer import ByteTokenizer, FileTokenizer, TokenNumbers
 from meshpar.distributed import Processes
+from meshpar.errors import printable
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.corpus_files import Files, files_of_all, not_data
 from meshpar.recipes.model import sizes_of
@@ -52,6 +53,7 @@ class Corpus:
             source.
         prompt: What a sample begins with.
         formats: Of the files, as `meshpar.data.sources` names them.
+        stop_tokens: Tokens that end a document; none where nothing says which.
     """
 
     train: Sequence[Rows]
@@ -64,6 +66,7 @@ class Corpus:
     counted: tuple[np.ndarray, np.ndarray] | None
     prompt: np.ndarray
     formats: Sequence[str] = ("text",)
+    stop_tokens: Sequence[int] = ()
 
     def order(self, seed: int) -> grain.MapDataset:
         """The endless order of rows to train on."""
@@ -153,7 +156,12 @@ def _of_data(config: RunConfig, files: Files) -> Corpus:
         validation=validation.shuffle(seed=0) if len(others) > 1 else validation,
         fingerprint=_fingerprint(config, streams, files),
         **read_by,
-        lines=[*_lines(files, train, others), *filter(None, told), *notes],
+        lines=[
+            *_lines(files, train, others),
+            _line_of_ends(read_by),
+            *filter(None, told),
+            *notes,
+        ],
         counted=_counted(train[0], others[0]) if len(streams) == 1 else None,
         prompt=others[0].read(others[0].start, others[0].start + min(32, config.seq)),
     )
@@ -171,7 +179,30 @@ def _read_by(config: RunConfig, vocab: int) -> dict[str, Any]:
         known = TokenNumbers()
     if not formats & OF_TOKENS:
         vocab = known.vocab
-    return {"tokenizer": known, "vocab": vocab, "formats": sorted(formats)}
+    return {
+        "tokenizer": known,
+        "vocab": vocab,
+        "formats": sorted(formats),
+        "stop_tokens": _stop_tokens(config, known),
+    }
+
+
+def _stop_tokens(
+    config: RunConfig, known: ByteTokenizer | FileTokenizer | TokenNumbers
+) -> list[int]:
+    """The token that ends a document; none where files of tokens do not say."""
+    if not isinstance(known, TokenNumbers):
+        return [known.eos]
+    return [int(config.eos)] if config.eos and config.eos.isdecimal() else []
+
+
+def _line_of_ends(read_by: Mapping[str, Any]) -> str:
+    """Which tokens begin and end a document."""
+    known, ends = read_by["tokenizer"], read_by["stop_tokens"]
+    if not ends:
+        return "documents: nothing says which token ends one; --eos NUMBER does"
+    text = "" if isinstance(known, TokenNumbers) else f" ({printable(known.eos_text)})"
+    return f"documents: no token begins one, {ends[0]}{text} ends one"
 
 
 def _merged(files: Files) -> list[list[TokenFile]]:

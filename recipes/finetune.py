@@ -34,6 +34,7 @@ from meshpar.errors import local_path, whole_number
 from meshpar.internal_errors import print_fault
 from meshpar.model.lora import TARGETS, LoRA
 from meshpar.models.convert.chat_template import read_template
+from meshpar.models.convert.run_files import TOKENIZER, keep_files
 from meshpar.recipes.conversations import (
     ConversationRows,
     check_answers,
@@ -396,8 +397,8 @@ def described(
         said["chat_date"] = chat_date.isoformat()
     if loaded.tokenizer_file is not None:
         said["tokenizer"] = str(loaded.tokenizer_file.absolute())
-    elif not isinstance(loaded.tokenizer, OfRun):
-        said["tokenizer"] = str((config.out / "tokenizer.json").absolute())
+    elif _has_own_tokenizer(loaded):
+        said["tokenizer"] = str((config.out / TOKENIZER).absolute())
     if loaded.stop_tokens:
         said["eos"] = str(loaded.stop_tokens[0])
         said["stop_tokens"] = list(loaded.stop_tokens)
@@ -424,11 +425,20 @@ def learning_rate_of(config: FinetuneConfig) -> float:
 
 
 def keep_tokenizer(config: FinetuneConfig, loaded: Loaded) -> None:
-    """Writes a model's own tokenizer beside the run; a run's is where it was."""
-    if loaded.tokenizer_file is None and not isinstance(loaded.tokenizer, OfRun):
+    """Writes the model's tokenizer and settings into the run's folder."""
+    keep_files(
+        config.out, tokenizer=loaded.tokenizer_file, started_from=config.from_weights
+    )
+    if _has_own_tokenizer(loaded):
         config.out.mkdir(parents=True, exist_ok=True)
         tokenizer: Any = loaded.tokenizer
-        tokenizer.save(str(config.out / "tokenizer.json"))
+        tokenizer.save(str(config.out / TOKENIZER))
+
+
+def _has_own_tokenizer(loaded: Loaded) -> bool:
+    """Whether a tokenizer is in the model's files, not in one of its own."""
+    of_run = isinstance(loaded.tokenizer, OfRun | WithoutTokenizer)
+    return loaded.tokenizer_file is None and not of_run
 
 
 def _print_sizes(step: TrainStep, state: TrainState) -> None:

@@ -18,9 +18,8 @@ from meshpar.data.tokenizer import (
 )
 from meshpar.errors import local_path
 from meshpar.foreign_files import read_json_object
+from meshpar.models.convert.run_files import TOKENIZER, kept_tokenizer, run_folder
 from meshpar.models.convert.weights import read_weights
-
-_TOKENIZER = "tokenizer.json"
 
 
 class Tokenizer(Protocol):
@@ -159,9 +158,10 @@ def _checkpoint(path: Path, step: int | None, tokenizer: Path | None) -> Loaded:
 
     found = read_checkpoint(path, step, instead="generate with meshpar.generate")
     contents = found.contents
-    named = contents.config.get("tokenizer")
-    if tokenizer is None and named:
-        tokenizer = Path(named)
+    if tokenizer is None:
+        run = run_folder(contents.directory)
+        instead = "give --tokenizer FILE, its tokenizer.json"
+        tokenizer = kept_tokenizer(run, contents.config, instead=instead)
     reader, ends = _reader(contents.config, tokenizer, path)
     return Loaded(
         model=found.model,
@@ -180,14 +180,15 @@ def _reader(
     """What makes a run's texts tokens, and the tokens that end one."""
     from meshpar.models.convert.run import is_of_tokens
 
-    eos = said.get("eos")
+    eos, ends = said.get("eos"), tuple(said.get("stop_tokens") or ())
     if tokenizer is None and is_of_tokens(said):
-        ends = (int(eos),) if eos and eos.isdecimal() else ()
+        if not ends and eos and eos.isdecimal():
+            ends = (int(eos),)
         return WithoutTokenizer(str(run)), ends
-    eos = eos if tokenizer else None
-    tokens = read_tokenizer(tokenizer, eos)
-    ends = said.get("stop_tokens") if eos is not None else None
-    return OfRun(tokens), tuple(ends or (tokens.eos,))
+    # Beside a run's copy of its tokenizer no other file says what ends a document.
+    named = str(ends[0]) if ends else eos
+    tokens = read_tokenizer(tokenizer, named if tokenizer else None)
+    return OfRun(tokens), ends or (tokens.eos,)
 
 
 def _their_tokenizer(path: Path) -> Tokenizer:
@@ -196,7 +197,7 @@ def _their_tokenizer(path: Path) -> Tokenizer:
         from meshpar.models.convert.gguf_tokenizer import gguf_tokenizer
 
         return gguf_tokenizer(GGUFFile(path))
-    return whole_texts_tokenizer(path / _TOKENIZER)
+    return whole_texts_tokenizer(path / TOKENIZER)
 
 
 def _stop_tokens(path: Path) -> tuple[int, ...]:

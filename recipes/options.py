@@ -18,6 +18,7 @@ from meshpar.errors import InputError, nearest
 from meshpar.recipes.config import (
     ENVIRONMENT_VARIABLE,
     NUM_VIRTUAL_DEVICES,
+    OF_ONE_START,
     OPTIONS,
     SEVERAL,
     RunConfig,
@@ -41,6 +42,8 @@ def _words_of(names: Iterable[str]) -> set[str]:
 
 
 _SEVERAL = _words_of(SEVERAL)
+_NOT_OF_A_FOLDER = _words_of((*OF_ONE_START, "emulate"))
+_WRITTEN = _words_of(("log_json", "tensorboard", "data_cache"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,16 +85,39 @@ def parse_arguments(
     resumed = _value(words, "--resume") not in (None, "False")
     saved = Path(_value(words, "--out") or "") / SAVED
     if resumed and _value(words, "--out") and saved.exists():
-        earlier = _below(words, saved, command, faults)
-        if ENVIRONMENT_VARIABLE in os.environ:  # They are this process's, not its.
-            earlier = _without(earlier, {"--emulate"})
-        words = [*earlier, *words]
+        words = [*_of_folder(words, saved, command, faults), *words]
     try:
         return _parse(words, command).run
     except InputError as error:
         if path := faults.get(str(error)):
             raise InputError(f"{str(path)!r}: {error}", key=error.key) from None
         raise
+
+
+def _of_folder(
+    words: list[str], saved: Path, command: str, faults: dict[str, Path]
+) -> list[str]:
+    """Options that a run's folder has kept, of which it may decide.
+
+    A folder may come from anybody: whom a run connects to, how many devices it emulates
+    and what is written outside of the folder only the command line says.
+
+    Raises:
+        InputError: It names a file outside to write to, and `words` do not.
+    """
+    kept = _without(_below(words, saved, command, faults), _NOT_OF_A_FOLDER)
+    given = {_option(word) for word in words}
+    for option in sorted(_WRITTEN - given):
+        path = _value(kept, option)
+        if path and not Path(path).resolve().is_relative_to(saved.parent.resolve()):
+            name = option.removeprefix("--").replace("-", "_")
+            raise InputError(
+                f"{str(saved)!r} has {name} = {path!r}, outside of the run's folder, "
+                f"and a folder does not decide what is written elsewhere; give "
+                f"{option} {shlex.quote(path)} again, or delete that line",
+                key="run.folder_writes_outside",
+            )
+    return kept
 
 
 def _value(words: Sequence[str], option: str) -> str | None:

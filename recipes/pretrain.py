@@ -29,6 +29,7 @@ from meshpar import TrainState
 from meshpar.cli.lint import wide_console
 from meshpar.data.device_batches import device_batches
 from meshpar.distributed import Processes
+from meshpar.models.convert.run_files import keep_files
 from meshpar.recipes import config_file, report
 from meshpar.recipes.bubble import of_run as bubble_of_run
 from meshpar.recipes.command import main
@@ -161,6 +162,11 @@ def joined_run(
         phases.begin("restoring")
         run, state = started(run)
         if processes.is_first:
+            keep_files(
+                config.folder,
+                tokenizer=config.tokenizer,
+                started_from=config.from_weights,
+            )
             saved_as = config_file.save(config, config.folder)
             report.print_config(console, config, saved_as)
         report.print_layout(console, step, config)

@@ -54,6 +54,7 @@ class Run:
             **_from_any_folder(self.config),
             "data": self.texts.fingerprint,
             "formats": list(self.texts.formats),
+            "stop_tokens": list(self.texts.stop_tokens),
             "windows": self.position.after(done, self.config.global_batch),
             "layout": str(self.step.layout),
             "layout_asked": self.config.layout,

@@ -14,7 +14,7 @@ from meshpar.models.convert.chat_template import (
     read_template,
     render_chat,
 )
-from meshpar.models.convert.writing import copy_tokenizer
+from meshpar.models.convert.run_files import copy_tokenizer
 from tests.chat_cases import (
     FOLDERS,
     MESSAGES,

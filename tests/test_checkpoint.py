@@ -18,6 +18,7 @@ import optax
 import pytest
 
 from meshpar import Layout, TrainState, make_train_step
+from meshpar.cli.main import main
 from meshpar.models.presets import build
 from meshpar.rules.rules import spec_axes
 from meshpar.train import checkpoint
@@ -25,7 +26,10 @@ from meshpar.train.checkpoint import (
     CheckpointError,
     Checkpoints,
     DamagedCheckpointWarning,
+    UncheckedCheckpointWarning,
 )
+from meshpar.train.checkpoint_arrays import read_arrays
+from meshpar.train.checkpoint_contents import read_contents
 from meshpar.train.checkpoint_errors import reason_of
 from meshpar.train.layer_order import model_order_structs
 from tests import warm
@@ -598,7 +602,8 @@ def changed(path, damage):
 
 def damage_told(warned, damaged, read):
     """The sentence of the one warning that names both steps, without Orbax's files."""
-    (told,) = [str(one.message) for one in warned]
+    ours = [one for one in warned if one.category is DamagedCheckpointWarning]
+    (told,) = [str(one.message) for one in ours]
     assert names(told, damaged) and names(told, read)
     told = re.sub(r"state/[^\s:]+", "state/FILE", neutral(told))
     return re.sub(r"[\d,]{4,}", "MANY", told)
@@ -635,10 +640,28 @@ def test_one_without_checksums_that_cannot_be_read_is_passed_over_too(tmp_path):
         file.unlink()
     with (
         Checkpoints(tmp_path) as checkpoints,
+        pytest.warns(UncheckedCheckpointWarning),
         pytest.warns(DamagedCheckpointWarning) as warned,
     ):
         assert checkpoints.run_of_latest() == {"saved": 3}
     assert damage_told(warned, 5, 3)
+
+
+def test_one_without_checksums_is_read_and_says_so(tmp_path, capsys):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(small_state(5), {"saved": 5})
+    assert read_contents(tmp_path).has_checksums
+    (tmp_path / "5" / "checksums.json").unlink()
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.warns(UncheckedCheckpointWarning) as warned:
+            assert checkpoints.run_of_latest() == {"saved": 5}
+            restored = restore_like(checkpoints, small_state(0))
+        assert len(warned) == 1
+        assert_bitwise_equal(restored, small_state(5))
+    with pytest.warns(UncheckedCheckpointWarning):
+        read_arrays(tmp_path)
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert "checksums none" in capsys.readouterr().out
 
 
 def test_one_whose_files_are_as_written_is_not_passed_over(

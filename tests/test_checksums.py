@@ -43,16 +43,26 @@ def test_every_byte_is_noted_once_and_read_once(writers, readers, folder):
 
 def test_of_several_writers_what_one_has_noted_is_compared(folder):
     write_checksums(folder, part=1, num_parts=2)
-    assert not has_checksums(folder) and damage(folder) is None
+    assert not has_checksums(folder)
     noted = json.loads((folder / "checksums-1-of-2.json").read_text())
     (folder / noted[0][0]).write_bytes(b"short")
     assert names(damage(folder), noted[0][0]) and names(damage(folder), 5)
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_a_missing_file_of_checksums_is_damage(missing, folder):
+    for part in {0, 1, 2} - {missing}:
+        write_checksums(folder, part=part, num_parts=3)
+    assert names(damage(folder), f"checksums-{missing}-of-3.json")
+    write_checksums(folder, part=missing, num_parts=3)
+    assert damage(folder) is None
 
 
 def test_a_file_by_another_name_makes_no_set_whole(folder):
     write_checksums(folder, part=0, num_parts=2)
     (folder / "checksums-copy.json").write_text("[]")
     assert not has_checksums(folder)
+    assert names(damage(folder), "checksums-1-of-2.json")
 
 
 @pytest.mark.parametrize("name", ["../outside", "/dev/zero", "below/../../outside"])

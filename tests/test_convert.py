@@ -18,6 +18,7 @@ from meshpar.model.single import forward
 from meshpar.models.convert import export, writing
 from meshpar.models.convert.families import json_of
 from meshpar.models.convert.hf_config import config_from_json
+from meshpar.models.convert.run_files import keep_files, kept_base, kept_tokenizer
 from meshpar.models.convert.safetensors_folder import SafetensorsFolder
 from meshpar.models.convert.weights import read_config, read_weights
 from meshpar.models.convert.writing import write_weights
@@ -372,6 +373,7 @@ def test_a_checkpoint_is_exported(folders, theirs, tmp_path, capsys, refuses_com
     orders = step.layer_orders
     with Checkpoints(tmp_path / "run" / "checkpoints", layer_orders=orders) as saved:
         saved.save(state, said)
+    keep_files(tmp_path / "run", started_from=folders["llama"])
     words = ["export", str(tmp_path / "run"), "--to", str(tmp_path / "theirs")]
     assert main([*words, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -414,16 +416,20 @@ def test_the_tokenizer_that_a_run_was_trained_with_is_exported(
     said = {"from_weights": str(started), **said}
     if "tokenizer" in said:
         said["tokenizer"] = str(tmp_path / said["tokenizer"])
-    contents = SimpleNamespace(config=said, step=1)
+    run = tmp_path / "run"
+    keep_files(run, tokenizer=said.get("tokenizer"), started_from=started)
+    for folder in (started, *paths.values()):  # A run needs none of them any more.
+        folder.rename(folder.with_name(f"moved {folder.name}"))
+    contents = SimpleNamespace(config=said, step=1, directory=run / "checkpoints")
     found = SimpleNamespace(contents=contents, **vars(weights))
     monkeypatch.setattr(export, "read_checkpoint", lambda *args, **options: found)
-    export.export("run", to := tmp_path / "to")
+    export.export(run, to := tmp_path / "to")
     file = to / "tokenizer.json"
     assert (json.loads(file.read_text())["name"] if file.exists() else None) == wanted
     assert (to / "tokenizer_config.json").exists() == has_others
     config = json.loads((to / "config.json").read_text())
     assert (config.get("eos_token_id") == 5) == has_others
-    theirs = json.loads((started / "config.json").read_text())
+    theirs = json.loads((run / "base" / "config.json").read_text())
     key = "max_position_embeddings"
     assert config[key] == theirs[key]
 
@@ -432,11 +438,61 @@ def test_a_run_whose_tokenizer_is_gone_is_not_exported_without(
     tmp_path, monkeypatch, refuses
 ):
     said = {"tokenizer": str(tmp_path / "gone.json")}
-    found = SimpleNamespace(contents=SimpleNamespace(config=said, step=1))
+    contents = SimpleNamespace(config=said, step=1, directory=tmp_path / "run")
+    found = SimpleNamespace(contents=contents)
     monkeypatch.setattr(export, "read_checkpoint", lambda *args, **options: found)
     with refuses("weights.tokenizer_gone", "gone.json", "--like"):
         export.export("run", tmp_path / "to")
     assert not (tmp_path / "to").exists()
+
+
+def secret_of(tmp_path):
+    """A file of the user that is none of a run, and an empty run's folder."""
+    secret = tmp_path / "private_key"
+    secret.write_text("secret")
+    (tmp_path / "run" / "base").mkdir(parents=True)
+    return secret, tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "base/tokenizer.json", "base/config.json"]
+)
+def test_a_run_gives_away_no_file_outside_of_its_folder(name, tmp_path, refuses):
+    secret, run = secret_of(tmp_path)
+    said = {"tokenizer": str(secret), "from_weights": str(tmp_path)}
+    with refuses("weights.tokenizer_gone", str(secret), "--like"):
+        kept_tokenizer(run, said, instead="give --like DIR")
+    (run / name).symlink_to(secret)
+    with refuses("weights.file_outside_run", "private_key", name.split("/")[-1]):
+        kept_tokenizer(run, said if "/" not in name else {}, instead="")
+        kept_base(run, said)
+
+
+def test_settings_that_a_run_has_not_kept_are_not_looked_for(tmp_path, refuses):
+    said = {"from_weights": str(tmp_path / "theirs")}
+    with refuses("weights.base_gone", "theirs", "--like"):
+        kept_base(tmp_path / "run", said)
+    assert kept_base(tmp_path, {"from_weights": "theirs.gguf"}) is None
+    assert kept_base(tmp_path, {}) is None
+
+
+@pytest.mark.parametrize("ends, wanted", [([3], 3), ([3, 5], [3, 5]), ([], None)])
+def test_what_ends_a_text_is_exported(ends, wanted, folders, theirs, tmp_path):
+    weights = theirs("llama")
+    like = altered(folders["llama"], tmp_path / "like", eos_token_id=9, bos_token_id=1)
+    (like / "generation_config.json").write_text('{"eos_token_id": 9, "top_k": 4}')
+    write_weights(
+        tmp_path / "to", weights.config, weights.params, like=like, stop_tokens=ends
+    )
+    written = [
+        json.loads((tmp_path / "to" / name).read_text())
+        for name in ("config.json", "generation_config.json")
+    ]
+    assert [one["eos_token_id"] for one in written] == [wanted, wanted]
+    assert (written[0]["bos_token_id"], written[1]["top_k"]) == (1, 4)
+    write_weights(tmp_path / "bare", weights.config, weights.params, stop_tokens=ends)
+    bare = json.loads((tmp_path / "bare" / "config.json").read_text())
+    assert (bare["bos_token_id"], bare["eos_token_id"]) == (None, wanted)
 
 
 def test_what_no_model_of_theirs_has_is_not_exported(tmp_path, refuses):

@@ -204,6 +204,31 @@ def test_a_resumed_run_is_as_it_was_but_for_what_is_given(tmp_path):
     assert (fresh.steps, fresh.preset) == (150, None)
 
 
+def test_a_folder_does_not_decide_where_a_run_connects_and_writes(tmp_path, refuses):
+    outside = tmp_path.parent / "elsewhere"
+    saved = tmp_path / SAVED
+    of_start = f'coordinator = "10.0.0.1:1"\nnum_processes = 2\nout = "{outside}"\n'
+    saved.write_text(f"seq = 64\nemulate = 4096\nstop_after = 1\n{of_start}")
+    words = ["--resume", "--out", str(tmp_path)]
+    assert parse_arguments(words) == RunConfig(seq=64, resume=True, out=tmp_path)
+    words += ["--data", "a.jsonl"]  # As --data-cache needs.
+    for option in ("--log-json", "--tensorboard", "--data-cache"):
+        name = option.removeprefix("--").replace("-", "_")
+        for path in (outside, tmp_path / ".." / "elsewhere"):
+            saved.write_text(f'{name} = "{path}"\n')
+            with refuses("run.folder_writes_outside", str(path), option, words=False):
+                parse_arguments(words)
+            given = parse_arguments([*words, option, str(outside)])
+            assert getattr(given, name) == outside
+        (tmp_path / "link").unlink(missing_ok=True)
+        (tmp_path / "link").symlink_to(outside)
+        saved.write_text(f'{name} = "{tmp_path}/link"\n')
+        with refuses("run.folder_writes_outside", "link", option):
+            parse_arguments(words)
+        saved.write_text(f'{name} = "{tmp_path}/inside"\n')
+        assert getattr(parse_arguments(words), name) == tmp_path / "inside"
+
+
 @pytest.mark.parametrize(
     ("words", "program"),
     [

@@ -34,6 +34,7 @@ class ByteTokenizer:
 
     vocab = 256
     eos = 0
+    eos_text = "NUL"
     name = identity = "bytes"
     unit = "byte"
 
@@ -88,6 +89,11 @@ class FileTokenizer:
     def vocab(self) -> int:
         """One more than the highest number of a token."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    @property
+    def eos_text(self) -> str:
+        """Text of the token that ends a document."""
+        return str(self._tokenizer.id_to_token(self.eos))
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The tokens of each text, without special ones around it."""

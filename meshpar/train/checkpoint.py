@@ -18,6 +18,7 @@ from meshpar.train.checkpoint_choice import Choice
 from meshpar.train.checkpoint_errors import (
     CheckpointError,
     DamagedCheckpointWarning,
+    UncheckedCheckpointWarning,
     explained,
     reason_of,
 )
@@ -34,7 +35,12 @@ from meshpar.train.saving import Saving
 from meshpar.train.state import TrainState
 from meshpar.train.stored_arrays import handler, read, save_args, shapes_by_path
 
-__all__ = ["CheckpointError", "Checkpoints", "DamagedCheckpointWarning"]
+__all__ = [
+    "CheckpointError",
+    "Checkpoints",
+    "DamagedCheckpointWarning",
+    "UncheckedCheckpointWarning",
+]
 
 
 class Checkpoints:

@@ -15,7 +15,11 @@ import numpy as np
 from meshpar.layout import Layout
 from meshpar.rules.sharding import insert
 from meshpar.train.checkpoint_contents import Contents, read_contents
-from meshpar.train.checkpoint_errors import CheckpointError, explained
+from meshpar.train.checkpoint_errors import (
+    CheckpointError,
+    explained,
+    warn_unchecked,
+)
 from meshpar.train.stored_arrays import chunk_cache, opened
 
 
@@ -90,6 +94,8 @@ def read_arrays(path: Path, step: int | None = None) -> tuple[Contents, dict[str
             f"{contents.damage}",
             key="checkpoint.damaged",
         )
+    if not contents.has_checksums:
+        warn_unchecked(contents.step, contents.directory)
     folder = (Path(contents.directory) / str(contents.step) / "state").absolute()
     tree: dict[str, Any] = {}
     for place, array in _model_arrays(contents, folder):

@@ -14,6 +14,7 @@ from meshpar.train.checkpoint_errors import (
     CheckpointError,
     DamagedCheckpointWarning,
     explained,
+    warn_unchecked,
 )
 from meshpar.train.checksums import damage, has_checksums
 from meshpar.train.folders import move_aside
@@ -38,6 +39,7 @@ class Choice:
         self.step: int | None = None
         self.damaged: dict[int, str] = {}
         self._told: set[int] = set()
+        self._unchecked: set[int] = set()
         self._manager, self._directory = manager, directory
         self._processes = processes
 
@@ -47,6 +49,7 @@ class Choice:
             if step in self.damaged or (at_most is not None and step > at_most):
                 continue
             of = self._processes
+            of.gather(None)  # Until each has written its share of the checksums.
             found = damage(
                 self._directory / str(step),
                 part=of.process_id,
@@ -82,6 +85,7 @@ class Choice:
             if step is None:
                 raise first or self._absent()
             self._tell_damaged(step)
+            self._tell_unchecked(step)
             check(step)
             folder, found = self._directory / str(step), None
             here: CheckpointError | None = None
@@ -146,6 +150,13 @@ class Choice:
                     DamagedCheckpointWarning,
                     stacklevel=4,
                 )
+
+    def _tell_unchecked(self, step: int) -> None:
+        folder = self._directory / str(step)
+        if step in self._unchecked or not folder.is_dir() or has_checksums(folder):
+            return
+        self._unchecked.add(step)
+        warn_unchecked(step, self._directory)
 
     def _absent(self) -> CheckpointError:
         if self.damaged:

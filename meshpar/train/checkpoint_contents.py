@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 
 from meshpar.errors import local_path
 from meshpar.train.checkpoint_errors import CheckpointError, explained
-from meshpar.train.checksums import damage
+from meshpar.train.checksums import damage, has_checksums
 from meshpar.train.stored_arrays import stored
 
 _DATA = ("data", "windows", "text", "seq", "global_batch")
@@ -55,6 +55,7 @@ class Contents:
         data: Where the run stood in its data.
         arrays: All of them.
         damage: What is wrong with its files; None where they are as written.
+        has_checksums: Whether it has checksums; without them damage is not found.
     """
 
     directory: str
@@ -65,6 +66,7 @@ class Contents:
     data: dict[str, Any]
     arrays: list[ArrayFound]
     damage: str | None
+    has_checksums: bool
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -108,6 +110,7 @@ def read_contents(path: Path, step: int | None = None) -> Contents:
             for path, one in arrays.items()
         ],
         damage=damage(directory / str(chosen)),
+        has_checksums=has_checksums(directory / str(chosen)),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,20 @@ class CheckpointError(InputError, RuntimeError):
 
 class DamagedCheckpointWarning(UserWarning):
     """A checkpoint that was passed over for the one before it."""
+
+
+class UncheckedCheckpointWarning(UserWarning):
+    """A checkpoint without checksums: nothing tells whether its files have changed."""
+
+
+def warn_unchecked(step: int, directory: Path | str) -> None:
+    """Warns that a checkpoint which is read has no checksums."""
+    warnings.warn(
+        f"checkpoint of step {step} in {str(directory)!r} has no checksums: whether "
+        "its files are as they were written cannot be told",
+        UncheckedCheckpointWarning,
+        stacklevel=3,
+    )
 
 
 @contextlib.contextmanager

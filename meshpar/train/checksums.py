@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import zlib
 from collections.abc import Iterable, Iterator
@@ -18,6 +19,7 @@ from pathlib import Path
 from meshpar.foreign_files import open_file, read_json
 
 NAME = "checksums.json"
+_OF_PART = re.compile(r"checksums-\d+-of-(\d{1,6})\.json")
 _CHUNK_BYTES = 1 << 22
 _PIECE_BYTES = 1 << 26
 _MOST_NOTED_BYTES = 1 << 28  # Of millions of files.
@@ -75,16 +77,15 @@ def write_checksums(folder: Path, *, part: int = 0, num_parts: int = 1) -> None:
 
 def has_checksums(folder: Path) -> bool:
     """Whether what changes in a folder can be found: all of its pieces are noted."""
-    paths = _noted_in(folder)
-    if any(path.name == NAME for path in paths):
-        return True
-    names = {path.name for path in paths}
-    number = len(names)
-    return number > 0 and names == {_name_of(part, number) for part in range(number)}
+    noted = _noted_in(folder)
+    return bool(noted) and not _missing(noted)
 
 
 def damage(folder: Path, *, part: int = 0, num_parts: int = 1) -> str | None:
     """What is not as it was written, one line; None where all is, or none was noted.
+
+    Where several processes were to note checksums and one has not, what it wrote cannot
+    be checked: that is damage too.
 
     Args:
         folder: Of `write_checksums`.
@@ -92,7 +93,8 @@ def damage(folder: Path, *, part: int = 0, num_parts: int = 1) -> str | None:
         num_parts: Among how many readers they are shared, whoever has noted them.
     """
     crcs: dict[Piece, int] = {}
-    for path in _noted_in(folder):
+    noted = _noted_in(folder)
+    for path in noted:
         try:
             crcs.update(_read(path))
         except (ValueError, TypeError, AttributeError, OverflowError):
@@ -100,7 +102,14 @@ def damage(folder: Path, *, part: int = 0, num_parts: int = 1) -> str | None:
     pieces = _share(crcs, part, num_parts)
     with ThreadPoolExecutor(_THREADS) as pool:
         told = pool.map(lambda one: _damage_of(folder, one, crcs[one]), pieces)
-        return next(filter(None, told), None)
+        found = next(filter(None, told), None)
+    missing = _missing(noted)
+    if found is None and missing:
+        return (
+            f"its checksums are incomplete, {missing[0]} is missing (to read it "
+            f"unchecked, delete its other {Path(NAME).stem}*.json)"
+        )
+    return found
 
 
 def _damage_of(folder: Path, piece: Piece, crc: int) -> str | None:
@@ -139,6 +148,17 @@ def _share(pieces: Iterable[Piece], part: int, num_parts: int) -> list[Piece]:
 def _name_of(part: int, num_parts: int) -> str:
     name = Path(NAME)
     return NAME if num_parts == 1 else f"{name.stem}-{part}-of-{num_parts}{name.suffix}"
+
+
+def _missing(noted: list[Path]) -> list[str]:
+    """Files of checksums that others of the same checkpoint speak of."""
+    names = {path.name for path in noted}
+    if NAME in names:
+        return []
+    found = [match for name in names if (match := _OF_PART.fullmatch(name))]
+    num_parts = max((int(match[1]) for match in found), default=1)
+    wanted = (_name_of(part, num_parts) for part in range(num_parts))
+    return [name for name in wanted if name not in names] if names else []
 
 
 def _noted_in(folder: Path) -> list[Path]:

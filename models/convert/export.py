@@ -7,12 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshpar.errors import InputError
 from meshpar.foreign_files import read_json
 from meshpar.models.convert.run import is_of_tokens, read_checkpoint
+from meshpar.models.convert.run_files import (
+    TOKENIZER,
+    kept_base,
+    kept_tokenizer,
+    run_folder,
+)
 from meshpar.models.convert.writing import write_weights
-
-_TOKENIZER = "tokenizer.json"
 
 
 def export(
@@ -30,31 +33,25 @@ def export(
         to: Folder to write.
         step: Which checkpoint; the newest when absent.
         dtype: Of what is written: `fp32`, `bf16` or `fp16`.
-        like: A folder whose tokenizer files are copied. When absent the tokenizer of
-            the run's data is, beside the other files of the folder that it started from
-            where that has the same tokens; of files of tokens that folder's is.
+        like: A folder whose tokenizer files are copied. When absent the run's own
+            copies are: of the tokenizer of its data, and of the other files of the
+            model that it started from where that has the same tokens.
 
     Raises:
         CheckpointError: There is no such checkpoint, or it cannot be read.
         InputError: It says nothing of its model, no model of theirs is like it, its
-            tokenizer is gone, or `like` is no folder.
+            folder has no copy of its tokenizer, or `like` is no folder.
     """
     found = read_checkpoint(
         checkpoint, step, instead="write it with meshpar.models.convert.writing"
     )
     contents = found.contents
-    said, started = contents.config, None
-    own = said.get("tokenizer") if like is None else None
-    if own and not Path(own).is_file():
-        raise InputError(
-            f"the run's tokenizer {own!r} is gone, and what is exported would have "
-            f"none; put it back, or give --like DIR, a folder with its {_TOKENIZER}",
-            key="weights.tokenizer_gone",
-        )
-    if like is None and said.get("from_weights"):
-        folder = Path(said["from_weights"])
-        started = folder if folder.is_dir() else None
-        like = folder if started and _reads_as(said, folder) else None
+    said, run = contents.config, run_folder(contents.directory)
+    own = base = None
+    if like is None:
+        instead = f"give --like DIR, a folder with its {TOKENIZER}"
+        own, base = kept_tokenizer(run, said, instead=instead), kept_base(run, said)
+        like = base if base and _reads_as(said, own, base) else None
     files = write_weights(
         to,
         found.config,
@@ -62,10 +59,11 @@ def export(
         found.model_state,
         dtype=dtype,
         like=like,
-        longest_like=started,
+        longest_like=base,
+        stop_tokens=said.get("stop_tokens"),
     )
     if own:
-        shutil.copyfile(own, Path(to) / _TOKENIZER)
+        shutil.copyfile(own, Path(to) / TOKENIZER)
     return {
         "folder": str(to),
         "step": contents.step,
@@ -75,13 +73,12 @@ def export(
     }
 
 
-def _reads_as(said: Mapping[str, Any], folder: Path) -> bool:
+def _reads_as(said: Mapping[str, Any], own: Path | None, base: Path) -> bool:
     """Whether a run's tokens are those of a folder's tokenizer, as far as is known."""
-    own, theirs = said.get("tokenizer"), folder / _TOKENIZER
-    if not own:  # Bytes, or files of tokens, of `meshpar train`, which names its text.
+    if own is None:  # Bytes, or files of tokens, of `meshpar train`, which has a text.
         return is_of_tokens(said) or "text" not in said
-    tokens = _tokens(Path(own))
-    return tokens is not None and tokens == _tokens(theirs)
+    tokens = _tokens(own)
+    return tokens is not None and tokens == _tokens(base / TOKENIZER)
 
 
 def _tokens(tokenizer: Path) -> tuple[Any, Any] | None:

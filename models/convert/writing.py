@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,8 @@ from meshpar.foreign_files import read_json_object
 from meshpar.models.convert.assembled import fitted
 from meshpar.models.convert.families import RUN_ONLY, json_of, table_of
 from meshpar.models.convert.row import Fitted
+from meshpar.models.convert.run_files import copy_tokenizer
 from meshpar.models.convert.safetensors_folder import INDEX, WHOLE
-from meshpar.models.convert.stored_chat import MORE_TEMPLATES
 from meshpar.models.presets import build_config
 
 DTYPES = {"fp32": np.float32, "bf16": ml_dtypes.bfloat16, "fp16": np.float16}
@@ -27,11 +26,6 @@ _THEIR_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 SHARD_BYTES = 5 * 10**9
 _BLOCK_VALUES = 1 << 28
 """Of an array in blocks, what is read of it at once: 1 GiB in fp32."""
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
-    *("tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json"),
-    *("chat_template.jinja", "generation_config.json", "preprocessor_config.json"),
-)
 _NOT_OURS = (
     *("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"),
     *("id2label", "label2id"),
@@ -56,6 +50,7 @@ def write_weights(
     dtype: str = "fp32",
     like: str | Path | None = None,
     longest_like: str | Path | None = None,
+    stop_tokens: Sequence[int] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> list[Path]:
     """Writes safetensors, their index where there are several, and a `config.json`.
@@ -72,6 +67,8 @@ def write_weights(
             the longest sequence and special tokens are kept.
         longest_like: A folder of whose `config.json` only the longest sequence is
             kept, where tokens are other ones.
+        stop_tokens: Numbers of the tokens that end a text, in the place of those of
+            `like`; none where it is empty.
         shard_bytes: Most bytes of tensors in a file.
 
     Returns:
@@ -92,6 +89,9 @@ def write_weights(
     kind = described["model_type"]
     described |= _kept(longest_like, kind, _NOT_OURS[:1]) | _kept(like, kind, _NOT_OURS)
     described |= {name: _THEIR_NAMES[dtype] for name in ("dtype", "torch_dtype")}
+    if stop_tokens is not None:
+        # Where a config says nothing, transformers takes its family's own numbers.
+        described = {"bos_token_id": None, **described, **_ends(stop_tokens)}
     if (folder / "config.json").exists():
         raise InputError(
             f"{str(folder)!r} holds a model already; name another folder",
@@ -113,6 +113,8 @@ def write_weights(
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     if like is not None:
         copy_tokenizer(like, folder)
+        if stop_tokens is not None:
+            _end_generation(folder / "generation_config.json", stop_tokens)
     # Last, so that a folder with a config is whole.
     (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
     return files
@@ -139,15 +141,21 @@ def _kept(like: str | Path | None, kind: str, names: tuple[str, ...]) -> dict[st
     return {name: said[name] for name in names if said.get(name) is not None}
 
 
-def copy_tokenizer(like: str | Path, folder: str | Path) -> list[str]:
-    """Copies the files of a tokenizer that are there, and returns their names."""
-    found = [name for name in TOKENIZER_FILES if (Path(like) / name).is_file()]
-    for file in sorted((Path(like) / MORE_TEMPLATES).glob("*.jinja")):
-        found.append(f"{MORE_TEMPLATES}/{file.name}")
-        (Path(folder) / MORE_TEMPLATES).mkdir(exist_ok=True)
-    for name in found:
-        shutil.copyfile(Path(like) / name, Path(folder) / name)
-    return found
+def _ends(stop_tokens: Sequence[int]) -> dict[str, Any]:
+    """`eos_token_id`, as transformers has it: none, a number or a list."""
+    several = list(stop_tokens) if stop_tokens else None
+    one = len(stop_tokens) == 1
+    return {"eos_token_id": stop_tokens[0] if one else several}
+
+
+def _end_generation(file: Path, stop_tokens: Sequence[int]) -> None:
+    """Writes the tokens that end a text into a generation_config.json that is there."""
+    if not file.is_file():
+        return
+    said = read_json_object(
+        file, key="weights.unreadable_json", shape_key="weights.not_json_object"
+    )
+    file.write_text(json.dumps({**said, **_ends(stop_tokens)}, indent=2) + "\n")
 
 
 def _shards(
