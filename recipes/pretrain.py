@@ -29,6 +29,7 @@ from meshpar import TrainState
 from meshpar.cli.lint import wide_console
 from meshpar.data.device_batches import device_batches
 from meshpar.distributed import Processes
+from meshpar.distributed.same_step import check_same_step
 from meshpar.models.convert.run_files import keep_files
 from meshpar.recipes import config_file, report
 from meshpar.recipes.bubble import of_run as bubble_of_run
@@ -232,6 +233,8 @@ def train(
             with phases.during("data"):
                 batch = next(batches)
             data_s = time.perf_counter() - asked
+            if number == first:
+                check_same_step(run.processes, run.step, state, batch)
             check_replay(run, state, batch, number)
             with profile.step(number):
                 state, row = timed_step(run.step, state, batch)

@@ -283,10 +283,15 @@ class TrainStep:
             placed = self._batches.place(batch, 1, partly=True)
             return self._programs.logits(self._to_use(state), placed)
 
+    def lower(self, batch: Batch) -> jax.stages.Lowered:
+        """The lowered step for a batch's shapes; arrays or `jax.ShapeDtypeStruct`s."""
+        with jax.set_mesh(self._devices_mesh):
+            return self._programs.update.lower(*self._argument_shapes(batch))
+
     def compile(self, batch: Batch) -> jax.stages.Compiled:
         """The compiled step for a batch's shapes; arrays or `jax.ShapeDtypeStruct`s."""
         with jax.set_mesh(self._devices_mesh):
-            return self._programs.update.lower(*self._argument_shapes(batch)).compile()
+            return self.lower(batch).compile()
 
     def for_absent(self, platform: str) -> TrainStep:
         """The same step for absent devices of another platform."""

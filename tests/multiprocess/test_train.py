@@ -223,6 +223,7 @@ import sys, warnings
 from pathlib import Path
 import jax, numpy as np
 import meshpar
+from meshpar.train import checkpoint
 from meshpar.train.checkpoint import Checkpoints
 from tests.test_checkpoint import RUN, small_state
 
@@ -254,10 +255,14 @@ with meshpar.distributed.start(emulate=1, timeout_s=100, **by_hand) as processes
             path.unlink()
     processes.gather("unsealed")
     if number == 1:  # What only one of them will fail to read.
-        read = Path.read_text
-        Path.read_text = lambda path, *a, **k: (
-            "" if path.parent.parent.name == "5" else read(path, *a, **k)
-        )
+        read = checkpoint.read_run
+
+        def read_but_5(folder):
+            if folder.name == "5":
+                raise OSError("broken here")
+            return read(folder)
+
+        checkpoint.read_run = read_but_5
     with Checkpoints(folder, processes=processes) as checkpoints:
         run = checkpoints.run_of_latest()
         state = state_of(0)
