@@ -7,6 +7,7 @@ sequence it is the one that differs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,10 @@ from meshpar.model.equations import programs_in, without_constants
 from meshpar.model.token_flow import Flow, Mixed, shape_of
 
 COUNTED = "of tokens by how many are at hand; take scope.seq_length(seq), or sums alone"
+ALIKE = (
+    "a sum that has no tokens in it, which each device would add; multiply it by "
+    "n / scope.sequence_sum(n), n the number or the weights of the tokens at hand"
+)
 _SAME_VALUE = {
     *("broadcast_in_dim", "reshape", "transpose", "squeeze", "convert_element_type"),
     *("copy", "slice", "stop_gradient", "sharding_constraint"),
@@ -65,8 +70,8 @@ class Twins:
         names = [[one.primitive for one in equations] for equations in pairs]
         return without_constants(self.other).outvars if names[0] == names[1] else None
 
-    def constants(self) -> Iterator[tuple[Any, Flow]]:
-        """Flows of the arrays that the program itself has."""
+    def constants(self, ratio: float | None) -> Iterator[tuple[Any, Flow]]:
+        """Flows of the arrays that the program itself has; `ratio` as elsewhere."""
         if not isinstance(self.program, ClosedJaxpr):
             return
         values = self.program.consts
@@ -74,7 +79,10 @@ class Twins:
         if len(others) != len(values):
             others = values
         for var, one, other in zip(self.jaxpr.constvars, values, others, strict=True):
-            yield var, Flow(counted=_other_value(one, other))
+            flow = Flow()
+            if _other_value(one, other):
+                flow = flow.as_counted(multiple=_is_multiple(one, other, ratio))
+            yield var, flow
 
 
 def inner_programs(equation: JaxprEqn, twin: JaxprEqn | None) -> list[Twins]:
@@ -87,13 +95,25 @@ def inner_programs(equation: JaxprEqn, twin: JaxprEqn | None) -> list[Twins]:
 
 
 def counted_literals(
-    atoms: Sequence[Any], twins: Sequence[Any] | None, flows: list[Flow]
+    atoms: Sequence[Any],
+    twins: Sequence[Any] | None,
+    flows: list[Flow],
+    ratio: float | None,
 ) -> list[Flow]:
-    """`flows`, of what is given as numbers that the twin is given others of."""
+    """`flows`, of what is given as numbers that the twin is given others of.
+
+    Args:
+        atoms: What is given.
+        twins: To the twin; None where there is none.
+        flows: Of each.
+        ratio: Tokens at hand for each that the twin has at hand.
+    """
     if twins is None or len(twins) != len(atoms):
         return flows
     return [
-        flow.as_counted() if _other_literal(one, other) else flow
+        flow.as_counted(multiple=_is_multiple(one.val, other.val, ratio))
+        if _other_literal(one, other)
+        else flow
         for one, other, flow in zip(atoms, twins, flows, strict=True)
     ]
 
@@ -104,16 +124,50 @@ def counts(equation: JaxprEqn, twin: JaxprEqn | None, given: list[Flow]) -> bool
 
 
 def without_tokens(
-    equation: JaxprEqn, twin: JaxprEqn | None, given: list[Flow], found: list[Flow]
+    equation: JaxprEqn,
+    twin: JaxprEqn | None,
+    given: list[Flow],
+    found: list[Flow],
+    ratio: float | None,
 ) -> list[Flow]:
-    """Flows of an operation's results, none of whose arguments has tokens."""
+    """Flows of an operation's results, none of whose arguments has tokens.
+
+    Args:
+        equation: The operation.
+        twin: The same with fewer tokens at hand; None if there is none.
+        given: Flows of its arguments.
+        found: Of its results, as its rule has them.
+        ratio: As in `counted_literals`.
+    """
     counted = any(flow.counted for flow in given)
     if twin is not None:
         shapes, others = _shapes(equation), _shapes(twin)
         if shapes[1] == others[1]:  # else there are more places
             counted |= shapes[0] != others[0] or other_numbers(equation, twin)
     value = _value(equation.primitive.name, given)
-    return [replace(flow, value=value, counted=counted) for flow in found]
+    multiple = counted and _gives_multiple(equation, twin, given, ratio)
+    return [
+        replace(flow, value=value, counted=counted, multiple=multiple) for flow in found
+    ]
+
+
+def _gives_multiple(
+    equation: JaxprEqn, twin: JaxprEqn | None, given: list[Flow], ratio: float | None
+) -> bool:
+    """Whether results of counted arguments are multiples of how many are at hand."""
+    name, first = equation.primitive.name, given[0]
+    if name in ("add", "add_any", "sub"):
+        return all(flow.multiple or flow.zero for flow in given)
+    if name == "mul":
+        return [flow.multiple for flow in given if flow.counted] == [True]
+    if name == "div":
+        return first.multiple and not given[1].counted
+    if name == "reduce_sum" and twin is not None:
+        size, other = (math.prod(shape_of(one.invars[0])) for one in (equation, twin))
+        if first.value is not None:
+            return size == (ratio or 0) * other
+        return first.multiple and size == other
+    return first.multiple and name in _SAME_VALUE | {"neg"}
 
 
 def other_numbers(
@@ -195,6 +249,13 @@ def _other_value(one: Any, other: Any) -> bool:
     if jnp.issubdtype(one.dtype, jax.dtypes.extended) or one.shape != other.shape:
         return False
     return not np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
+
+
+def _is_multiple(one: Any, other: Any, ratio: float | None) -> bool:
+    """Whether numbers are as many times those of the twin as there are tokens."""
+    return ratio is not None and bool(
+        np.all(np.asarray(one, np.float64) == ratio * np.asarray(other, np.float64))
+    )
 
 
 def _numbers(value: Any) -> Any:

@@ -54,6 +54,8 @@ class Flow:
         uniform: Where it has no tokens: the dims along which its values are all alike.
         value: Where it has no tokens: what all its values are, if that is known.
         counted: Where it has no tokens: whether they depend on how many are at hand.
+        multiple: Where it is counted: whether it is a multiple of how many are at hand,
+            which the devices' shares add up to.
         numbered: Where it has no tokens: the dims along which its values are made of
             the numbers of places, or drawn for them.
         lost: Whether nothing is known of it, but for what follows.
@@ -67,6 +69,7 @@ class Flow:
     uniform: frozenset[int] = frozenset()
     value: Any = None
     counted: bool = False
+    multiple: bool = False
     numbered: frozenset[int] = frozenset()
     lost: bool = False
     fault: str = ""
@@ -97,9 +100,17 @@ class Flow:
         flow = replace(self, uniform=self.uniform & some, numbered=self.numbered & some)
         return flow.moved(list(dims).index)
 
-    def as_counted(self) -> Flow:
+    def adds_up(self, *, counts: bool) -> bool:
+        """Whether it is a sum over tokens, of which each device has its part.
+
+        Args:
+            counts: Whether a multiple of how many tokens are at hand is one.
+        """
+        return self.total or self.zero or (counts and self.multiple)
+
+    def as_counted(self, *, multiple: bool = False) -> Flow:
         """The same, of what depends on how many tokens are at hand."""
-        return replace(self, value=None, counted=True)
+        return replace(self, value=None, counted=True, multiple=multiple)
 
     def check_beside(self, some: Flow) -> None:
         """Refuses values without tokens where `some` has them in a loop or branch."""

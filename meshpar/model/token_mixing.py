@@ -18,6 +18,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from meshpar.model.token_counts import (
+    ALIKE,
     COUNTED,
     Twins,
     check_lengths,
@@ -64,30 +65,33 @@ class _Follower:
         num_tokens: Size of the dims of tokens.
         lenient: Whether an operation that mixes tokens is noted in its results, and
             one that only may is let through.
+        ratio: Tokens at hand for each that the twin of a program has at hand.
         flows: Of each variable so far.
         open: Operations that are being followed, the innermost last.
     """
 
     num_tokens: int
     lenient: bool = False
+    ratio: float | None = None
     flows: dict[Any, Flow] = field(default_factory=dict)
     open: list[JaxprEqn] = field(default_factory=list)
 
     def run(self, program: Twins, given: Sequence[Flow]) -> list[Flow]:
         """How the results of a program have tokens, from how its arguments do."""
-        self.flows.update(program.constants())
+        self.flows.update(program.constants(self.ratio))
         self.flows.update(zip(program.jaxpr.invars, given, strict=True))
         for equation, twin in program.equations():
             flows = counted_literals(
                 equation.invars,
                 None if twin is None else twin.invars,
                 [self._of(x) for x in equation.invars],
+                self.ratio,
             )
             found = self._through(equation, twin, flows)
             self.flows.update(zip(equation.outvars, found, strict=True))
         results = program.jaxpr.outvars
         found = [self._of(var) for var in results]
-        return counted_literals(results, program.other_results, found)
+        return counted_literals(results, program.other_results, found, self.ratio)
 
     def _of(self, atom: Any) -> Flow:
         if hasattr(atom, "val"):
@@ -140,7 +144,11 @@ class _Follower:
             raise Mixed(f"{name} {COUNTED}")
         check_table(equation, twin, flows)
         found = RULES.get(name, elementwise)(equation, flows, self.num_tokens)
-        return found if has_tokens else without_tokens(equation, twin, flows, found)
+        return (
+            found
+            if has_tokens
+            else without_tokens(equation, twin, flows, found, self.ratio)
+        )
 
     def _still_picked(self, equation: JaxprEqn, flows: list[Flow]) -> str:
         """What picked the tokens of which there are multiples; empty if anything else.
@@ -198,6 +206,7 @@ def mixes_tokens(
     *others: Any,
     fewer: tuple[Callable[..., Any], Any] | None = None,
     sums: bool = False,
+    counts: bool = True,
     lenient: bool = False,
 ) -> str | None:
     """The first operation that joins different tokens, and its place; None if none.
@@ -212,6 +221,7 @@ def mixes_tokens(
         fewer: `function` and `tokens` with fewer of the sequence's at hand: so it is
             found out what depends on their number, such as a mean.
         sums: Whether all results are sums over tokens, which devices add up.
+        counts: Whether a multiple of how many tokens are at hand is such a sum.
         lenient: Whether an operation of which nothing is known is let through, unless
             the function surely mixes tokens.
     """
@@ -220,10 +230,14 @@ def mixes_tokens(
         _Follower(num_tokens).run(Twins(program), given)
         if fewer is None and not sums:
             return None
-        other = None if fewer is None else _traced(*fewer, others)[0]
-        found = _Follower(num_tokens).run(Twins(program, other), given)
-        if sums and not all(flow.total or flow.zero for flow in found):
-            raise Mixed("a sum that has no tokens in it, which each device would add")
+        other = ratio = None
+        if fewer is not None:
+            other = _traced(*fewer, others)[0]
+            ratio = num_tokens / _num_tokens(fewer[1])
+        follower = _Follower(num_tokens, ratio=ratio)
+        found = follower.run(Twins(program, other), given)
+        if sums and not all(flow.adds_up(counts=counts) for flow in found):
+            raise Mixed(ALIKE)
     except Mixed as mixed:
         if lenient and mixed.unknown:
             return surely_mixes(function, num_tokens, tokens, *others)
@@ -259,6 +273,12 @@ def _traced(
     program = jax.make_jaxpr(function)(shapes, *others)
     given = [Flow(dim=dim) for _, dim in pairs]
     return program, given + [Flow()] * (len(program.jaxpr.invars) - len(given))
+
+
+def _num_tokens(tokens: Any) -> int:
+    """How many tokens a tree of (shape, dim of the tokens or None) has."""
+    pairs = jax.tree.leaves(tokens, is_leaf=lambda node: isinstance(node, tuple))
+    return next(shape.shape[dim] for shape, dim in pairs if dim is not None)
 
 
 def _number(constant: Any) -> Any:

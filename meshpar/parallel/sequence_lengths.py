@@ -14,6 +14,7 @@ from meshpar.model.contract import Model
 from meshpar.model.token_order import TokenOrder
 from meshpar.model.tracing import traced_forward, tracing
 from meshpar.parallel.sequence import sequence_dims, token_order
+from meshpar.parallel.sequence_probe import Probe, what_joins
 from meshpar.parallel.space import splits_tokens
 from meshpar.rules.rules import Rules
 
@@ -78,6 +79,14 @@ def _check_padded(
             "the batch yourself",
             key="batch.unweighted_padding",
         )
+    names = tuple(given for given in batch if given in inputs)
+    if _counts_tokens(model, names, order.padded(size)):
+        raise InputError(
+            f"{what}, and a sum of the head counts tokens by the shape of an array, in "
+            "which padding would count; count them by the weights, or pad the batch "
+            "yourself",
+            key="batch.padding_in_count",
+        )
     for group in model.groups:
         if group.auxiliary or group.changes_state:
             raise InputError(
@@ -85,6 +94,13 @@ def _check_padded(
                 "padding would count; pad the batch yourself",
                 key="batch.padding_in_block_sums",
             )
+
+
+@functools.lru_cache(maxsize=32)
+def _counts_tokens(model: Model, names: tuple[str, ...], num_tokens: int) -> bool:
+    """Whether a sum of the head depends on how many tokens are at hand alone."""
+    probe = Probe(model=model, names=names, counts=False)
+    return what_joins(probe, num_tokens) is not None
 
 
 def _check_no_sums(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from meshpar.model.contract import Model
 from meshpar.model.inputs import BATCH_DIM, logical_sizes, shapes_of
+from meshpar.model.token_counts import ALIKE
 from meshpar.model.token_mixing import mixes_tokens
 from meshpar.model.token_order import TokenOrder
 from meshpar.model.tracing import (
@@ -33,6 +34,7 @@ class Probe:
         cached: Whether attention is what a cache answers, not what devices share.
         ends_only: Whether the blocks are left out: of the ranks of a pipeline.
         of_logits: Whether `logits` comes last, not the head.
+        counts: Whether the head's sums may count the tokens at hand.
     """
 
     model: Model
@@ -40,6 +42,7 @@ class Probe:
     cached: bool = False
     ends_only: bool = False
     of_logits: bool = False
+    counts: bool = True
 
     @property
     def mesh_axis(self) -> str:
@@ -72,7 +75,7 @@ def what_joins(probe: Probe, num_tokens: int) -> str | None:
             return _in_logits(probe, num_tokens)
         if probe.ends_only:
             return _in_ends(probe, num_tokens)
-        return _followed(probe, num_tokens, _as_it_is, sums=True)
+        return _followed(probe, num_tokens, _as_it_is, sums=True, counts=probe.counts)
 
 
 def _as_it_is(found: Any, positions: jax.Array) -> Any:
@@ -116,7 +119,7 @@ def _in_ends(probe: Probe, num_tokens: int) -> str | None:
     if found is not None:
         return found
     if any(_is_alike(probe, num_tokens, at) for at in range(2)):
-        return "a sum that has no tokens in it, which each device would add"
+        return ALIKE
     return None
 
 

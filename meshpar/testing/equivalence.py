@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from meshpar.model.contract import check_model
 from meshpar.model.inputs import open_size
 from meshpar.testing.batches import Arrays, random_batch, steps_of
 from meshpar.testing.comparison import Deviation, copies, deviations
+from meshpar.testing.given_batch import check_undeclared, with_batch
 from meshpar.testing.layout_cases import Case, Choices, draw_cases, refusal
 from meshpar.testing.quick_compile import quick_compile_options
 from meshpar.testing.reference import (
@@ -96,9 +98,13 @@ def check_layouts(
         )
     devices = _first_devices(num_devices)
     arrays = None if batch is None else {k: np.asarray(v) for k, v in batch.items()}
+    given = model
+    if arrays:
+        model = with_batch(given, arrays)
     choices = Choices(
         models=("",),
         build=lambda _: model,
+        check=partial(check_undeclared, given, arrays or {}),
         global_batch=check_batch(model.inputs or {}, arrays) if arrays else None,
         seq=open_size(model.known_inputs, arrays) if arrays else None,
         rules=rules,

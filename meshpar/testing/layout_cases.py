@@ -147,6 +147,7 @@ class Choices:
         global_batch, seq: Sizes of the batch; None to draw them.
         masks: Names in `masks.MASKS`.
         rules: Logical axis -> mesh axes; `default_rules(layout)` when absent.
+        check: Refuses a layout and its rules that do not suit the caller's batch.
     """
 
     models: tuple[str, ...]
@@ -157,6 +158,7 @@ class Choices:
     seq: int | None = None
     masks: tuple[str, ...] = tuple(MASKS)
     rules: Rules | None = None
+    check: Callable[[Layout, Rules], None] = lambda layout, rules: None
 
     def rules_of(self, case: Case) -> Rules:
         """The rules of a case.
@@ -223,6 +225,7 @@ def refusal(case: Case, choices: Choices) -> InputError | None:
     model = choices.build(case.model)
     try:
         rules = choices.rules_of(case)
+        choices.check(case.layout, rules)
         # The lint, without a trace.
         stored = arranged_for(model, case.layout)
         for path, parameter in stored.flat_parameters().items():

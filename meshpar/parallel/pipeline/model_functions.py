@@ -101,13 +101,13 @@ class ModelFunctions:
         return stream_specs(axes, stream, self.placement.rules)
 
     def shared_dims(self, *, of_embed: bool) -> tuple[int, ...]:
-        """Tokens where the model allows it, then examples.
+        """Tokens where the model allows it, then examples; none of a single rank.
 
         A head sums over examples, so that any rank can have any of them.
         """
-        tokens = (1,) if self.placement.model.per_token else ()
-        examples = (0,) if self.placement.layout.stage > 1 else ()
-        return tokens + examples
+        if self.placement.layout.stage == 1:
+            return ()
+        return (1, 0) if self.placement.model.per_token else (0,)
 
     def differentiated(self, known: Known) -> Any:
         """The inputs that have a gradient."""
