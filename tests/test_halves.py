@@ -66,6 +66,17 @@ def backward(change):
     return function
 
 
+def derivative(change):
+    """The identity whose forward derivative is another one."""
+
+    @jax.custom_jvp
+    def function(x):
+        return 1.0 * x
+
+    function.defjvp(lambda x, dx: (1.0 * x[0], change(x[0], dx[0])))
+    return function
+
+
 JOINING = {
     "largest": lambda x: x - x.max(0),
     "any": lambda x: x * (x > 1).any(0),
@@ -92,6 +103,7 @@ JOINING = {
     "gradient by its largest": backward(lambda dx: dx / jnp.abs(dx).max()),
     "gradient by its sum": backward(lambda dx: dx / (1 + jnp.abs(dx).sum())),
     "mean gradient": backward(lambda dx: dx - dx.mean(0)),
+    "derivative by its sum": derivative(lambda x, dx: dx * x.sum(0)),
 }
 IN_ANOTHER_ORDER = ("rolled", "reversed", "another order", "sorted", "sums of pairs")
 REPEATED = {
@@ -118,6 +130,7 @@ APART = {
         x.reshape(-1, EMBED) @ jnp.ones((EMBED, EMBED))
     ).reshape(x.shape),
     "8 bits of each": lambda x: jnp.round(x / jnp.abs(x).max((1, 2), keepdims=True)),
+    "derivative of each": derivative(lambda x, dx: dx * jnp.cos(x)),
     "clipped gradient": backward(lambda dx: jnp.clip(dx, -0.01, 0.01)),
     "injected gradient": backward(lambda dx: dx + 0.1),
     "gradient of each by its largest": backward(

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
-import inspect
 import itertools
 import math
-import os
 import warnings
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn
 
 from meshpar.errors import InputError
 from meshpar.model.contract import Model
-from meshpar.model.equations import equations
 from meshpar.model.halves import (
     EXAMPLES,
     MOST_VALUES,
@@ -27,6 +21,7 @@ from meshpar.model.halves import (
     what_halves_change,
 )
 from meshpar.model.inputs import BATCH_DIM
+from meshpar.model.own_backward import own_derivatives
 from meshpar.model.token_mixing import mixes_tokens, surely_mixes
 from meshpar.model.tracing import one_layer_shapes, one_layer_state, traced_forward
 
@@ -109,6 +104,11 @@ def check_examples_apart(
     )
 
 
+def forget_answers() -> None:
+    """Ask again of models that were asked of before."""
+    _what_joins.cache_clear()
+
+
 @functools.lru_cache(maxsize=16)
 def _what_joins(
     model: Model, shapes: tuple[tuple[str, tuple[int, ...], str], ...], logits: bool
@@ -122,10 +122,13 @@ def _what_joins(
             short = _with_few_tokens(model, batch, 1)
             again, found_in_short, _ = _traced(model, short, logits)
             traced, found = (again, None) if found_in_short is None else (traced, found)
-    if found is None and not _has_own_backward(*traced):
+    written = [] if found else _own_derivatives(*traced)
+    if found is None and not written:
         return None
     # To the trace a sum over the global batch is one over the examples at hand.
     place = f": {_of_examples(found)}" if found and not asked else ""
+    if written:
+        place = f": see the derivative of your own at {written[0]}"
     try:
         changed = _run_in_halves(model, batch, logits)
     except _CANNOT_RUN as error:
@@ -222,35 +225,18 @@ def _with_few_tokens(model: Model, batch: Any, seq: int) -> Any:
     return {name: few(name, x) for name, x in batch.items()}
 
 
-def _has_own_backward(forward: Any, num: int, given: Any, *others: Any) -> bool:
-    """Whether a function has a backward that neither the library nor JAX wrote."""
+def _own_derivatives(forward: Any, num: int, given: Any, *others: Any) -> list[str]:
+    """Where the author of a traced function wrote derivatives of it.
+
+    Args:
+        forward: As `_traced` returns it, and so the rest.
+        num: Examples.
+        given: Arrays of the batch with the dim of the examples, and their numbers.
+        others: Shapes of what has no examples.
+    """
     batch = {name: shape for name, (shape, _) in given[0].items()}
     numbers = jax.ShapeDtypeStruct((num,), jnp.uint32)
-    program = jax.make_jaxpr(forward)([batch, numbers], *others)
-    return any(
-        equation.primitive.name.startswith("custom_vjp_call")
-        and not _is_known(equation)
-        for equation in equations(program)
-    )
-
-
-def _is_known(equation: JaxprEqn) -> bool:
-    """Whether a function's backward is written in the library, JAX, Flax or optax."""
-    function = getattr(equation.params.get("bwd"), "f", None)
-    while isinstance(function, functools.partial):
-        function = function.func
-    code = getattr(inspect.unwrap(function), "__code__", None) if function else None
-    return code is not None and code.co_filename.startswith(_known_folders())
-
-
-@functools.cache
-def _known_folders() -> tuple[str, ...]:
-    own = Path(__file__).parents[1]
-    folders = [own, (own / "models").resolve()]
-    for name in ("flax", "jax", "optax"):
-        spec = importlib.util.find_spec(name)
-        folders += [Path(spec.origin).parent] if spec and spec.origin else []
-    return tuple(f"{folder}{os.sep}" for folder in folders)
+    return own_derivatives(jax.make_jaxpr(forward)([batch, numbers], *others))
 
 
 def _warn(model: Model, why: Exception, *, is_judged: bool) -> None:

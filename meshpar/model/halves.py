@@ -13,6 +13,7 @@ import functools
 import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from jax.sharding import AxisType, Mesh
 from meshpar.layout import MESH_AXES
 from meshpar.model.contract import Model
 from meshpar.model.tracing import one_layer_shapes, one_layer_state, tracing_scope
+from meshpar.rules.rules import LogicalAxes, is_axes
 
 EXAMPLES = 8
 """In a small batch, half of them in each half."""
@@ -43,7 +45,6 @@ _CANCELLED = 1e-2
 difference of gradients is rounding: the terms of the gradient of a bias before a batch
 norm cancel."""
 
-_HALVES = "data"
 _QUICKLY = {"xla_backend_optimization_level": 0}
 """What is compiled here runs once, on few numbers."""
 
@@ -53,28 +54,61 @@ def num_values(model: Model) -> int:
     return sum(x.size for x in jax.tree.leaves(one_layer_shapes(model)))
 
 
+class Cut:
+    """How two devices share a batch: each has half of the examples."""
+
+    mesh_axis = "data"
+    part, whole = "examples", "examples"
+    """What each has some of, in words, and what sums are over."""
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What the scope of a device says of its share."""
+        return {"batch_axes": (self.mesh_axis,)}
+
+    def dim(self, name: str) -> int | None:
+        """The dim of an array of the batch that is cut; None of one that is whole."""
+        return 0
+
+    def dim_of_stream(self, logical_axes: LogicalAxes) -> int | None:
+        """The dim of an array of the stream that is cut; None of one that all have."""
+        return 0
+
+    def examples(self, numbers: jax.Array, parts: int) -> tuple[jax.Array, int | None]:
+        """The numbers of each part's examples, and the dim of the parts."""
+        return numbers.reshape(parts, -1), 0
+
+
 def what_halves_change(
-    model: Model, batch: Mapping[str, jax.ShapeDtypeStruct], *, logits: bool = False
+    model: Model,
+    batch: Mapping[str, jax.ShapeDtypeStruct],
+    cut: Cut | None = None,
+    *,
+    logits: bool = False,
+    ends_only: bool = False,
 ) -> str | None:
     """Return what differs where a model runs on halves of a batch; None if nothing.
 
     Args:
         model: The model.
-        batch: Shapes of a small batch of an even number of examples.
+        batch: Shapes of a small batch of which each half has as much.
+        cut: What the halves are; of the examples when absent.
         logits: Whether `logits` is asked, in place of the loss and its gradients.
+        ends_only: Whether the head is given what `embed` makes.
 
     Raises:
         ValueError: Loss or gradients are not finite on random numbers.
         Exception: What the model's functions raise on such a batch.
     """
-    given = _random_arguments(model, batch)
+    given, cut = _random_arguments(model, batch), cut or Cut()
     cpu = jax.local_devices(backend="cpu")[0]
 
     one_each = np.array(cpu).reshape((1,) * len(MESH_AXES))
     mesh = Mesh(one_each, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
     def run(parts: int) -> Any:
-        function = functools.partial(_run, model, parts, logits=logits)
+        device = _Device(model, cut, parts, logits, ends_only)
+        function = functools.partial(_run, device)
         # Functions may name mesh axes, of one device each.
         with jax.set_mesh(mesh), jax.default_device(cpu):
             program = jax.jit(function, compiler_options=_QUICKLY).trace(*given)
@@ -96,52 +130,70 @@ def what_halves_change(
         is_gradient = path[1].key == "parameters"
         rounding = _CANCELLED * bound * largest if is_gradient else 0
         if not _close(one, other, bound, rounding):
-            return _in_words(path)
+            return _in_words(path, cut)
     return None
 
 
-def _run(
-    model: Model,
-    parts: int,
-    params: Any,
-    state: Any,
-    batch: Any,
-    cotangents: jax.Array,
-    *,
-    logits: bool,
-) -> dict[str, Any]:
-    """Run a model on parts of a batch, as so many devices; what they give together."""
-    examples = jnp.arange(len(cotangents), dtype=jnp.uint32)
-    cut = jax.tree.map(
-        lambda x: x.reshape(parts, -1, *x.shape[1:]), (batch, examples, cotangents)
-    )
-    device = functools.partial(_device, model, params, state, logits=logits)
-    found = jax.vmap(device, axis_name=_HALVES)(*cut)
-    joined = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found["examples"])
-    return {"examples": joined, "sums": jax.tree.map(lambda x: x[0], found["sums"])}
+@dataclass(frozen=True)
+class _Device:
+    """One of the devices that share a batch."""
 
+    model: Model
+    cut: Cut
+    parts: int
+    logits: bool
+    ends_only: bool
 
-def _device(
-    model: Model,
-    params: Any,
-    state: Any,
-    batch: Any,
-    examples: jax.Array,
-    cotangents: jax.Array,
-    *,
-    logits: bool,
-) -> dict[str, Any]:
-    """Run a model on the examples of one device: what is of each, and sums over all."""
-    of_ends, of_layers = state
-    outside = tracing_scope(
-        batch, of_ends, examples, training=not logits, batch_axes=(_HALVES,)
-    )
+    def results(
+        self,
+        params: Any,
+        state: Any,
+        batch: Any,
+        examples: jax.Array,
+        cotangents: Any,
+    ) -> dict[str, Any]:
+        """Run the model on this device's share: what is its own, and sums over all."""
+        if self.logits:
+            logits, _ = self._forward(state, batch, examples, params)
+            return {"own": {"logits": logits}, "sums": {}}
+        forward = functools.partial(self._forward, state, batch, examples)
+        (streams, sums, loss), vjp, others = jax.vjp(forward, params, has_aux=True)
+        axis, groups = self.cut.mesh_axis, self.model.groups
+        loss_sum, weight_sum = lax.psum(loss, axis)
+        share = 1 / jnp.where(weight_sum == 0, jnp.inf, weight_sum)
+        of_sums = [
+            {name: share * group.auxiliary[name] for name in of_group}
+            for group, of_group in zip(groups, sums, strict=False)
+        ]
+        [gradients] = vjp((cotangents, of_sums, (share, -loss_sum * share**2)))
+        return {
+            "own": {"stream": streams},
+            "sums": {
+                "auxiliary": lax.psum([sums, others], axis),
+                "loss": loss_sum * share,
+                "parameters": lax.psum(gradients, axis),
+            },
+        }
 
-    def forward(params: Any) -> tuple[Any, list]:
-        ends, layers = params
+    def streams(
+        self, params: Any, state: Any, batch: Any, examples: jax.Array
+    ) -> list[Any]:
+        """The streams alone, for their shapes."""
+        (streams, *_), _ = self._forward(state, batch, examples, params)
+        return streams
+
+    def _forward(
+        self, state: Any, batch: Any, examples: jax.Array, params: Any
+    ) -> tuple[Any, list]:
+        (ends, layers), (of_ends, of_layers), model = params, state, self.model
+        fields = self.cut.fields if self.parts > 1 else {}
+        outside = tracing_scope(
+            batch, of_ends, examples, training=not self.logits, **fields
+        )
         x, streams, sums, others = model.embed(ends, outside.batch, outside), [], [], []
         streams.append(x)
-        for group, layer, of_layer in zip(model.groups, layers, of_layers, strict=True):
+        groups = () if self.ends_only else model.groups
+        for group, layer, of_layer in zip(groups, layers, of_layers, strict=False):
             if group.enter is not None:
                 x = group.enter(ends, x, outside)
                 streams.append(x)
@@ -149,37 +201,72 @@ def _device(
             streams.append(x)
             sums.append({name: of_group[name] for name in group.auxiliary})
             others.append({k: v for k, v in of_group.items() if k not in sums[-1]})
-        if logits and model.logits is not None:
+        if self.logits and model.logits is not None:
             return model.logits(ends, x, outside), []
         head = model.loss_sums(ends, x, outside.batch, outside)
         return (streams, sums, head), others
 
-    if logits:
-        return {"examples": {"logits": forward(params)[0]}, "sums": {}}
-    (streams, sums, loss), vjp, others = jax.vjp(forward, params, has_aux=True)
-    loss_sum, weight_sum = lax.psum(loss, _HALVES)
-    share = 1 / jnp.where(weight_sum == 0, jnp.inf, weight_sum)
-    of_sums = [
-        {name: share * group.auxiliary[name] for name in of_group}
-        for group, of_group in zip(model.groups, sums, strict=True)
+
+def _run(
+    device: _Device, params: Any, state: Any, batch: Any, numbers: jax.Array
+) -> dict[str, Any]:
+    """Run a model on parts of a batch, as so many devices; what they give together."""
+    cut, parts = device.cut, device.parts
+    examples = jnp.arange(next(iter(batch.values())).shape[0], dtype=jnp.uint32)
+    whole = replace(device, parts=1)
+    streams, dims = [], []
+    if not device.logits:
+        streams = jax.eval_shape(whole.streams, params, state, batch, examples)
+        dims = _dims_of_streams(device, streams)
+    cotangents = [
+        _cut(_cotangent(numbers, x), dim, parts)
+        if dim is not None
+        else jnp.zeros((parts, *x.shape), x.dtype)  # Each would add its own.
+        for x, dim in zip(jax.tree.leaves(streams), dims, strict=True)
     ]
-    of_streams = jax.tree.map(functools.partial(_cotangent, cotangents), streams)
-    [gradients] = vjp((of_streams, of_sums, (share, -loss_sum * share**2)))
-    return {
-        "examples": {"stream": streams},
-        "sums": {
-            "auxiliary": lax.psum([sums, others], _HALVES),
-            "loss": loss_sum * share,
-            "parameters": lax.psum(gradients, _HALVES),
-        },
-    }
+    given = {name: _cut(x, cut.dim(name), parts) for name, x in batch.items()}
+    of_batch = {name: None if cut.dim(name) is None else 0 for name in batch}
+    own_examples, mapped = cut.examples(examples, parts)
+    found = jax.vmap(
+        functools.partial(device.results, params, state),
+        in_axes=(of_batch, mapped, 0),
+        axis_name=cut.mesh_axis,
+    )(given, own_examples, jax.tree.structure(streams).unflatten(cotangents))
+    own, tree = jax.tree.flatten(found["own"])
+    dims = dims or [0] * len(own)
+    joined = [_joined(x, dim) for x, dim in zip(own, dims, strict=True)]
+    sums = jax.tree.map(lambda x: x[0], found["sums"])
+    return {"own": tree.unflatten(joined), "sums": sums}
 
 
-def _cotangent(numbers: jax.Array, x: jax.Array) -> jax.Array:
-    """Random gradients of an array of the stream, of each example its own."""
-    size = math.prod(x.shape[1:])
-    wide = numbers[:, jnp.arange(size) % numbers.shape[1]] / EXAMPLES
-    return wide.reshape(x.shape).astype(x.dtype)
+def _dims_of_streams(device: _Device, streams: list[Any]) -> list[int | None]:
+    """The dim that is cut of each array of the streams, in the order of the leaves."""
+    groups = device.model.groups
+    declared = [groups[0].stream]
+    for group in () if device.ends_only else groups:
+        declared += [group.stream] * (1 if group.enter is None else 2)
+    dims: list[int | None] = []
+    for axes, stream in zip(declared, streams, strict=True):
+        if axes is None:  # One array: see `BlockGroup.stream`.
+            axes = ("batch", "residual_seq", "embed")[: 1 if stream.ndim < 3 else 3]
+        for one in jax.tree.leaves(axes, is_leaf=is_axes):
+            dims.append(device.cut.dim_of_stream(one))
+    return dims
+
+
+def _cut(x: jax.Array, dim: int | None, parts: int) -> jax.Array:
+    """An array in equal parts along a dim, which are its first; whole without one."""
+    return x if dim is None else jnp.stack(jnp.split(x, parts, dim))
+
+
+def _joined(parts: jax.Array, dim: int | None) -> jax.Array:
+    return parts[0] if dim is None else jnp.concatenate(list(parts), dim)
+
+
+def _cotangent(numbers: jax.Array, x: Any) -> jax.Array:
+    """Random gradients of an array of the stream."""
+    values = numbers[jnp.arange(math.prod(x.shape)) % numbers.size] / EXAMPLES
+    return values.reshape(x.shape).astype(x.dtype)
 
 
 def _random_arguments(model: Model, batch: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -193,9 +280,7 @@ def _random_arguments(model: Model, batch: Mapping[str, Any]) -> tuple[Any, ...]
         name: _input(random, model.known_inputs.get(name), vocabulary, shape)
         for name, shape in batch.items()
     }
-    number = next(iter(arrays.values())).shape[0]
-    cotangents = random.standard_normal((number, 1009)).astype(np.float32)
-    return params, state, arrays, cotangents
+    return params, state, arrays, random.standard_normal(10_007).astype(np.float32)
 
 
 def _parameter(random: np.random.Generator, like: Any) -> np.ndarray:
@@ -253,17 +338,15 @@ def _close(one: Any, other: Any, bound: float, rounding: float) -> bool:
     return bool(np.abs(one - other).max(initial=0) <= max(bound * largest, rounding))
 
 
-def _in_words(path: tuple) -> str:
+def _in_words(path: tuple, cut: Cut) -> str:
     """Name a result of `_run` by its path there."""
     kind, rest = path[1].key, path[2:]
-    if kind == "stream":
-        return "the stream of some examples depends on others"
-    if kind == "logits":
-        return "the logits of some examples depend on others"
+    if kind in ("stream", "logits"):
+        return f"the {kind} of some {cut.part} depends on others"
     if kind == "loss":
-        return "the loss is no mean over examples"
+        return f"the loss is no mean over {cut.whole}"
     if kind == "auxiliary":
         name = jax.tree_util.keystr(rest[-1:], simple=True)
-        return f"the sum {name!r} is no sum over examples"
+        return f"the sum {name!r} is no sum over {cut.whole}"
     name = jax.tree_util.keystr(rest[1:], simple=True, separator=".")
-    return f"the gradient of parameter {name!r} is no sum over examples"
+    return f"the gradient of parameter {name!r} is no sum over {cut.whole}"

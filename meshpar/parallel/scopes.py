@@ -16,7 +16,7 @@ from meshpar.model.inputs import Batch
 from meshpar.model.scope import Scope
 from meshpar.model.token_order import TokenOrder
 from meshpar.parallel.tensor import shard_index
-from meshpar.rules.rules import Rules, auto_mesh_shape
+from meshpar.rules.rules import Rules, auto_mesh_shape, is_axes
 
 _RESIDUAL = ("batch", "residual_seq", "embed")
 
@@ -85,7 +85,7 @@ def stream_specs(axes: Any, stream: Stream, rules: Rules) -> Any:
     _check_real(stream)
     if axes is None:
         return jax.tree.map(lambda x: _spec(_default(x, rules), x, rules), stream)
-    declared = jax.tree.structure(axes, is_leaf=_is_axes)
+    declared = jax.tree.structure(axes, is_leaf=is_axes)
     if declared != jax.tree.structure(stream):
         raise InputError(
             f"the stream is declared as {axes}, but the functions make "
@@ -94,13 +94,7 @@ def stream_specs(axes: Any, stream: Stream, rules: Rules) -> Any:
             key="model.stream_of_other_tree",
         )
     return jax.tree.map(
-        lambda names, x: _spec(names, x, rules), axes, stream, is_leaf=_is_axes
-    )
-
-
-def _is_axes(node: Any) -> bool:
-    return isinstance(node, tuple) and all(
-        name is None or isinstance(name, str) for name in node
+        lambda names, x: _spec(names, x, rules), axes, stream, is_leaf=is_axes
     )
 
 

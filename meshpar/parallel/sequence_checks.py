@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from meshpar.errors import InputError
@@ -13,6 +13,7 @@ from meshpar.model.contract import Model
 from meshpar.model.inputs import MissingInputError, logical_sizes
 from meshpar.model.tracing import traced_batch
 from meshpar.parallel.sequence import is_sequence
+from meshpar.parallel.sequence_halves import tokens_joined_backward
 from meshpar.parallel.sequence_lengths import check_sequences
 from meshpar.parallel.sequence_probe import Probe, what_joins
 from meshpar.parallel.space import splits_tokens
@@ -155,7 +156,10 @@ def tokens_joined(
     probe = Probe(model=model, names=needed, cached=cached, ends_only=ends_only)
     found = _joined(probe)
     if found is None and len(needed) < len(inputs):
-        return _joined(replace(probe, names=tuple(inputs)))
+        found = _joined(replace(probe, names=tuple(inputs)))
+    if found is None and not cached:
+        backward = functools.partial(tokens_joined_backward, model, ends_only=ends_only)
+        found = _on_few_tokens(probe, backward)
     return found
 
 
@@ -202,11 +206,16 @@ def _check_probed(probe: Probe, why: str) -> None:
 
 def _joined(probe: Probe) -> str | None:
     """What joins tokens, on the first sequences that the model takes."""
+    return _on_few_tokens(probe, functools.partial(what_joins, probe))
+
+
+def _on_few_tokens(probe: Probe, asked: Callable[[int], str | None]) -> str | None:
+    """The answer for the first number of tokens that the model takes."""
     fixed = _fixed_tokens(probe.model, ends_only=probe.ends_only)
     sizes = _TRACED_TOKENS if fixed is None else (fixed,)
     for num_tokens in sizes:
         try:
-            return what_joins(probe, num_tokens)
+            return asked(num_tokens)
         except InputError:  # longer than the model takes, perhaps
             if num_tokens == sizes[-1]:
                 raise

@@ -18,6 +18,13 @@ LogicalAxes = tuple[str | None, ...]
 """A name per dim of an array; a dim of None is replicated."""
 
 
+def is_axes(node: Any) -> bool:
+    """Whether a node of a tree is logical axes, and no further tree."""
+    return isinstance(node, tuple | list) and all(
+        name is None or isinstance(name, str) for name in node
+    )
+
+
 # What other code bases call our logical axes, where the spelling alone is no hint.
 _SYNONYMS = {
     **dict.fromkeys(("ffw", "ffn", "ff", "intermediate"), "mlp"),

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from meshpar.errors import InputError
-from meshpar.rules.rules import Rules
+from meshpar.rules.rules import Rules, is_axes
 
 
 def tree_shardings(tree: Any, axes: Any, mesh: Mesh, rules: Rules) -> Any:
@@ -90,18 +90,12 @@ def _check_kinds(mesh: Any, rules: Any) -> None:
             )
 
 
-def _is_axes(node: Any) -> bool:
-    return isinstance(node, tuple | list) and all(
-        name is None or isinstance(name, str) for name in node
-    )
-
-
 def _is_axes_leaf(node: Any) -> bool:
-    return _is_axes(node) and len(node) > 0
+    return is_axes(node) and len(node) > 0
 
 
 def _check_axes(path: str, array: Any, names: Any) -> None:
-    if not hasattr(array, "shape") or not _is_axes(names):
+    if not hasattr(array, "shape") or not is_axes(names):
         raise InputError(
             f"{path or 'the tree'} is a {type(array).__name__} with logical axes that "
             f"are a {type(names).__name__}; give an array, or its shape, and a tuple "
