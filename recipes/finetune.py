@@ -297,6 +297,7 @@ def refuse_other_run(
         InputError: There is a checkpoint, and nobody said what to do with it, or its
             run had another model, LoRA or seed.
     """
+    checkpoints.refuse_links()
     if checkpoints.latest_step is None:
         return
     if not config.resume:

@@ -25,6 +25,7 @@ def started(run: Run) -> tuple[Run, TrainState]:
             or a resumed one that changes what may not change.
     """
     config = run.config
+    run.checkpoints.refuse_links()
     newest = newest_of_all(run)
     if newest is None and config.resume is not True:
         if run.processes.is_first:

@@ -664,6 +664,24 @@ def test_one_without_checksums_is_read_and_says_so(tmp_path, capsys):
     assert "checksums none" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("target", ["moved", "gone"])
+def test_a_link_is_read_and_nothing_is_saved_beside_it(target, tmp_path, refuses):
+    directory = tmp_path / "run"
+    with Checkpoints(directory) as checkpoints:
+        for steps_done in (3, 5):
+            checkpoints.save(small_state(steps_done), {"saved": steps_done})
+    (directory / "5").rename(tmp_path / "moved")
+    (directory / "5").symlink_to(tmp_path / target)
+    with Checkpoints(directory) as checkpoints:
+        wanted = 5 if target == "moved" else 3
+        assert checkpoints.run_of_latest() == {"saved": wanted}
+        for _ in range(2):
+            with refuses("checkpoint.is_link", 5, target, kind=CheckpointError):
+                checkpoints.save(small_state(6), {"saved": 6})
+    assert sorted(path.name for path in directory.iterdir()) == ["3", "5"]
+    assert (tmp_path / "moved" / "state").is_dir()
+
+
 def test_one_whose_files_are_as_written_is_not_passed_over(
     tmp_path, monkeypatch, refuses
 ):

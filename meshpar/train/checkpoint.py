@@ -148,6 +148,7 @@ class Checkpoints:
             )
         step = int(state.step)
         try:
+            self.refuse_links()
             self._choice.move_damaged_aside()
             if step != self.latest_step:
                 self._begin(step, state, run, wait)
@@ -160,6 +161,27 @@ class Checkpoints:
             warnings.warn(str(earlier), stacklevel=2)
         if wait:
             self.finish()
+
+    def refuse_links(self) -> None:
+        """Refuses a folder where a checkpoint is a link, before anything is saved.
+
+        A link can be read. Older checkpoints are deleted as newer ones come, but what a
+        link leads to is not this run's to delete.
+
+        Raises:
+            CheckpointError: Names the first link and what it leads to.
+        """
+        if not self.directory.is_dir():
+            return
+        for path in sorted(self.directory.iterdir()):
+            if path.name.isdecimal() and path.is_symlink():
+                raise CheckpointError(
+                    f"checkpoint of step {path.name} in {str(self.directory)!r} is a "
+                    f"link to {str(path.readlink())!r}: a run deletes its older "
+                    "checkpoints, and does not delete that; copy the folder here in "
+                    "the link's place, or start another run from it",
+                    key="checkpoint.is_link",
+                )
 
     def forget_after(self, step: int) -> None:
         """Deletes the checkpoints of later steps, which another run of them replaces.

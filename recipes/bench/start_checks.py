@@ -3,7 +3,7 @@
     python -m recipes.bench.start_checks
     python -m recipes.bench.start_checks --preset llama3-8b
 
-Each model's step is made and lowered with `check=True` and with `check=False`, in turns,
+Each step is made and lowered with `check=True` and with `check=False`, in turns,
 with nothing cached. One model has a backward of its own, which only running it in
 halves of a batch can judge (`meshpar.model.halves`).
 """

@@ -287,6 +287,46 @@ def test_what_one_process_cannot_read_all_pass_over(tmp_path):
     assert f"noted {noted}" in ends[0].output
 
 
+FAILS_WHILE_SAVING = """
+import sys, time
+from pathlib import Path
+import jax, numpy as np
+import meshpar
+from meshpar.train.checkpoint import Checkpoints
+from tests.test_checkpoint import small_state
+
+number, port, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+by_hand = dict(coordinator="localhost:" + port, num_processes=2, process_id=number)
+with meshpar.distributed.start(emulate=1, timeout_s=100, **by_hand) as processes:
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    whole = jax.NamedSharding(mesh, jax.P())
+    state = jax.tree.map(
+        lambda x: jax.make_array_from_callback(
+            x.shape, whole, lambda i: np.asarray(x)[i]
+        ),
+        small_state(3),
+    )
+    with Checkpoints(folder, processes=processes) as checkpoints:
+        checkpoints.save(state, {"saved": 3}, wait=False)
+        if number == 1:
+            raise ValueError("a fault of one process")
+        time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_an_error_in_one_process_that_saves_holds_up_none(tmp_path):
+    """Neither Orbax's threads nor JAX's service are waited for at exit."""
+    port = str(free_port())
+    code = FAILS_WHILE_SAVING
+    commands = [["-c", code, str(number), port, str(tmp_path)] for number in (0, 1)]
+    first, second = ends_of([start(command) for command in commands], timeout_s=200)
+    assert first.status == 75 and "process 1" in first.error
+    assert second.status not in (0, None)
+    assert "ValueError: a fault of one process" in second.error
+    assert max(first.wall_s, second.wall_s) < 150
+
+
 def wait_for_steps(log, number, timeout_s=120):
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
