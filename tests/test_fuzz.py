@@ -13,6 +13,7 @@ from meshpar import Layout
 from meshpar.cli import fuzz
 from meshpar.cli.main import _parser, main
 from meshpar.layout import _CHOICES, BY_COST
+from meshpar.model import examples_apart
 from meshpar.parallel import placement
 from meshpar.schedules import SCHEDULES
 from meshpar.testing import equivalence, layout_cases, shrink
@@ -21,6 +22,7 @@ from meshpar.testing.layout_cases import Case, Choices, draw_cases, refusal
 from meshpar.testing.layout_draws import DRAWS
 from meshpar.testing.masks import MASKS
 from meshpar.testing.shrink import simpler_cases
+from meshpar.testing.twists import TWISTS
 from tests.marks import slow
 from tests.refusals import check_words
 
@@ -199,6 +201,53 @@ def test_simpler_cases_end(few):
     assert layers and set(layers) == {"1"}
 
 
+# Twists.
+
+
+@pytest.mark.slow
+def test_every_third_case_has_a_twist_and_every_twist_is_drawn(monkeypatch):
+    monkeypatch.setattr(layout_cases, "refusal", lambda *_: None)
+    choices = dataclasses.replace(FEW, twist=fuzz._twist, twists=tuple(TWISTS))
+    cases = draw_cases(96, 0, choices, jax.devices())
+    found = [case for case in cases if "--twist" in case.model]
+    assert len(cases) // 12 < len(found) <= len(cases) // 3
+    assert {case.model.split()[-1] for case in found} == set(TWISTS)
+    assert all(case.layout.precision == "fp32" for case in found)
+    assert [Case.parse(str(case)) for case in found] == found
+
+
+@pytest.mark.parametrize(
+    ("twist", "layout", "key"),
+    [
+        ("extra_array", "data=2", "batch.unknown_array"),
+        slow("missing_array", "data=2", "batch.missing_array"),
+        slow("joined_examples", "microbatches=2", "model.joins_examples"),
+        slow("joined_examples", "tensor=2", ""),
+        slow("joined_tokens", "context=2", "model.joins_tokens"),
+        slow("joined_tokens", "stage=2", "model.per_token_joins_tokens"),
+        slow("joined_tokens", "fsdp=2", ""),
+        slow("flat", "data=2,tensor=2", ""),
+        slow("flat", "stage=2", ""),
+        slow("injected", "fsdp=2,microbatches=2", ""),
+        slow("injected", "stage=2,data=2", ""),
+        slow("clipped", "data=2,context=2", ""),
+    ],
+)
+def test_a_twisted_model_trains_or_is_refused_as_it_must_be(twist, layout, key, capsys):
+    words = ["fuzz", *SMALL.split(), "--twist", twist, "--layout", layout, "--json"]
+    assert status_of(words) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [case["refused"] for case in report["cases"]] == [key]
+
+
+@pytest.mark.slow
+def test_what_trains_and_must_be_refused_is_a_failure(monkeypatch, capsys):
+    monkeypatch.setattr(examples_apart, "_what_joins", lambda *_: None)
+    words = ["fuzz", *SMALL.split(), "--twist", "joined_examples"]
+    assert status_of([*words, "--layout", "data=2"]) == 1
+    assert "model.joins_examples" in capsys.readouterr().out
+
+
 # The command.
 
 
@@ -316,6 +365,7 @@ def test_a_layout_that_stops_is_a_failure_with_its_error(monkeypatch, capsys):
             "--resume-as fsdp=2",
             ("command.resume_without_layout", "--resume-as", "--layout"),
         ),
+        ("--twist fat", ("testing.unknown_twist", "'fat'", "'flat'")),
     ],
 )
 def test_bad_input_ends_with_2_and_one_line(options, refusal, refuses_command):

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from meshpar.model.contract import Model
     from meshpar.testing.layout_cases import Case, Choices
     from meshpar.testing.report import Report, Result
+    from meshpar.testing.twists import Twist
 
 
 EXAMPLE = "meshpar fuzz --preset tiny --num 1"
@@ -89,6 +90,11 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RULES",
         help="rules that differ from the layout's, depth=context,height=tensor or "
         "mlp=none (default: those that it asks for)",
+    )
+    parser.add_argument(
+        "--twist",
+        metavar="NAME",
+        help="a backward, head or batch that is unusual (default: drawn for some)",
     )
 
 
@@ -148,6 +154,7 @@ def _cases(
 
 def _choices(args: argparse.Namespace) -> Choices:
     from meshpar.testing.layout_cases import Choices
+    from meshpar.testing.twists import TWISTS
 
     turns = _turns(args)
     return Choices(
@@ -155,6 +162,8 @@ def _choices(args: argparse.Namespace) -> Choices:
         turns=turns,
         build=_build,
         changes=_changes,
+        twist=_twist,
+        twists=() if args.twist else tuple(TWISTS),
         global_batch=args.global_batch,
         seq=args.seq,
         masks=tuple(MASKS) if args.mask is None else (args.mask,),
@@ -166,7 +175,7 @@ def _turns(args: argparse.Namespace) -> tuple[tuple[str, ...], ...]:
     words = option_words({"--preset": args.preset, "--model": args.model})
     if args.model_from != MODEL_FROM:
         words = ["--model-from", args.model_from, *words]
-    rules = option_words({"--with-rules": args.with_rules})
+    rules = option_words({"--with-rules": args.with_rules, "--twist": args.twist})
     turns = ((shlex.join(words),),) if words else fuzzed_turns()
     return tuple(tuple(" ".join([text, *rules]) for text in family) for family in turns)
 
@@ -179,7 +188,15 @@ def fuzzed_turns() -> tuple[tuple[str, ...], ...]:
 
 @functools.cache
 def _build(text: str) -> Model:
-    return model_of(_model_options(text))
+    model, twist = model_of(_model_options(text)), _twist(text)
+    return model if twist is None else twist.model(model)
+
+
+def _twist(text: str) -> Twist | None:
+    from meshpar.testing.twists import twist_named
+
+    name = _model_options(text).twist
+    return None if name is None else twist_named(name)
 
 
 def _changes(text: str) -> dict[str, tuple[str, ...]]:
@@ -222,6 +239,7 @@ def _result_json(result: Result) -> dict[str, Any]:
         "command": result.case.command,
         "agrees": result.ok,
         "failure": result.failure,
+        "refused": result.refused,
         "worst": [_finite(asdict(worst)) for worst in result.worst.values()],
         "seconds": result.seconds,
     }

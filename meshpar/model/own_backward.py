@@ -13,6 +13,9 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from meshpar.model.equations import equations
 
+_TWISTS = str(Path(__file__).parents[1] / "testing" / "twists.py")
+"""Derivatives that are drawn by `meshpar fuzz` in the place of a user's."""
+
 
 def own_derivatives(program: ClosedJaxpr) -> list[str]:
     """File and line of each derivative that a program's author wrote, in their order.
@@ -24,11 +27,11 @@ def own_derivatives(program: ClosedJaxpr) -> list[str]:
         for equation in equations(program)
         if equation.primitive.name.startswith(("custom_vjp_call", "custom_jvp_call"))
     ]
-    return [
-        place
-        for place in dict.fromkeys(places)
-        if not place.startswith(_known_folders())
-    ]
+    return [place for place in dict.fromkeys(places) if not _is_known(place)]
+
+
+def _is_known(place: str) -> bool:
+    return place.startswith(_known_folders()) and not place.startswith(_TWISTS)
 
 
 def _place(equation: JaxprEqn) -> str:

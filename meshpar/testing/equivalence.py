@@ -153,11 +153,14 @@ def case_of(
             if resume_as is None
             else _fitting(Layout.of(resume_as), len(devices)),
         )
-    refused = refusal(case, choices)
+    refused = None if choices.refused(case) else refusal(case, choices)
     if refused is not None:
         message = f"layout {str(case.layout)!r}: {refused}"
         raise InputError(message, key=refused.key)
-    _make_step(case, choices, devices, learning_rate=0.0)  # refuses what is not built
+    if not choices.refused(case):
+        _make_step(
+            case, choices, devices, learning_rate=0.0
+        )  # refuses what is not built
     return case
 
 
@@ -184,13 +187,22 @@ def run_cases(
     def run(case: Case) -> Result:
         start = time.perf_counter()
         found: tuple[Deviation, ...] = ()
-        failure = ""
+        failure, refused = "", choices.refused(case)
         try:
-            found = _compare(case, choices, devices, batch)
+            if refused:
+                failure = _not_refused(case, choices, devices, refused)
+            else:
+                found = _compare(case, choices, devices, batch)
         except Exception as error:  # whatever stops a valid case is a failure of it
             failure = f"{type(error).__name__}: {error}"
         seconds = time.perf_counter() - start
-        return Result(case=case, deviations=found, failure=failure, seconds=seconds)
+        return Result(
+            case=case,
+            deviations=found,
+            failure=failure,
+            refused=refused or "",
+            seconds=seconds,
+        )
 
     results = []
     for case in cases:
@@ -220,6 +232,22 @@ def _compare(
     if case.layout.precision == "bf16":
         chains = bf16_chains(model, batch, sum_parts=case.layout.tensor)
     return (*deviations(found, reference.values, chains), *unequal)
+
+
+def _not_refused(
+    case: Case, choices: Choices, devices: Sequence[jax.Device], key: str
+) -> str:
+    """What is wrong with how a case is refused that must be; empty if nothing."""
+    model, twist = choices.build(case.model), choices.twist(case.model)
+    batch = random_batch(model, case.global_batch, case.seq, case.seed)
+    if twist is not None:
+        batch = twist.batch(batch)
+    try:
+        step = _make_step(case, choices, devices, learning_rate=0.0)
+        step.lower(step.place(batch))
+    except InputError as error:
+        return "" if error.key == key else f"refused as {error.key}: {error}"
+    return f"trains, but must be refused as {key}"
 
 
 def _make_step(

@@ -42,10 +42,12 @@ from meshpar.testing.layout_draws import (
     pick,
 )
 from meshpar.testing.masks import MASKS
+from meshpar.testing.twists import Twist
 
 SEQS = (8, 12, 16)
 LARGEST_BATCH = 16  # examples
 _RESUMING = 4
+_TWISTED = 3
 _DRAWS = 4  # of a turn, one after another
 _TRIES = 20  # sizes for one choice of mesh axes to split
 COSTS_ONLY = ("dead", "idle", "replicated")
@@ -148,6 +150,8 @@ class Choices:
         masks: Names in `masks.MASKS`.
         rules: Logical axis -> mesh axes; `default_rules(layout)` when absent.
         check: Refuses a layout and its rules that do not suit the caller's batch.
+        twist: Text -> what makes its model or batch unusual, or None.
+        twists: Names that are drawn; the text of a model is given `--twist NAME` more.
     """
 
     models: tuple[str, ...]
@@ -159,6 +163,8 @@ class Choices:
     masks: tuple[str, ...] = tuple(MASKS)
     rules: Rules | None = None
     check: Callable[[Layout, Rules], None] = lambda layout, rules: None
+    twist: Callable[[str], Twist | None] = lambda text: None
+    twists: tuple[str, ...] = ()
 
     def rules_of(self, case: Case) -> Rules:
         """The rules of a case.
@@ -169,6 +175,13 @@ class Choices:
         rules = self.rules or default_rules(case.layout)
         return rules.with_rules(**self.changes(case.model))
 
+    def refused(self, case: Case) -> str | None:
+        """The key of the error that a case must end with; None where it trains."""
+        twist = self.twist(case.model)
+        if twist is None:
+            return None
+        return twist.refused(self.build(case.model), case.layout, self.rules_of(case))
+
 
 def draw_cases(
     num: int, seed: int, choices: Choices, devices: Sequence[jax.Device]
@@ -177,13 +190,16 @@ def draw_cases(
 
     Families take turns, and models within one: the first N cases are of all N families,
     but for one of which `_DRAWS` cases in a row are refused, or are there already.
-    Every `_RESUMING`-th goes on under another layout after its first step.
+    Every `_RESUMING`-th goes on under another layout after its first step, and every
+    `_TWISTED`-th of the others has a twist.
 
     Raises:
         InputError: So many cannot be found; the last refusal is in the message.
     """
     whole_number("num", num)
-    rng, of_others = np.random.default_rng(seed), np.random.default_rng([seed, 1])
+    rng, of_others, of_twists = (
+        np.random.default_rng(of) for of in (seed, [seed, 1], [seed, 2])
+    )
     first = choices.models[0]
     built = built_values(choices.build(first), devices, choices.changes(first))
     cases: dict[Case, None] = {}
@@ -194,6 +210,8 @@ def draw_cases(
             case, refused = _draw_case(rng, model, built, len(devices), choices)
             if refused is None and len(cases) % _RESUMING == _RESUMING - 1:
                 case = _resuming(case, of_others, built, len(devices), choices)
+            elif refused is None and choices.twists:
+                case = _twisted(case, len(cases), of_twists, choices)
             if refused is None and case not in cases:
                 cases[case] = None
                 break
@@ -332,6 +350,24 @@ def _resuming(
         other = replace(case, resume_as=replace(layout, **same))
         if refusal(other, choices) is None:
             return other
+    return case
+
+
+def _twisted(
+    case: Case, number: int, rng: np.random.Generator, choices: Choices
+) -> Case:
+    """Every `_TWISTED`-th case with a twist that suits its model and layout.
+
+    A backward that is not linear doubles what bf16 rounds, of which no bound is known.
+    """
+    if number % _TWISTED != _TWISTED - 1 or case.layout.precision != "fp32":
+        return case
+    model = choices.build(case.model)
+    for at in rng.permutation(len(choices.twists)):
+        text = f"{case.model} --twist {choices.twists[at]}".strip()
+        twist = choices.twist(text)
+        if twist is not None and twist.suits(model):
+            return replace(case, model=text)
     return case
 
 

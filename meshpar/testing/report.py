@@ -18,12 +18,14 @@ class Result:
         case: The case.
         deviations: Of every array; empty where the case did not run to its end.
         failure: What ended it, where it did not.
+        refused: Key of the error with which the library refuses it, as it must.
         seconds: Wall time, nearly all of it compiling.
     """
 
     case: Case
     deviations: tuple[Deviation, ...]
     failure: str = ""
+    refused: str = ""
     seconds: float
 
     @property
@@ -46,6 +48,8 @@ class Result:
         )
         verdict = "ok" if self.ok else "FAIL"
         found = self.failure or ", ".join(columns)
+        if self.refused and not self.failure:
+            found = f"refused, as it must be: {self.refused}"
         return f"{verdict} ({self.seconds:.0f} s): {found}"
 
     def __str__(self) -> str:
