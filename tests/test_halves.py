@@ -321,3 +321,99 @@ def test_a_backward_that_flax_calls_is_judged_by_who_wrote_it(refuses):
     )
     with refuses("model.joins_examples", "the gradient"):
         check_examples_apart(joined, BATCH, "data=2")
+
+
+# What the head and the blocks sum up.
+
+
+class SumsOf(nnx.Module):
+    """Ends whose head makes its two sums of one loss for each example."""
+
+    def __init__(self, rngs, sums):
+        self.w, self.sums = kernel(rngs, EMBED, EMBED), sums
+
+    def embed(self, batch, scope):
+        return batch["x"] @ self.w[...]
+
+    def head(self, x, batch, scope):
+        return self.sums(self, (x**2).sum((1, 2)))
+
+
+class WithSum(nnx.Module):
+    """A block with an auxiliary loss."""
+
+    def __init__(self, rngs, auxiliary):
+        self.w, self.auxiliary = kernel(rngs, EMBED), auxiliary
+
+    def __call__(self, x, scope):
+        y = x * self.w[...]
+        return y, {"auxiliary": self.auxiliary(self, y)}
+
+
+def with_sums(head=lambda ends, x: (x.sum(), jnp.float32(len(x))), auxiliary=None):
+    block = partial(WithSum, auxiliary=auxiliary or (lambda block, y: (y**2).sum()))
+    return from_nnx(
+        ends=partial(SumsOf, sums=head),
+        block=block,
+        num_layers=1,
+        auxiliary={"auxiliary": 0.5},
+        inputs={"x": Input(("batch", None, None), shape=(None, SEQ, EMBED))},
+    )
+
+
+ARE_SUMS = {
+    "sums": {},
+    "mean of the loss": {  # And of nothing else, which the weight would divide.
+        "head": lambda ends, x: (x.mean(), jnp.float32(1.0)),
+        "auxiliary": lambda block, y: jnp.float32(0.0),
+    },
+    "twice the weight": {"head": lambda ends, x: (2 * x.sum(), 2.0 * len(x))},
+    "nothing": {"auxiliary": lambda block, y: jnp.float32(0.0)},
+}
+ARE_NONE = {
+    "one weight": {"head": lambda ends, x: (x.sum(), jnp.float32(1.0))},
+    "one more": {"head": lambda ends, x: (x.sum(), jnp.float32(len(x) + 1))},
+    "decay": {
+        "head": lambda ends, x: (x.sum() + (ends.w[...] ** 2).sum(), 1.0 * len(x))
+    },
+    "root": {"head": lambda ends, x: (jnp.sqrt(x.sum()), jnp.float32(len(x)))},
+    "mean": {"auxiliary": lambda block, y: (y**2).mean()},
+    "of parameters": {"auxiliary": lambda block, y: (block.w[...] ** 2).sum()},
+    "constant": {"auxiliary": lambda block, y: jnp.float32(1.0)},
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["sums", "mean of the loss", slow("twice the weight"), "nothing"]
+)
+def test_sums_over_examples_are_taken(name):
+    check_examples_apart(with_sums(**ARE_SUMS[name]), BATCH, "data=2")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["one weight", "mean", "constant", *map(slow, ("one more", "decay", "root"))],
+)
+def test_what_is_no_sum_over_examples_is_refused(name, refuses):
+    with refuses("model.joins_examples", "data=2", words=False):
+        check_examples_apart(with_sums(**ARE_NONE[name]), BATCH, "data=2")
+
+
+def test_usual_sums_need_no_second_trace_and_no_run(monkeypatch):
+    """The number of examples is a sum, which two traces tell; a batch's weights one."""
+    monkeypatch.setattr(examples_apart, "_run_in_halves", None)
+    check_examples_apart(with_sums(), BATCH, "data=2")
+
+    def weighted(ends, x):
+        return x.sum(), jnp.exp(x).sum()
+
+    monkeypatch.setattr(examples_apart, "_times", lambda batch, times: 1 / 0)
+    monkeypatch.setattr(examples_apart, "_told_apart", lambda batch, *_: many_of(batch))
+    check_examples_apart(with_sums(weighted), BATCH, "data=2")
+
+
+def many_of(batch):
+    return {
+        name: jax.ShapeDtypeStruct((104, *x.shape[1:]), x.dtype)
+        for name, x in batch.items()
+    }

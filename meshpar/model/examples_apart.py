@@ -22,7 +22,7 @@ from meshpar.model.halves import (
 )
 from meshpar.model.inputs import BATCH_DIM
 from meshpar.model.own_backward import own_derivatives
-from meshpar.model.token_mixing import mixes_tokens, surely_mixes
+from meshpar.model.token_mixing import Traced
 from meshpar.model.tracing import one_layer_shapes, one_layer_state, traced_forward
 
 _FEW_TOKENS = (8, 16)
@@ -122,7 +122,7 @@ def _what_joins(
             short = _with_few_tokens(model, batch, 1)
             again, found_in_short, _ = _traced(model, short, logits)
             traced, found = (again, None) if found_in_short is None else (traced, found)
-    written = [] if found else _own_derivatives(*traced)
+    written = [] if found else own_derivatives(traced.program)
     if found is None and not written:
         return None
     # To the trace a sum over the global batch is one over the examples at hand.
@@ -135,22 +135,21 @@ def _what_joins(
         _warn(model, error, is_judged=not asked)
     else:
         return None if changed is None else changed + place
-    surely = None if asked else surely_mixes(*traced)
+    surely = None if asked else traced.surely_mixes()
     return None if surely is None else _of_examples(surely)
 
 
 def _traced(
     model: Model, batch: Any, logits: bool
-) -> tuple[tuple[Any, ...], str | None, list[str]]:
+) -> tuple[Traced, str | None, list[str]]:
     """Trace a model on many times the examples of a batch.
 
     Returns:
-        What `mixes_tokens` takes, what it finds, and the sums over the global batch
-        that the model asks for.
+        The trace, what joins examples in it or is no sum over them, and the sums over
+        the global batch that the model asks for.
     """
     params, state = one_layer_shapes(model), one_layer_state(model)
     told_apart = _told_apart(batch, params, state)
-    num = jax.tree.leaves(told_apart)[0].shape[0]
     asked: list[str] = []
 
     def forward(of_examples: list, params: tuple, state: tuple) -> Any:
@@ -164,10 +163,23 @@ def _traced(
         )
         return once(params, state, batch)
 
-    given = {name: (shape, 0) for name, shape in told_apart.items()}
-    numbers = jax.ShapeDtypeStruct((num,), jnp.uint32), 0
-    traced = forward, num, [given, numbers], params, state
-    return traced, mixes_tokens(*traced), asked
+    def traced_on(batch: Any) -> Traced:
+        num = jax.tree.leaves(batch)[0].shape[0]
+        given = {name: (shape, 0) for name, shape in batch.items()}
+        numbers = jax.ShapeDtypeStruct((num,), jnp.uint32), 0
+        return Traced.of(forward, num, [given, numbers], params, state)
+
+    whole = traced_on(told_apart)
+    found = whole.mixes()
+    if found is None and not logits and whole.may_be_no_sums():
+        fewer = _times(batch, max(1, whole.num_tokens // _num_examples(batch) // 2))
+        if _num_examples(fewer) < whole.num_tokens:
+            found = whole.mixes(fewer=traced_on(fewer), sums=True)
+    return whole, found, asked
+
+
+def _num_examples(batch: Any) -> int:
+    return next(iter(batch.values())).shape[0]
 
 
 def _run_in_halves(model: Model, batch: Any, logits: bool) -> str | None:
@@ -200,7 +212,7 @@ def _few_examples(batch: Any) -> Any:
 
     A model may take its examples in groups, of which a small batch has whole ones.
     """
-    examples = next(iter(batch.values())).shape[0]
+    examples = _num_examples(batch)
     number = examples if examples <= _FEW and examples % 2 == 0 else EXAMPLES
     return {
         name: jax.ShapeDtypeStruct((number, *x.shape[1:]), x.dtype)
@@ -223,20 +235,6 @@ def _with_few_tokens(model: Model, batch: Any, seq: int) -> Any:
         return jax.ShapeDtypeStruct(tuple(sizes), x.dtype)
 
     return {name: few(name, x) for name, x in batch.items()}
-
-
-def _own_derivatives(forward: Any, num: int, given: Any, *others: Any) -> list[str]:
-    """Where the author of a traced function wrote derivatives of it.
-
-    Args:
-        forward: As `_traced` returns it, and so the rest.
-        num: Examples.
-        given: Arrays of the batch with the dim of the examples, and their numbers.
-        others: Shapes of what has no examples.
-    """
-    batch = {name: shape for name, (shape, _) in given[0].items()}
-    numbers = jax.ShapeDtypeStruct((num,), jnp.uint32)
-    return own_derivatives(jax.make_jaxpr(forward)([batch, numbers], *others))
 
 
 def _warn(model: Model, why: Exception, *, is_judged: bool) -> None:

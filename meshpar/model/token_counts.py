@@ -70,7 +70,7 @@ class Twins:
         names = [[one.primitive for one in equations] for equations in pairs]
         return without_constants(self.other).outvars if names[0] == names[1] else None
 
-    def constants(self, ratio: float | None) -> Iterator[tuple[Any, Flow]]:
+    def constants(self, ratio: tuple[int, int] | None) -> Iterator[tuple[Any, Flow]]:
         """Flows of the arrays that the program itself has; `ratio` as elsewhere."""
         if not isinstance(self.program, ClosedJaxpr):
             return
@@ -98,7 +98,7 @@ def counted_literals(
     atoms: Sequence[Any],
     twins: Sequence[Any] | None,
     flows: list[Flow],
-    ratio: float | None,
+    ratio: tuple[int, int] | None,
 ) -> list[Flow]:
     """`flows`, of what is given as numbers that the twin is given others of.
 
@@ -106,7 +106,7 @@ def counted_literals(
         atoms: What is given.
         twins: To the twin; None where there is none.
         flows: Of each.
-        ratio: Tokens at hand for each that the twin has at hand.
+        ratio: Tokens at hand, and how many the twin has at hand.
     """
     if twins is None or len(twins) != len(atoms):
         return flows
@@ -128,7 +128,7 @@ def without_tokens(
     twin: JaxprEqn | None,
     given: list[Flow],
     found: list[Flow],
-    ratio: float | None,
+    ratio: tuple[int, int] | None,
 ) -> list[Flow]:
     """Flows of an operation's results, none of whose arguments has tokens.
 
@@ -152,7 +152,10 @@ def without_tokens(
 
 
 def _gives_multiple(
-    equation: JaxprEqn, twin: JaxprEqn | None, given: list[Flow], ratio: float | None
+    equation: JaxprEqn,
+    twin: JaxprEqn | None,
+    given: list[Flow],
+    ratio: tuple[int, int] | None,
 ) -> bool:
     """Whether results of counted arguments are multiples of how many are at hand."""
     name, first = equation.primitive.name, given[0]
@@ -165,7 +168,7 @@ def _gives_multiple(
     if name == "reduce_sum" and twin is not None:
         size, other = (math.prod(shape_of(one.invars[0])) for one in (equation, twin))
         if first.value is not None:
-            return size == (ratio or 0) * other
+            return _is_multiple(size, other, ratio)
         return first.multiple and size == other
     return first.multiple and name in _SAME_VALUE | {"neg"}
 
@@ -251,11 +254,13 @@ def _other_value(one: Any, other: Any) -> bool:
     return not np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
 
 
-def _is_multiple(one: Any, other: Any, ratio: float | None) -> bool:
+def _is_multiple(one: Any, other: Any, ratio: tuple[int, int] | None) -> bool:
     """Whether numbers are as many times those of the twin as there are tokens."""
-    return ratio is not None and bool(
-        np.all(np.asarray(one, np.float64) == ratio * np.asarray(other, np.float64))
-    )
+    if ratio is None:
+        return False
+    num, fewer = ratio
+    times = np.asarray(one, np.float64) * fewer, np.asarray(other, np.float64) * num
+    return bool(np.all(times[0] == times[1]))
 
 
 def _numbers(value: Any) -> Any:

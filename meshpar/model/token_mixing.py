@@ -9,6 +9,7 @@ or tokens and an array of places, is named.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -65,16 +66,18 @@ class _Follower:
         num_tokens: Size of the dims of tokens.
         lenient: Whether an operation that mixes tokens is noted in its results, and
             one that only may is let through.
-        ratio: Tokens at hand for each that the twin of a program has at hand.
+        ratio: Tokens at hand, and how many the twin of a program has at hand.
         flows: Of each variable so far.
         open: Operations that are being followed, the innermost last.
+        sizes: Numbers that tokens met and that may be how many are at hand.
     """
 
     num_tokens: int
     lenient: bool = False
-    ratio: float | None = None
+    ratio: tuple[int, int] | None = None
     flows: dict[Any, Flow] = field(default_factory=dict)
     open: list[JaxprEqn] = field(default_factory=list)
+    sizes: list[float] = field(default_factory=list)
 
     def run(self, program: Twins, given: Sequence[Flow]) -> list[Flow]:
         """How the results of a program have tokens, from how its arguments do."""
@@ -140,6 +143,8 @@ class _Follower:
             made = replace(lost(flows), picked=picked)
             return [made for _ in equation.outvars]
         has_tokens = any(flow.has_tokens for flow in flows)
+        if has_tokens:
+            self._note_sizes(flows)
         if has_tokens and counts(equation, twin, flows):
             raise Mixed(f"{name} {COUNTED}")
         check_table(equation, twin, flows)
@@ -149,6 +154,19 @@ class _Follower:
             if has_tokens
             else without_tokens(equation, twin, flows, found, self.ratio)
         )
+
+    def _note_sizes(self, flows: list[Flow]) -> None:
+        """Notes numbers that tokens meet: multiples of how many, or what those go in.
+
+        A mean is told so without a twin: it may as well be by another number.
+        """
+        for flow in flows:
+            size = flow.value
+            if flow.has_tokens or not isinstance(size, int | float) or not size:
+                continue
+            whole = abs(size) if abs(size) >= 1 else 1 / abs(size)
+            if math.isfinite(whole) and round(whole) % self.num_tokens == 0:
+                self.sizes.append(size)
 
     def _still_picked(self, equation: JaxprEqn, flows: list[Flow]) -> str:
         """What picked the tokens of which there are multiples; empty if anything else.
@@ -199,80 +217,121 @@ def _check_totals(flows: list[Flow], twin: JaxprEqn | None) -> None:
             )
 
 
+@dataclass(frozen=True)
+class Traced:
+    """A function traced on tokens, of which each question is asked without a new trace.
+
+    Args:
+        program: Its trace.
+        num_tokens: How many it has at hand.
+        given: How its arguments have tokens.
+    """
+
+    program: ClosedJaxpr
+    num_tokens: int
+    given: list[Flow]
+
+    @classmethod
+    def of(
+        cls, function: Callable[..., Any], num_tokens: int, tokens: Any, *others: Any
+    ) -> Traced:
+        """Trace a function of trees of arrays, those of tokens first.
+
+        Args:
+            function: It.
+            num_tokens: How many there are.
+            tokens: Tree of (shape, dim of the tokens or None).
+            others: Trees of shapes of arrays that have none.
+        """
+        is_pair = lambda node: isinstance(node, tuple)  # noqa: E731
+        pairs, treedef = jax.tree.flatten(tokens, is_leaf=is_pair)
+        shapes = treedef.unflatten([shape for shape, _ in pairs])
+        program = jax.make_jaxpr(function)(shapes, *others)
+        given = [Flow(dim=dim) for _, dim in pairs]
+        given += [Flow()] * (len(program.jaxpr.invars) - len(given))
+        return cls(program, num_tokens, given)
+
+    def mixes(
+        self,
+        *,
+        fewer: Traced | None = None,
+        sums: bool = False,
+        counts: bool = True,
+        lenient: bool = False,
+    ) -> str | None:
+        """The first operation that joins different tokens, and its place; else None.
+
+        Sums over all tokens are none, where nothing but what is linear follows.
+
+        Args:
+            fewer: The same function with fewer of the sequence's tokens at hand: so it
+                is found out what depends on their number, such as a mean.
+            sums: Whether all results are sums over tokens, which devices add up.
+            counts: Whether a multiple of how many tokens are at hand is such a sum.
+            lenient: Whether an operation of which nothing is known is let through,
+                unless the function surely mixes tokens.
+        """
+        try:
+            _Follower(self.num_tokens).run(Twins(self.program), self.given)
+            if fewer is None and not sums:
+                return None
+            other = ratio = None
+            if fewer is not None:
+                other, ratio = fewer.program, (self.num_tokens, fewer.num_tokens)
+            follower = _Follower(self.num_tokens, ratio=ratio)
+            found = follower.run(Twins(self.program, other), self.given)
+            if sums and not all(flow.adds_up(counts=counts) for flow in found):
+                raise Mixed(ALIKE)
+        except Mixed as mixed:
+            if lenient and mixed.unknown:
+                return self.surely_mixes()
+            return f"{mixed} ({mixed.where})" if mixed.where else str(mixed)
+        return None
+
+    def may_be_no_sums(self) -> bool:
+        """Whether a result may be no sum over tokens, which `fewer` would tell.
+
+        One is none where it has no tokens in it; and it may be a mean where tokens meet
+        a number that may be how many there are. Else there is no need of `fewer`. Asked
+        of what `mixes` finds nothing in.
+        """
+        follower = _Follower(self.num_tokens)
+        found = follower.run(Twins(self.program), self.given)
+        are_sums = all(flow.adds_up(counts=False) for flow in found)
+        return bool(follower.sizes) or not are_sums
+
+    def surely_mixes(self) -> str | None:
+        """As `mixes`, but what only may join tokens is let through.
+
+        So is what no result is made of, such as numbers that are only printed.
+        """
+        follower = _Follower(self.num_tokens, lenient=True)
+        found = follower.run(Twins(self.program), self.given)
+        return next(filter(None, (flow.fault or flow.picked for flow in found)), None)
+
+
 def mixes_tokens(
     function: Callable[..., Any],
     num_tokens: int,
     tokens: Any,
     *others: Any,
     fewer: tuple[Callable[..., Any], Any] | None = None,
-    sums: bool = False,
-    counts: bool = True,
-    lenient: bool = False,
+    **options: bool,
 ) -> str | None:
-    """The first operation that joins different tokens, and its place; None if none.
-
-    Sums over all tokens are none, where nothing but what is linear follows.
+    """`Traced.mixes` of a function.
 
     Args:
-        function: Of trees of arrays, those of tokens first.
+        function: As `Traced.of` takes it, and so the next three.
         num_tokens: How many there are.
         tokens: Tree of (shape, dim of the tokens or None).
         others: Trees of shapes of arrays that have none.
-        fewer: `function` and `tokens` with fewer of the sequence's at hand: so it is
-            found out what depends on their number, such as a mean.
-        sums: Whether all results are sums over tokens, which devices add up.
-        counts: Whether a multiple of how many tokens are at hand is such a sum.
-        lenient: Whether an operation of which nothing is known is let through, unless
-            the function surely mixes tokens.
+        fewer: `function` and `tokens` with fewer at hand.
+        options: Of `Traced.mixes`.
     """
-    program, given = _traced(function, tokens, others)
-    try:
-        _Follower(num_tokens).run(Twins(program), given)
-        if fewer is None and not sums:
-            return None
-        other = ratio = None
-        if fewer is not None:
-            other = _traced(*fewer, others)[0]
-            ratio = num_tokens / _num_tokens(fewer[1])
-        follower = _Follower(num_tokens, ratio=ratio)
-        found = follower.run(Twins(program, other), given)
-        if sums and not all(flow.adds_up(counts=counts) for flow in found):
-            raise Mixed(ALIKE)
-    except Mixed as mixed:
-        if lenient and mixed.unknown:
-            return surely_mixes(function, num_tokens, tokens, *others)
-        return f"{mixed} ({mixed.where})" if mixed.where else str(mixed)
-    return None
-
-
-def surely_mixes(
-    function: Callable[..., Any], num_tokens: int, tokens: Any, *others: Any
-) -> str | None:
-    """As `mixes_tokens`, but what only may join them is let through.
-
-    So is what no result is made of, such as numbers that are only printed.
-
-    Args:
-        function: As there, and so the next three.
-        num_tokens: How many there are; of examples it is asked as well.
-        tokens: Tree of (shape, dim of the tokens or None).
-        others: Trees of shapes of arrays that have none.
-    """
-    program, given = _traced(function, tokens, others)
-    found = _Follower(num_tokens, lenient=True).run(Twins(program), given)
-    return next(filter(None, (flow.fault or flow.picked for flow in found)), None)
-
-
-def _traced(
-    function: Callable[..., Any], tokens: Any, others: tuple
-) -> tuple[ClosedJaxpr, list[Flow]]:
-    """The program, and how its arguments have tokens."""
-    is_pair = lambda node: isinstance(node, tuple)  # noqa: E731
-    pairs, treedef = jax.tree.flatten(tokens, is_leaf=is_pair)
-    shapes = treedef.unflatten([shape for shape, _ in pairs])
-    program = jax.make_jaxpr(function)(shapes, *others)
-    given = [Flow(dim=dim) for _, dim in pairs]
-    return program, given + [Flow()] * (len(program.jaxpr.invars) - len(given))
+    traced, less = Traced.of(function, num_tokens, tokens, *others), None
+    if fewer is not None:
+        less = Traced.of(fewer[0], _num_tokens(fewer[1]), fewer[1], *others)
+    return traced.mixes(fewer=less, **options)
 
 
 def _num_tokens(tokens: Any) -> int:
