@@ -145,7 +145,7 @@ class Guard:
         if self._is_within(full, allowed):
             return None
         is_code = full.endswith(_CODE) or event in ("os.listdir", "os.scandir")
-        if not writes and is_code and full.startswith(f"{ROOT}/"):
+        if not writes and is_code and self._is_within(full, (str(ROOT),)):
             return None
         self.paths.append(full)
         return f"{event} for {'writing' if writes else 'reading'}: {full:.300}"
