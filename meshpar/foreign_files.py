@@ -143,8 +143,8 @@ def parse_json(content: str | bytes) -> Any:
     """Return what JSON says, of a file or of a line of one.
 
     Raises:
-        ValueError: It is none, is nested too deeply, or has a number beyond all floats.
-            The message has one line.
+        ValueError: It is none, is nested more than 100 levels deep, or has a number
+            beyond all floats. The message has one line.
 
     Example:
         >>> parse_json('{"layers": 4}')
@@ -155,9 +155,13 @@ def parse_json(content: str | bytes) -> Any:
     """
     text = _utf8(content) if isinstance(content, bytes) else content
     try:
-        return json.loads(text, parse_int=_json_int)
+        found = json.loads(text, parse_int=_json_int)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    # What reads or prints the values after this goes as deep as they do.
+    if text.count("[") + text.count("{") > _MOST_DEEP and _depth(found) > _MOST_DEEP:
+        raise ValueError("it is nested too deeply")
+    return found
 
 
 def parse_toml(text: str) -> dict[str, Any]:
@@ -257,6 +261,21 @@ def _json_int(digits: str) -> int:
     except OverflowError:
         raise ValueError(f"a number has {len(digits)} digits") from None
     return number
+
+
+def _depth(value: Any) -> int:
+    """Return how many objects and lists are within one another."""
+    level, deep = [value], 0
+    while level := [one for one in level if isinstance(one, dict | list)]:
+        deep += 1
+        if deep > _MOST_DEEP:
+            break
+        level = [
+            inner
+            for one in level
+            for inner in (one.values() if isinstance(one, dict) else one)
+        ]
+    return deep
 
 
 def _check_size(node: Any, sizes: dict[int, int], deep: int = 0) -> int:

@@ -2,16 +2,47 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import traceback
+from typing import Any
 
-from meshpar.errors import printable
+from meshpar.errors import InputError, printable
 
 FAULT = 70
 """Exit status of a program that failed by its own fault (EX_SOFTWARE of sysexits.h)."""
 
 KEY = "program.fault"
 """What stands for the key of such an error in the output of `--json`."""
+
+
+BAD_INPUT = 2
+"""Exit status of a program that was given what it cannot use."""
+
+
+def print_end(command: str, error: Exception) -> int:
+    """Print why a program ends, and return its exit status.
+
+    What it was given, or what the system does not let it read or write, is one line;
+    all else is a fault of the program.
+
+    Args:
+        command: What the line begins with.
+        error: What was raised.
+    """
+    if not isinstance(error, InputError | OSError):
+        return print_fault(command, error)
+    print(f"{command}: {printable(' '.join(str(error).split()))}", file=sys.stderr)
+    return BAD_INPUT
+
+
+def escape_unencodable(stream: Any) -> None:
+    """Let a stream escape what it cannot encode, such as a file name of other bytes.
+
+    Python does so on stderr; on stdout it would raise an error after the work is done.
+    """
+    if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+        stream.reconfigure(errors="backslashreplace")
 
 
 def print_fault(command: str, error: BaseException) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from meshpar.distributed import leave, status_of
 from meshpar.errors import InputError, printable
-from meshpar.internal_errors import print_fault
+from meshpar.internal_errors import escape_unencodable, print_fault
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.options import parse_arguments, program_words
 from meshpar.train.faults import BadStepError
@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None, command: str = "pretrain") -> int:
     """
     began = time.perf_counter()
     argv = sys.argv[1:] if argv is None else list(argv)
+    escape_unencodable(sys.stdout)
     config = None
     try:
         config = parse_arguments(argv, command)

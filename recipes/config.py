@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import reprlib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -38,6 +39,10 @@ _OR_NONE = (
     "sync_every",
 )
 
+
+_MOST = 2**31 - 1
+"""Of a count, which a device may hold in 32 bits."""
+_MOST_SEED = 2**32 - 1
 
 PATHS = (
     *("schedule", "from_weights", "out", "log_json", "tensorboard"),
@@ -274,8 +279,14 @@ class RunConfig:
 
     def _check_whole(self, name: str, least: int) -> None:
         value = getattr(self, name)
-        if not (value is None and name in _OR_NONE):
-            whole_number(name, value, least)
+        if value is None and name in _OR_NONE:
+            return
+        most = _MOST_SEED if name == "seed" else _MOST
+        if whole_number(name, value, least) > most:
+            raise InputError(
+                f"{name}={reprlib.repr(value)}: must be at most {most}",
+                key="value.above_limit",
+            )
 
     @property
     def folder(self) -> Path:

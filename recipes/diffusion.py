@@ -27,7 +27,7 @@ import optax
 
 import meshpar
 from meshpar.emulate import num_cpu_devices
-from meshpar.internal_errors import print_fault
+from meshpar.internal_errors import print_end
 from meshpar.models.dit import DiTConfig, dit
 from meshpar.models.dit_sampling import METHODS, sample
 from meshpar.models.layers.noise_path import PATHS
@@ -51,12 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     try:
         run(args)
-    except (meshpar.InputError, ModuleNotFoundError) as error:
-        hint = "" if isinstance(error, meshpar.InputError) else _INSTALL
-        print(f"diffusion: {error}{hint}", file=sys.stderr)
+    except ModuleNotFoundError as error:
+        print(f"diffusion: {error}{_INSTALL}", file=sys.stderr)
         return 2
     except Exception as error:
-        return print_fault("diffusion", error)
+        return print_end("diffusion", error)
     return 0
 
 

@@ -17,6 +17,7 @@ from meshpar.layout import BATCH_AXES, MESH_AXES
 from meshpar.recipes.config import RunConfig
 from meshpar.train.checkpoint_contents import steps_of
 from meshpar.train.folders import read_run
+from meshpar.train.run_description import check_description
 
 
 def fitted(config: RunConfig, num_devices: int, num_processes: int) -> tuple[str, str]:
@@ -145,6 +146,8 @@ def newest_description(directory: Path) -> dict[str, Any]:
     that.
     """
     try:
-        return read_run(directory / str(steps_of(directory)[-1]))
+        found = read_run(directory / str(steps_of(directory)[-1]))
+        check_description(found, f"the newest checkpoint in {str(directory)!r}")
+        return found
     except (OSError, ValueError, IndexError):
         return {}

@@ -31,7 +31,7 @@ from meshpar import InputError, Layout, TrainState, TrainStep, emulate, make_tra
 from meshpar.data.mixture import mixed
 from meshpar.emulate import num_cpu_devices
 from meshpar.errors import local_path, whole_number
-from meshpar.internal_errors import print_fault
+from meshpar.internal_errors import escape_unencodable, print_end
 from meshpar.model.lora import TARGETS, LoRA
 from meshpar.models.convert.chat_template import read_template
 from meshpar.models.convert.run_files import TOKENIZER, keep_files
@@ -42,8 +42,8 @@ from meshpar.recipes.conversations import (
 )
 from meshpar.recipes.elastic import newest_description
 from meshpar.recipes.loaded import Loaded, OfRun, WithoutTokenizer, load
-from meshpar.recipes.options import with_values
-from meshpar.recipes.resume import changes
+from meshpar.recipes.options import parse_words, with_values
+from meshpar.recipes.resume import changes, description_of
 from meshpar.recipes.texts import SHAKESPEARE, split_texts
 from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.data import (
@@ -163,16 +163,16 @@ class Finetuned:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the recipe; 0 done, 2 on bad input."""
-    config: Any = None
+    escape_unencodable(sys.stdout)
     try:
         words = with_values(sys.argv[1:] if argv is None else argv)
-        config = tyro.cli(FinetuneConfig, args=words, description=__doc__)
+        names = [field.name for field in dataclasses.fields(FinetuneConfig)]
+        config = parse_words(
+            FinetuneConfig, words, known=names, prog="finetune", description=__doc__
+        )
         finetune(config)
-    except InputError as error:
-        print(f"finetune: {error}", file=sys.stderr)
-        return 2
     except Exception as error:
-        return print_fault("finetune", error)
+        return print_end("finetune", error)
     return 0
 
 
@@ -224,8 +224,19 @@ def template_date(config: FinetuneConfig) -> date | None:
     """
     before = newest_description(config.out / "checkpoints") if config.resume else {}
     if "chat_date" in before:
-        return date.fromisoformat(before["chat_date"])
+        return _date(before["chat_date"], config.out)
     return date.today() if config.chat else None
+
+
+def _date(text: str, run: Path) -> date:
+    try:
+        return date.fromisoformat(text)
+    except ValueError as error:
+        raise InputError(
+            f"the newest checkpoint in {str(run)!r} says chat_date={text[:40]!r}, "
+            "which is no date such as 2026-11-26: its file run/metadata was changed",
+            key="checkpoint.unreadable",
+        ) from error
 
 
 def rows_of(
@@ -306,7 +317,7 @@ def refuse_other_run(
             "add --resume to go on with it, or name another --out",
             key="run.folder_is_taken",
         )
-    before, now = checkpoints.run_of_latest(), json.loads(json.dumps(now))
+    before, now = description_of(checkpoints), json.loads(json.dumps(now))
     for line in changes(before, now):
         print(f"goes on with {line}", flush=True)
     for name in _KEPT:

@@ -26,10 +26,10 @@ from typing import Any
 
 import numpy as np
 
-from meshpar import InputError, Layout, emulate
+from meshpar import Layout, emulate
 from meshpar.cli.parsing import positive
 from meshpar.cli.report.destination import check_picture, output_file
-from meshpar.internal_errors import print_fault
+from meshpar.internal_errors import print_end
 from meshpar.layout import MESH_AXES
 from meshpar.recipes.printed_rows import write_rows
 from meshpar.recipes.shallow_water import Band, State, balanced
@@ -110,11 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         layout = Layout.parse(args.layout)
         emulate(layout.num_devices)
         return run(args, layout)
-    except InputError as error:
-        print(f"forecast: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
     except Exception as error:
-        return print_fault("forecast", error)
+        return print_end("forecast", error)
 
 
 def run(args: argparse.Namespace, layout: Layout) -> int:

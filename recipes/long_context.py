@@ -22,7 +22,7 @@ import numpy as np
 import optax
 
 import meshpar
-from meshpar.internal_errors import print_fault
+from meshpar.internal_errors import print_end
 from meshpar.models.llama import LlamaConfig, llama
 from meshpar.recipes.texts import BYTE_VOCAB, SHAKESPEARE
 from meshpar.train.data import HostBatch, byte_tokens, read_texts
@@ -38,11 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     try:
         run(args)
-    except meshpar.InputError as error:
-        print(f"long_context: {error}", file=sys.stderr)
-        return 2
     except Exception as error:
-        return print_fault("long_context", error)
+        return print_end("long_context", error)
     return 0
 
 

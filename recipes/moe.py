@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from meshpar import InputError, Layout, emulate
 from meshpar.cli.parsing import positive
 from meshpar.cli.report.destination import check_picture, output_file
-from meshpar.internal_errors import print_fault
+from meshpar.internal_errors import print_end
 from meshpar.recipes.printed_rows import Row, printed, write_rows
 
 
@@ -35,11 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             train(args.preset, layout, args.steps, args.global_batch, args.seq),
             in_words,
         )
-    except InputError as error:
-        print(f"moe: {error}", file=sys.stderr)
-        return 2
     except Exception as error:
-        return print_fault("moe", error)
+        return print_end("moe", error)
     write_rows(rows, args.log_json)
     if args.png is not None:
         draw(rows, args.png)

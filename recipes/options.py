@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import tyro
 
@@ -41,6 +42,7 @@ def _words_of(names: Iterable[str]) -> set[str]:
     return {f"--{name.replace('_', '-')}" for name in names}
 
 
+_T = TypeVar("_T")
 _SEVERAL = _words_of(SEVERAL)
 _NOT_OF_A_FOLDER = _words_of((*OF_ONE_START, "emulate"))
 _WRITTEN = _words_of(("log_json", "tensorboard", "data_cache"))
@@ -184,23 +186,42 @@ def with_values(words: Sequence[str]) -> list[str]:
 
 
 def _parse(words: Sequence[str], command: str) -> CommandLine:
+    return parse_words(
+        CommandLine,
+        with_values(words),
+        known=(*OPTIONS, "config"),
+        prog=command,
+        description=_DESCRIPTION.format(command=command),
+        config=(tyro.conf.UseAppendAction,),
+    )
+
+
+def parse_words(
+    kind: type[_T], words: Sequence[str], *, known: Sequence[str], **options: Any
+) -> _T:
+    """Return the options of a command line as one of their dataclass.
+
+    Args:
+        kind: The dataclass.
+        words: Of the command line.
+        known: Names of all options, for what is misspelt.
+        options: Of `tyro.cli`.
+
+    Raises:
+        InputError: An option or a value is not to be had.
+    """
     output = io.StringIO()
     try:
         with contextlib.redirect_stderr(output):
             given, unknown = tyro.cli(
-                CommandLine,
-                prog=command,
-                description=_DESCRIPTION.format(command=command),
-                args=with_values(words),
-                return_unknown_args=True,
-                config=(tyro.conf.UseAppendAction,),
+                kind, args=words, return_unknown_args=True, **options
             )
     except SystemExit as end:
         if not end.code:
             raise
         raise _reason(output.getvalue(), end) from None
     if unknown:
-        raise _unknown(unknown[0])
+        raise _unknown(unknown[0], known)
     return given
 
 
@@ -222,14 +243,14 @@ def _reason(text: str, end: SystemExit) -> InputError:
     return InputError(" ".join(told).rstrip(".") or title, key="command.bad_option")
 
 
-def _unknown(word: str) -> InputError:
+def _unknown(word: str, names: Sequence[str]) -> InputError:
     if not word.startswith("--"):
         return InputError(
             f"no option takes {word!r}; each value follows its --option",
             key="command.stray_value",
         )
     name = word.removeprefix("--").partition("=")[0].replace("-", "_")
-    known = nearest(name, [*OPTIONS, "config"]).replace("_", "-")
+    known = nearest(name, names).replace("_", "-")
     return InputError(
         f"no option {word.partition('=')[0]}; {known}", key="command.unknown_option"
     )

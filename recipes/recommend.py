@@ -39,7 +39,7 @@ from meshpar import (
 )
 from meshpar.cli.parsing import positive
 from meshpar.cli.report.destination import output_file
-from meshpar.internal_errors import print_fault
+from meshpar.internal_errors import print_end
 from meshpar.recipes.clicks import (
     NUMBERS,
     Clicks,
@@ -76,11 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         layout.check_sizes()
         emulate(layout.num_devices)
         rows = printed(train(args, layout, *split(DATA[args.data]())), in_words)
-    except InputError as error:
-        print(f"recommend: {error}", file=sys.stderr)
-        return 2
     except Exception as error:
-        return print_fault("recommend", error)
+        return print_end("recommend", error)
     write_rows(rows, args.log_json)
     return 0
 

@@ -9,6 +9,8 @@ from typing import Any
 from meshpar import InputError, Layout
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.model import learning_rate_of
+from meshpar.train.checkpoint import Checkpoints
+from meshpar.train.run_description import check_description
 
 Description = Mapping[str, Any]
 """What a checkpoint says of its run."""
@@ -35,6 +37,18 @@ class Position:
     def after(self, done: int, global_batch: int) -> int:
         """Windows used up when `done` steps are done."""
         return self.windows + (done - self.step) * global_batch
+
+
+def description_of(checkpoints: Checkpoints) -> dict[str, Any]:
+    """Return what the newest good checkpoint says of its run.
+
+    Raises:
+        CheckpointError: There is none, it cannot be read, or it says what no run does.
+    """
+    found = checkpoints.run_of_latest()
+    step, where = checkpoints.step_read, str(checkpoints.directory)
+    check_description(found, f"checkpoint of step {step} in {where!r}")
+    return found
 
 
 def refuse_other(before: Description, now: Description, done: int) -> None:
@@ -124,7 +138,10 @@ def position_of(before: Description, now: Description, done: int) -> Position:
         >>> position_of(before, {"data": "b", "seq": 8}, done=5)
         Position(step=5, windows=0)
     """
-    if (before.get("data", now["data"]), before["seq"]) != (now["data"], now["seq"]):
+    if (before.get("data", now["data"]), before.get("seq")) != (
+        now["data"],
+        now["seq"],
+    ):
         return Position(step=done)
     # Before 0.2 a checkpoint did not say, and its batch was of one size throughout.
     windows = before.get("windows", done * before.get("global_batch", 0))

@@ -29,7 +29,7 @@ import numpy as np
 from meshpar import InputError, Layout, emulate
 from meshpar.cli.parsing import positive
 from meshpar.cli.report.destination import check_picture, output_file
-from meshpar.internal_errors import print_fault
+from meshpar.internal_errors import print_end
 from meshpar.recipes.printed_rows import write_rows
 from meshpar.recipes.volumes import (
     Scan,
@@ -147,11 +147,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         emulate(layout.num_devices)
         run(args, layout)
-    except InputError as error:
-        print(f"segment_volume: {error}", file=sys.stderr)
-        return 2
     except Exception as error:
-        return print_fault("segment_volume", error)
+        return print_end("segment_volume", error)
     return 0
 
 

@@ -11,7 +11,13 @@ from meshpar.models.convert.weights import read_weights
 from meshpar.recipes import report
 from meshpar.recipes.model import config_of
 from meshpar.recipes.replicas import num_replicas, skipped_in
-from meshpar.recipes.resume import changes, position_of, rate_change, refuse_other
+from meshpar.recipes.resume import (
+    changes,
+    description_of,
+    position_of,
+    rate_change,
+    refuse_other,
+)
 from meshpar.recipes.rows import begin_rows, cut_rows_after, refuse_another_run
 from meshpar.recipes.run import Run
 from meshpar.train.checkpoint import DamagedCheckpointWarning
@@ -79,7 +85,7 @@ def restored(run: Run) -> tuple[dict[str, Any], TrainState]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DamagedCheckpointWarning)  # It is printed.
         while True:
-            before = checkpoints.run_of_latest()
+            before = description_of(checkpoints)
             done = checkpoints.step_read or 0
             refuse_other(before, run.description(), done)
             state = checkpoints.restore(step.state_shapes, step.shardings)

@@ -117,7 +117,7 @@ def ending_of(run: Callable[[], int]) -> Ending:
     """Return how a recipe ends that writes a line while it handles its error."""
     stderr = _Noting()
     with contextlib.redirect_stderr(stderr):
-        status = _status_of(run)
+        status = status_of(run)
     *usage, line = stderr.getvalue().splitlines() or [""]
     assert all(one.startswith(("usage: ", " ")) for one in usage), stderr.getvalue()
     keys = [one.key for one in stderr.noted if isinstance(one, InputError)]
@@ -141,10 +141,11 @@ class _Noting(io.StringIO):
 
 def ended(argv: Sequence[str]) -> int:
     """Return the status with which `meshpar` ends."""
-    return _status_of(lambda: main([*argv]))
+    return status_of(lambda: main([*argv]))
 
 
-def _status_of(run: Callable[[], int]) -> int:
+def status_of(run: Callable[[], int]) -> int:
+    """Return the status with which a command or a recipe ends."""
     try:
         return run()
     except SystemExit as end:

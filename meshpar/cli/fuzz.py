@@ -175,9 +175,12 @@ def _turns(args: argparse.Namespace) -> tuple[tuple[str, ...], ...]:
     words = option_words({"--preset": args.preset, "--model": args.model})
     if args.model_from != MODEL_FROM:
         words = ["--model-from", args.model_from, *words]
-    rules = option_words({"--with-rules": args.with_rules, "--twist": args.twist})
+    own = {"--with-rules": args.with_rules, "--twist": args.twist}
+    rules = shlex.join(option_words(own))
     turns = ((shlex.join(words),),) if words else fuzzed_turns()
-    return tuple(tuple(" ".join([text, *rules]) for text in family) for family in turns)
+    return tuple(
+        tuple(f"{text} {rules}".strip() for text in family) for family in turns
+    )
 
 
 def fuzzed_turns() -> tuple[tuple[str, ...], ...]:

@@ -22,7 +22,7 @@ from meshpar.cli.parsing import (
 )
 from meshpar.distributed.leave import leave
 from meshpar.errors import InputError, nearest
-from meshpar.internal_errors import print_fault
+from meshpar.internal_errors import escape_unencodable, print_fault
 
 DONE, NO, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -50,6 +50,7 @@ wait for nothing.
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
+    escape_unencodable(sys.stdout)
     if argv[:1] == ["train"]:  # It reads its options itself, as a recipe.
         return importlib.import_module("meshpar.cli.train").main(argv[1:])
     try:

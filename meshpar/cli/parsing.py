@@ -67,7 +67,9 @@ class OneLineParser(argparse.ArgumentParser):
             message: What is wrong.
             key: Key of the error; by default that of the option's own error.
         """
-        print(f"{self.prog}: {message}; see {self.prog} --help", file=sys.stderr)
+        print(
+            f"{self.prog}: {one_line(message)}; see {self.prog} --help", file=sys.stderr
+        )
         raise OptionsError(InputError(message, key=key or _key_of(message)))
 
     def error_of_unknown(self, words: Sequence[str]) -> NoReturn:
@@ -251,7 +253,7 @@ def above_zero(text: str) -> float:
     return number
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: Exception | str) -> str:
     """An error's words in one line, without what a terminal would act on."""
     lines = (line.strip() for line in str(error).splitlines())
     return printable("; ".join(filter(None, lines)))

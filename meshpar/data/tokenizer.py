@@ -231,9 +231,16 @@ class _Timed:
         except OverdueError:
             problem = f"took more than {seconds:.0f} s for {size:,} characters"
         except BaseException as error:
+            reason = " ".join(str(error).split())
+            if type(error) is Exception:  # The package raises no narrower one.
+                raise DataError(
+                    f"{str(self._path)!r} cannot encode a text: {reason}; take another "
+                    "tokenizer",
+                    key="data.tokenizer_fails",
+                ) from error
             if not is_panic(error):
                 raise
-            problem = f"gave up on a text: {' '.join(str(error).split())}"
+            problem = f"gave up on a text: {reason}"
         raise DataError(
             f"{str(self._path)!r}: its regular expressions {problem}; take another "
             "tokenizer",

@@ -90,6 +90,12 @@ class Device:
                 f"hardware name={self.name!r}: must be text, in quotes",
                 key="hardware.name_not_text",
             )
+        for table in ("peak_flops", "attention_kernels"):
+            if not isinstance(getattr(self, table), Mapping):
+                raise InputError(
+                    f"hardware {self.name!r}: {table} must be a table, [{table}]",
+                    key="hardware.not_a_table",
+                )
         counts = {"domain_devices": 1, "wraps": 1, "torus_dims": 0, "pod_devices": 0}
         for count, least in counts.items():
             value = getattr(self, count)

@@ -102,6 +102,15 @@ class Checkpoints:
                 f"{error.strerror}",
                 key="checkpoint.folder_not_made",
             ) from error
+        except (
+            Exception
+        ) as error:  # Of files that Orbax reads here, and has not written.
+            raise CheckpointError(
+                f"the checkpoints in {str(directory)!r} cannot be listed: "
+                f"{reason_of(error, self.directory)}; move the one away whose "
+                "_CHECKPOINT_METADATA was changed",
+                key="checkpoint.unreadable",
+            ) from error
         self._choice = Choice(self._manager, self.directory, self._processes)
 
     @property

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
 
 from meshpar.errors import local_path
+from meshpar.foreign_files import json_type
 from meshpar.train.checkpoint_errors import CheckpointError, explained
 from meshpar.train.checksums import damage, has_checksums
+from meshpar.train.folders import read_run
 from meshpar.train.stored_arrays import stored
 
 _DATA = ("data", "windows", "text", "seq", "global_batch")
@@ -96,13 +97,15 @@ def read_contents(path: Path, step: int | None = None) -> Contents:
     what = f"checkpoint of step {chosen} in {str(directory)!r} cannot be read"
     with explained(directory, what):
         # Not by a manager, which logs warnings of what it cannot write here.
-        run = ocp.JsonCheckpointHandler().restore(folder / "run")
-        arrays = stored(folder / "state")
+        run, arrays = read_run(folder), stored(folder / "state")
+        layout = run.get("layout")
+        if not isinstance(layout, str | None):
+            raise ValueError(f"its layout is {json_type(layout)}, not a text")
     return Contents(
         directory=str(directory),
         step=chosen,
         steps=steps,
-        layout=run.get("layout"),
+        layout=layout,
         config={name: run[name] for name in run if name not in _NO_CONFIG},
         data={name: run[name] for name in _DATA if name in run},
         arrays=[

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshpar.foreign_files import open_file, read_json
+from meshpar.foreign_files import open_file, read_json, reason_of
 
 NAME = "checksums.json"
 _OF_PART = re.compile(r"checksums-\d+-of-(\d{1,6})\.json")
@@ -122,8 +122,12 @@ def _damage_of(folder: Path, piece: Piece, crc: int) -> str | None:
             return f"its file {piece.name} has {found:,} bytes, not {piece.size:,}"
         if piece.crc32(folder) != crc:
             return f"its file {piece.name} has other bytes than were written"
-    except OSError as error:
-        return f"its file {piece.name} cannot be read: {error.strerror}"
+    except (
+        OSError,
+        ValueError,
+        OverflowError,
+    ) as error:  # Or no file can be like that.
+        return f"its file {piece.name} cannot be read: {reason_of(error)}"
     return None
 
 

@@ -64,10 +64,18 @@ def save_args(tree: Any) -> ocp.args.PyTreeSave:
 
 
 def stored(folder: Path) -> dict[str, Any]:
-    """Path -> what is known of every array of a folder: name, shape, dtype, chunks."""
+    """Path -> what is known of every array of a folder: name, shape, dtype, chunks.
+
+    Raises:
+        ValueError: It holds something else than arrays.
+    """
     metadata = handler().metadata(folder)
     tree = getattr(metadata, "tree", metadata)
-    return {path_name(path): one for path, one in jax.tree.leaves_with_path(tree)}
+    found = {path_name(path): one for path, one in jax.tree.leaves_with_path(tree)}
+    for name, one in found.items():
+        if not (hasattr(one, "shape") and hasattr(one, "dtype")):
+            raise ValueError(f"{name} is stored as {type(one).__name__}, not an array")
+    return found
 
 
 def opened(folder: Path, name: str, cache: tensorstore.Context | None = None) -> Any:

@@ -8,9 +8,6 @@ from meshpar import InputError
 from meshpar.foreign_files import reason_of
 from meshpar.models.convert.gguf_file import GGUFFile
 
-_CONTRADICTIONS = (ValueError, TypeError, LookupError, OverflowError)
-"""Of lists that are missing, of other lengths, or of no texts."""
-
 _CONTROL = 3
 """The type of a token that stands for no text."""
 
@@ -30,7 +27,9 @@ def gguf_tokenizer(file: GGUFFile) -> Any:
         )
     try:
         return _tokenizer(file)
-    except _CONTRADICTIONS as error:
+    except InputError:
+        raise
+    except Exception as error:  # `tokenizers` raises no narrower one.
         raise InputError(
             f"{file.where!r} has a tokenizer that contradicts itself: "
             f"{reason_of(error)}; take the tokenizer.json of the model",

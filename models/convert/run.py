@@ -9,11 +9,13 @@ from typing import Any
 
 from meshpar import InputError, Model
 from meshpar.data.sources import OF_TOKENS, DataSource
-from meshpar.model.lora import LoRA
-from meshpar.models.convert.stored_config import config_of_sizes
+from meshpar.model.parameter import flat
+from meshpar.models.convert.stored_config import config_of_sizes, lora_of
 from meshpar.models.presets import build_config
 from meshpar.train.checkpoint_arrays import read_arrays
 from meshpar.train.checkpoint_contents import Contents
+from meshpar.train.checkpoint_errors import CheckpointError
+from meshpar.train.run_description import check_description
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,18 +53,21 @@ def read_checkpoint(
         InputError: It does not say what its model is.
     """
     contents, arrays = read_arrays(Path(path), step)
+    where = f"checkpoint of step {contents.step} in {contents.directory!r}"
+    check_description(contents.config, where)
     sizes = contents.config.get("model_sizes")
     if not sizes:
         raise InputError(
-            f"the checkpoint of step {contents.step} in {contents.directory!r} does "
-            f"not say what its model is; {instead}",
+            f"the {where} does not say what its model is; {instead}",
             key="checkpoint.missing_model_sizes",
         )
     config = config_of_sizes(sizes)
     model = build_config(config)
-    params, state = arrays["params"], arrays.get("model_state", {})
-    if contents.config.get("lora"):
-        lora = LoRA(**contents.config["lora"])
+    params, state = arrays.get("params", {}), arrays.get("model_state", {})
+    said = contents.config.get("lora")
+    lora = lora_of(said) if said else None
+    _check_shapes(lora.model(model) if lora else model, params, state, where)
+    if lora:
         params, state = lora.merged(model, params, state)
     return OfCheckpoint(
         contents=contents,
@@ -71,6 +76,26 @@ def read_checkpoint(
         params=params,
         model_state=state,
     )
+
+
+def _check_shapes(model: Model, params: Any, state: Any, where: str) -> None:
+    """Check that the arrays of a checkpoint are those of the model that it names.
+
+    Raises:
+        CheckpointError: One is missing, or has another shape.
+    """
+    for declared, stored in ((model.parameters, params), (model.state, state)):
+        found = {name: tuple(one.shape) for name, one in flat(stored).items()}
+        for name, one in flat(declared).items():
+            wanted = tuple(one.stacked_shape)
+            if found.get(name) != wanted:
+                told = f"shape {found[name]}" if name in found else "no such array"
+                raise CheckpointError(
+                    f"{where} says that its model has {name} of shape {wanted}, and "
+                    f"holds {told}: its file run/metadata is of another run, or was "
+                    "changed",
+                    key="checkpoint.other_model",
+                )
 
 
 def is_of_tokens(said: Mapping[str, Any]) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from meshpar import InputError
 from meshpar.foreign_files import read_json_object, read_text
 from meshpar.models.convert.gguf_file import GGUFFile
+
+_T, _D = TypeVar("_T"), TypeVar("_D")
 
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 """Names of templates, where a model has several."""
@@ -53,11 +56,11 @@ def stored_templates(path: Path) -> tuple[dict[str, str], dict[str, str]]:
 
 def _gguf_templates(path: Path) -> tuple[dict[str, str], dict[str, str]]:
     file = GGUFFile(path)
-    vocabulary = file.metadata("tokenizer.ggml.tokens", [])
+    vocabulary = _of_type(file, "tokenizer.ggml.tokens", list, [])
     tokens = {}
     for name in _TOKENS:
         key = f"tokenizer.ggml.{_GGUF_NAMES.get(name, name)}_token_id"
-        at = file.metadata(key)
+        at = _of_type(file, key, int, None)
         if at is None:
             continue
         if 0 <= at < len(vocabulary):
@@ -69,11 +72,25 @@ def _gguf_templates(path: Path) -> tuple[dict[str, str], dict[str, str]]:
             )
     start = "tokenizer.chat_template"
     texts = {
-        key.removeprefix(f"{start}."): file.metadata(key)
+        key.removeprefix(f"{start}."): _of_type(file, key, str, "")
         for key in file.keys
         if key.startswith(f"{start}.")
     }
-    return {**texts, DEFAULT: file.metadata(start, "")}, tokens
+    return {**texts, DEFAULT: _of_type(file, start, str, "")}, tokens
+
+
+def _of_type(file: GGUFFile, key: str, kind: type[_T], default: _D) -> _T | _D:
+    """Return the value of a key, of a type that it has to have."""
+    value = file.metadata(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise InputError(
+            f"{file.where!r} has {key}={reprlib.repr(value)}; it must be of type "
+            f"{kind.__name__}",
+            key="weights.unsupported_gguf_value",
+        )
+    return value
 
 
 def _folder_templates(path: Path) -> tuple[dict[str, str], dict[str, str]]:

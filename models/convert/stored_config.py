@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 from meshpar import InputError
+from meshpar.model.lora import LoRA
 from meshpar.models.layers.rope import RopeScaling, YarnScaling
 from meshpar.models.presets import FAMILIES
+
+_T = TypeVar("_T")
 
 
 def config_of_sizes(sizes: Mapping[str, Any]) -> Any:
@@ -37,7 +40,27 @@ def config_of_sizes(sizes: Mapping[str, Any]) -> Any:
     scaling = values.get("rope_scaling")
     if isinstance(scaling, Mapping):
         scaled = YarnScaling if "beta_fast" in scaling else RopeScaling
-        values["rope_scaling"] = scaled(**scaling)
+        values["rope_scaling"] = _built(scaled, scaling)
+    return kind(**values)
+
+
+def lora_of(values: Mapping[str, Any]) -> LoRA:
+    """Return the low-rank changes whose fields those are.
+
+    Raises:
+        InputError: They are other fields, or have values that cannot be.
+    """
+    return _built(LoRA, values)
+
+
+def _built(kind: type[_T], values: Mapping[str, Any]) -> _T:
+    if not _takes(kind, values):
+        raise InputError(
+            f"{kind.__name__} does not have exactly the fields "
+            f"{', '.join(map(repr, sorted(values))) or 'none'}, as a checkpoint says; "
+            "it was changed, or is of a newer version",
+            key="weights.unknown_stored_fields",
+        )
     return kind(**values)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float, Num
 
 from meshpar import InputError
-from meshpar.models.field_types import check_field_types
+from meshpar.models.field_types import check_field_types, check_sizes
 from meshpar.parallel.tensor import AnyArray
 
 
@@ -33,6 +33,7 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         check_field_types(self)
+        check_sizes(self, "original_seq")
         if self.high_factor <= self.low_factor:
             raise InputError(
                 f"high_factor={self.high_factor}: must be above "
@@ -67,7 +68,7 @@ class YarnScaling:
         score_factor: What all scores are multiplied by.
 
     Raises:
-        InputError: A value that is no number.
+        InputError: A value that is no number, or out of its range.
     """
 
     factor: float
@@ -79,12 +80,29 @@ class YarnScaling:
 
     def __post_init__(self) -> None:
         check_field_types(self)
+        check_sizes(self, "original_seq")
+        for name in ("beta_fast", "beta_slow"):
+            if getattr(self, name) <= 0:
+                raise InputError(
+                    f"{name}={getattr(self, name)}: must be above 0",
+                    key="value.not_positive",
+                )
 
     def stretched(
         self, frequencies: Float[np.ndarray, " pairs"], theta: float
     ) -> Float[np.ndarray, " pairs"]:
-        """The frequencies of longer contexts; bounds are whole pairs, as theirs."""
+        """The frequencies of longer contexts; bounds are whole pairs, as theirs.
+
+        Raises:
+            InputError: `theta` is at most 1.
+        """
         size = 2 * len(frequencies)
+        if theta <= 1:
+            raise InputError(
+                f"rope_theta={theta}: must be above 1 with YaRN, which divides by its "
+                "logarithm",
+                key="value.out_of_range",
+            )
 
         def pair_of(turns: float) -> float:
             wavelength = self.original_seq / (turns * 2 * math.pi)

@@ -144,7 +144,7 @@ _KINDS = {
     "bool": (lambda value: isinstance(value, bool), "true or false"),
     "str": (lambda value: isinstance(value, str), "text, in quotes"),
     "int": (
-        lambda value: is_number(value) and value == int(value),
+        lambda value: is_number(value) and float(value).is_integer(),
         "a whole number",
     ),
     "float": (is_number, "a number"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -191,6 +192,13 @@ def _yarn(rope: Mapping[str, Any]) -> YarnScaling:
             "attention_factor and truncate",
             key="weights.unknown_rope_scaling",
         )
+    for name in ("factor", "mscale", "mscale_all_dim"):
+        value = rope.get(name, 1.0)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise InputError(
+                f"{name}={reprlib.repr(value)} of rope_scaling: must be a number",
+                key="value.not_number",
+            )
     factor = rope["factor"]
     scale, all_dims = rope.get("mscale"), rope.get("mscale_all_dim")
     amplitude = _sharpened(factor, 1.0)
