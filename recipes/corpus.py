@@ -197,12 +197,12 @@ def _stop_tokens(
 
 
 def _line_of_ends(read_by: Mapping[str, Any]) -> str:
-    """Which tokens begin and end a document."""
+    """Describe the token that ends a document."""
     known, ends = read_by["tokenizer"], read_by["stop_tokens"]
     if not ends:
-        return "documents: nothing says which token ends one; --eos NUMBER does"
+        return "documents: no end token is known; give --eos NUMBER"
     text = "" if isinstance(known, TokenNumbers) else f" ({printable(known.eos_text)})"
-    return f"documents: no token begins one, {ends[0]}{text} ends one"
+    return f"documents: token {ends[0]}{text} ends each one, no token begins it"
 
 
 def _merged(files: Files) -> list[list[TokenFile]]:

@@ -18,7 +18,7 @@ from meshpar.data.tokenizer import (
 )
 from meshpar.errors import local_path
 from meshpar.foreign_files import read_json_object
-from meshpar.models.convert.run_files import TOKENIZER, kept_tokenizer, run_folder
+from meshpar.models.convert.run_files import TOKENIZER, folder_of_run, kept_tokenizer
 from meshpar.models.convert.weights import read_weights
 
 
@@ -159,7 +159,7 @@ def _checkpoint(path: Path, step: int | None, tokenizer: Path | None) -> Loaded:
     found = read_checkpoint(path, step, instead="generate with meshpar.generate")
     contents = found.contents
     if tokenizer is None:
-        run = run_folder(contents.directory)
+        run = folder_of_run(contents.directory)
         instead = "give --tokenizer FILE, its tokenizer.json"
         tokenizer = kept_tokenizer(run, contents.config, instead=instead)
     reader, ends = _reader(contents.config, tokenizer, path)

@@ -99,13 +99,14 @@ def parse_arguments(
 def _of_folder(
     words: list[str], saved: Path, command: str, faults: dict[str, Path]
 ) -> list[str]:
-    """Options that a run's folder has kept, of which it may decide.
+    """Return the saved options that a run's folder may set.
 
-    A folder may come from anybody: whom a run connects to, how many devices it emulates
-    and what is written outside of the folder only the command line says.
+    The folder may be untrusted, so the command line alone sets which processes to join,
+    `--emulate`, and paths outside the folder that are written to.
 
     Raises:
-        InputError: It names a file outside to write to, and `words` do not.
+        InputError: The saved options write outside the folder, and the command line
+            does not repeat them.
     """
     kept = _without(_below(words, saved, command, faults), _NOT_OF_A_FOLDER)
     given = {_option(word) for word in words}

@@ -29,8 +29,6 @@ from meshpar import TrainState
 from meshpar.cli.lint import wide_console
 from meshpar.data.device_batches import device_batches
 from meshpar.distributed import Processes
-from meshpar.distributed.same_step import check_same_step
-from meshpar.models.convert.run_files import keep_files
 from meshpar.recipes import config_file, report
 from meshpar.recipes.bubble import of_run as bubble_of_run
 from meshpar.recipes.command import main
@@ -71,6 +69,7 @@ from meshpar.train.data import ordered_batches, padded_batches
 from meshpar.train.faults import BadStepError, StepWatch
 from meshpar.train.heap import share_heaps
 from meshpar.train.interrupt import StopRequest
+from meshpar.train.same_step import check_same_step
 from meshpar.train.sample import sample_tokens
 from meshpar.train.watchdog import Watchdog
 
@@ -163,11 +162,6 @@ def joined_run(
         phases.begin("restoring")
         run, state = started(run)
         if processes.is_first:
-            keep_files(
-                config.folder,
-                tokenizer=config.tokenizer,
-                started_from=config.from_weights,
-            )
             saved_as = config_file.save(config, config.folder)
             report.print_config(console, config, saved_as)
         report.print_layout(console, step, config)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from meshpar import InputError, TrainState
+from meshpar.models.convert.run_files import keep_files
 from meshpar.models.convert.weights import read_weights
 from meshpar.recipes import report
 from meshpar.recipes.model import config_of
@@ -37,6 +38,12 @@ def started(run: Run) -> tuple[Run, TrainState]:
         if run.processes.is_first:
             begin_rows(config, run.console)
         state = first_state(run)
+        if run.processes.is_first:
+            keep_files(
+                config.folder,
+                tokenizer=config.tokenizer,
+                started_from=config.from_weights,
+            )
         if config.on_bad_step == "rollback":  # The first step may be the bad one.
             run.checkpoints.save(state, run.description())
         return run, state
@@ -48,6 +55,8 @@ def started(run: Run) -> tuple[Run, TrainState]:
     skipped = skipped_in(run, state) / num_replicas(run)
     rates = rate_change(config, before, done, skipped=skipped)
     told = [*changes(before, now), *rates]
+    if run.processes.is_first and now["tokenizer"] != before.get("tokenizer"):
+        keep_files(config.folder, tokenizer=config.tokenizer)
     report.print_resumed(run.console, done, told, run.position)
     cut_rows_after(run, done)
     return run, state

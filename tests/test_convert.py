@@ -468,6 +468,26 @@ def test_a_run_gives_away_no_file_outside_of_its_folder(name, tmp_path, refuses)
         kept_base(run, said)
 
 
+def test_a_run_from_another_run_keeps_what_that_kept(tmp_path, refuses):
+    first, second = tmp_path / "first", tmp_path / "second"
+    (first / "checkpoints" / "8" / "state").mkdir(parents=True)
+    for source in (first, first / "checkpoints", first / "checkpoints" / "8"):
+        keep_files(second, started_from=source)  # Bytes: there is nothing to keep.
+        assert kept_base(second, {"from_weights": str(source)}) == second / "base"
+        assert not list((second / "base").iterdir())
+    (first / "base").mkdir()
+    (first / "base" / "config.json").write_text("{}")
+    (first / "tokenizer.json").write_text("[]")
+    keep_files(second, started_from=first / "checkpoints")
+    kept = sorted(path.name for path in (second / "base").iterdir())
+    assert kept == ["config.json", "tokenizer.json"]
+    (tmp_path / "private_key").write_text("secret")
+    (first / "base" / "merges.txt").symlink_to(tmp_path / "private_key")
+    with refuses("weights.file_outside_run", "merges.txt", "private_key"):
+        keep_files(second, started_from=first)
+    assert not (second / "base" / "merges.txt").exists()
+
+
 def test_settings_that_a_run_has_not_kept_are_not_looked_for(tmp_path, refuses):
     said = {"from_weights": str(tmp_path / "theirs")}
     with refuses("weights.base_gone", "theirs", "--like"):

@@ -90,6 +90,7 @@ def test_what_is_held_out_is_not_trained_on_and_nothing_else_is_missing(data, tm
     ]
     assert sum(counts) == sum(len(text.encode()) + 1 for text in texts)
     assert counts[1] == pytest.approx(sum(counts) / 10, rel=0.5)
+    assert "token 0 (NUL)" in corpus.lines[1] and corpus.stop_tokens == [0]
     assert "packed: " in corpus.lines[2] and "are cut" in corpus.lines[2]
 
 

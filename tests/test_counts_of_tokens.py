@@ -72,6 +72,7 @@ DO_NOT = {
     "plus one": lambda losses: jnp.float32(losses.size) + 1,
     "square": lambda losses: jnp.float32(losses.shape[1] ** 2),
     "product": lambda losses: jnp.float32(losses.size) * jnp.ones_like(losses).sum(),
+    "complex": lambda losses: (1j * losses.size * jnp.ones((), jnp.complex64)).real,
     "inverse": lambda losses: 1 / jnp.float32(losses.size),
     "root": lambda losses: jnp.sqrt(jnp.float32(losses.size)),
 }
@@ -115,6 +116,9 @@ def test_sizes_that_nobody_names_are_those_of_the_batch(refuses):
     assert {name: found.inputs[name] for name in TOKENS} == TOKENS
     with refuses("batch.size_not_given", "'m'", "shape", "N"):
         tokens_joined(model)
+    sized = Input(("batch", None, None), shape=(None, 3, None))
+    with refuses("batch.size_not_given", "'m'", 3, "N"):
+        tokens_joined(model_of(lambda *_: None, {**TOKENS, "m": sized}))
 
 
 def test_padding_is_not_counted(refuses):

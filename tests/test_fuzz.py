@@ -365,6 +365,10 @@ def test_a_layout_that_stops_is_a_failure_with_its_error(monkeypatch, capsys):
             "--resume-as fsdp=2",
             ("command.resume_without_layout", "--resume-as", "--layout"),
         ),
+        (
+            "--twist flat --preset tiny-vit",
+            ("testing.unsuited_twist", "'flat'", "--preset"),
+        ),
         ("--twist fat", ("testing.unknown_twist", "'fat'", "'flat'")),
     ],
 )

@@ -10,7 +10,7 @@ from flax import nnx
 from jax import lax
 
 from meshpar import Input, from_nnx, make_train_step
-from meshpar.model import examples_apart
+from meshpar.model import examples_apart, halves
 from meshpar.model.examples_apart import check_examples_apart
 from meshpar.model.halves import what_halves_change
 from tests.marks import slow
@@ -77,6 +77,13 @@ def derivative(change):
     return function
 
 
+def of_jax(change):
+    """A function of JAX with a derivative of our own."""
+    function = jax.custom_jvp(jax.nn.silu)
+    function.defjvp(lambda x, dx: (jax.nn.silu(x[0]), change(x[0], dx[0])))
+    return function
+
+
 JOINING = {
     "largest": lambda x: x - x.max(0),
     "any": lambda x: x * (x > 1).any(0),
@@ -104,6 +111,8 @@ JOINING = {
     "gradient by its sum": backward(lambda dx: dx / (1 + jnp.abs(dx).sum())),
     "mean gradient": backward(lambda dx: dx - dx.mean(0)),
     "derivative by its sum": derivative(lambda x, dx: dx * x.sum(0)),
+    "derivative of jax's own function": of_jax(lambda x, dx: dx * x.sum(0)),
+    "custom gradient": jax.custom_gradient(lambda x: (x, lambda dx: dx - dx.mean(0))),
 }
 IN_ANOTHER_ORDER = ("rolled", "reversed", "another order", "sorted", "sums of pairs")
 REPEATED = {
@@ -217,7 +226,7 @@ def test_sums_over_the_global_batch_hide_nothing_beside_them(refuses):
 def test_a_layer_too_large_to_run_is_judged_by_its_trace_with_a_warning(
     monkeypatch, refuses
 ):
-    monkeypatch.setattr(examples_apart, "MOST_VALUES", 1)
+    monkeypatch.setattr(halves, "MOST_VALUES", 1)
     with pytest.warns(UserWarning, match="trace alone"):
         check_examples_apart(model(JOINING["gradient by its sum"]), BATCH, "data=2")
     with (
@@ -377,6 +386,13 @@ ARE_NONE = {
         "head": lambda ends, x: (x.sum() + (ends.w[...] ** 2).sum(), 1.0 * len(x))
     },
     "root": {"head": lambda ends, x: (jnp.sqrt(x.sum()), jnp.float32(len(x)))},
+    "one less": {"head": lambda ends, x: (x.sum() / (len(x) - 1), jnp.exp(x).sum())},
+    "root of the count": {
+        "head": lambda ends, x: (x.sum() / len(x) ** 0.5, jnp.exp(x).sum())
+    },
+    "losses by one less": {
+        "head": lambda ends, x: ((x / (len(x) - 1)).sum(), jnp.exp(x).sum())
+    },
     "mean": {"auxiliary": lambda block, y: (y**2).mean()},
     "of parameters": {"auxiliary": lambda block, y: (block.w[...] ** 2).sum()},
     "constant": {"auxiliary": lambda block, y: jnp.float32(1.0)},
@@ -392,15 +408,18 @@ def test_sums_over_examples_are_taken(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["one weight", "mean", "constant", *map(slow, ("one more", "decay", "root"))],
+    [
+        *("one weight", "one less", "root of the count", "mean", "constant"),
+        *map(slow, ("losses by one less", "one more", "decay", "root")),
+    ],
 )
 def test_what_is_no_sum_over_examples_is_refused(name, refuses):
     with refuses("model.joins_examples", "data=2", words=False):
         check_examples_apart(with_sums(**ARE_NONE[name]), BATCH, "data=2")
 
 
-def test_usual_sums_need_no_second_trace_and_no_run(monkeypatch):
-    """The number of examples is a sum, which two traces tell; a batch's weights one."""
+def test_sums_that_a_trace_settles_are_not_run(monkeypatch):
+    """The count of examples needs a second trace; a sum of the weights does not."""
     monkeypatch.setattr(examples_apart, "_run_in_halves", None)
     check_examples_apart(with_sums(), BATCH, "data=2")
 

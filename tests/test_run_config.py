@@ -204,29 +204,30 @@ def test_a_resumed_run_is_as_it_was_but_for_what_is_given(tmp_path):
     assert (fresh.steps, fresh.preset) == (150, None)
 
 
-def test_a_folder_does_not_decide_where_a_run_connects_and_writes(tmp_path, refuses):
-    outside = tmp_path.parent / "elsewhere"
-    saved = tmp_path / SAVED
-    of_start = f'coordinator = "10.0.0.1:1"\nnum_processes = 2\nout = "{outside}"\n'
-    saved.write_text(f"seq = 64\nemulate = 4096\nstop_after = 1\n{of_start}")
-    words = ["--resume", "--out", str(tmp_path)]
-    assert parse_arguments(words) == RunConfig(seq=64, resume=True, out=tmp_path)
-    words += ["--data", "a.jsonl"]  # As --data-cache needs.
-    for option in ("--log-json", "--tensorboard", "--data-cache"):
-        name = option.removeprefix("--").replace("-", "_")
-        for path in (outside, tmp_path / ".." / "elsewhere"):
-            saved.write_text(f'{name} = "{path}"\n')
-            with refuses("run.folder_writes_outside", str(path), option, words=False):
-                parse_arguments(words)
-            given = parse_arguments([*words, option, str(outside)])
-            assert getattr(given, name) == outside
-        (tmp_path / "link").unlink(missing_ok=True)
-        (tmp_path / "link").symlink_to(outside)
-        saved.write_text(f'{name} = "{tmp_path}/link"\n')
-        with refuses("run.folder_writes_outside", "link", option):
+def test_a_folder_does_not_decide_on_other_processes_and_devices(tmp_path):
+    of_start = f'coordinator = "10.0.0.1:1"\nnum_processes = 2\nout = "{tmp_path}/b"\n'
+    (tmp_path / SAVED).write_text(
+        f"seq = 64\nemulate = 4096\nstop_after = 1\n{of_start}"
+    )
+    found = parse_arguments(["--resume", "--out", str(tmp_path)])
+    assert found == RunConfig(seq=64, resume=True, out=tmp_path)
+
+
+@pytest.mark.parametrize("option", ["--log-json", "--tensorboard", "--data-cache"])
+def test_a_folder_does_not_decide_what_is_written_elsewhere(option, tmp_path, refuses):
+    run, outside = tmp_path / "run", tmp_path / "elsewhere"
+    run.mkdir()
+    (run / "link").symlink_to(outside)
+    name = option.removeprefix("--").replace("-", "_")
+    words = ["--resume", "--out", str(run), "--data", "a.jsonl"]
+    for path in (outside, run / ".." / "elsewhere", run / "link"):
+        (run / SAVED).write_text(f'{name} = "{path}"\n')
+        with refuses("run.folder_writes_outside", str(path), option, words=False):
             parse_arguments(words)
-        saved.write_text(f'{name} = "{tmp_path}/inside"\n')
-        assert getattr(parse_arguments(words), name) == tmp_path / "inside"
+        given = parse_arguments([*words, option, str(outside)])
+        assert getattr(given, name) == outside
+    (run / SAVED).write_text(f'{name} = "{run}/inside"\n')
+    assert getattr(parse_arguments(words), name) == run / "inside"
 
 
 @pytest.mark.parametrize(

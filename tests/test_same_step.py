@@ -3,14 +3,15 @@
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from meshpar import make_train_step
 from meshpar.distributed import Processes
-from meshpar.distributed.same_step import check_same_step
 from meshpar.models.presets import build
+from meshpar.train.same_step import _CALLBACK, check_same_step
 
 
 def step_of(learning_rate=0.1, layout="fsdp=2"):
@@ -62,6 +63,18 @@ def test_another_step_is_refused(started, first, batch, refuses):
     step = step_of(learning_rate=0.2)
     with refuses("processes.different_step", "process 2", "process 0", words=False):
         check_same_step(beside(first, first), step, started[1], batch)
+
+
+def test_the_address_of_a_callback_makes_no_other_step(started):
+    def lowered():
+        def function(x):
+            return jax.pure_callback(lambda x: np.asarray(x), x, x)
+
+        return jax.jit(function).lower(jnp.ones(3)).as_text()
+
+    one, other = lowered(), lowered()
+    assert _CALLBACK.search(one)
+    assert _CALLBACK.sub("callback", one) == _CALLBACK.sub("callback", other)
 
 
 def test_other_parameters_are_refused_by_name(started, first, batch, refuses):

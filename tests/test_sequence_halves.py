@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from meshpar import Input, Layout, from_nnx
+from meshpar.model import halves
 from meshpar.models.presets import build
 from meshpar.parallel import sequence_halves
 from meshpar.parallel.sequence_checks import (
@@ -134,9 +135,18 @@ def test_a_model_without_such_a_backward_is_not_run(monkeypatch):
 
 
 def test_one_that_cannot_run_is_told(monkeypatch):
-    monkeypatch.setattr(sequence_halves, "MOST_VALUES", 10)
+    monkeypatch.setattr(halves, "MOST_VALUES", 10)
     with pytest.warns(UserWarning, match="'blocks'.*10"):
         check_token_wise(model_of(JOINED["sum"]))
+
+
+def test_a_model_of_short_sequences_is_traced_on_those():
+    def at_most_8(stream):
+        if stream.shape[1] > 8:
+            raise ValueError("too long: 8 tokens at most")
+        return stream
+
+    check_token_wise(model_of(at_most_8))
 
 
 @pytest.mark.slow

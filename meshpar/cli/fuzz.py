@@ -178,9 +178,32 @@ def _turns(args: argparse.Namespace) -> tuple[tuple[str, ...], ...]:
     own = {"--with-rules": args.with_rules, "--twist": args.twist}
     rules = shlex.join(option_words(own))
     turns = ((shlex.join(words),),) if words else fuzzed_turns()
+    if args.twist is not None:
+        turns = _suited_turns(turns, args.twist)
     return tuple(
         tuple(f"{text} {rules}".strip() for text in family) for family in turns
     )
+
+
+def _suited_turns(
+    turns: tuple[tuple[str, ...], ...], name: str
+) -> tuple[tuple[str, ...], ...]:
+    """Leave out the models that a twist does not suit.
+
+    Raises:
+        InputError: It suits none, or there is no such twist.
+    """
+    from meshpar.testing.twists import twist_named
+
+    twist = twist_named(name)
+    kept = [tuple(one for one in turn if twist.suits(_build(one))) for turn in turns]
+    if not any(kept):
+        raise InputError(
+            f"twist {name!r} does not suit this model (joined_tokens and flat need "
+            "inputs of (batch, seq) alone); name another --preset or --twist",
+            key="testing.unsuited_twist",
+        )
+    return tuple(filter(None, kept))
 
 
 def fuzzed_turns() -> tuple[tuple[str, ...], ...]:

@@ -55,7 +55,7 @@ def _print(found: Contents) -> None:
     say(f"step {found.step} of {found.directory} (there are {steps})")
     say(f"layout {found.layout}")
     if not found.has_checksums:
-        say("checksums none: whether its files are as they were written cannot be told")
+        say("checksums none, so damage to its files cannot be detected")
     for name, values in (("config", found.config), ("data", found.data)):
         told = [f"{key}={value}" for key, value in values.items() if value is not None]
         say(f"{name} {', '.join(told)}")

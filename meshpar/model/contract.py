@@ -54,9 +54,18 @@ from meshpar.model.parameter import Parameter, Params, flat, is_parameter
 from meshpar.model.scope import Scope
 from meshpar.model.sums import Sums, check_head, check_kept, check_sums
 from meshpar.model.values import initial_values
+from meshpar.rules.rules import LogicalAxes
 
 Stream = Any
 """An array, or a tree of arrays, that flows from block to block."""
+
+RESIDUAL = ("batch", "residual_seq", "embed")
+"""Logical axes of an array of the stream with 3 dims, where nothing declares others."""
+
+
+def default_axes(num_dims: int) -> LogicalAxes:
+    """Logical axes of an array of the stream that a group does not declare."""
+    return RESIDUAL if num_dims == 3 else ("batch", *[None] * (num_dims - 1))
 
 
 @dataclass(frozen=True, kw_only=True)

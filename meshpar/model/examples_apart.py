@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import math
 import warnings
 from typing import Any
 
@@ -16,8 +15,7 @@ from meshpar.errors import InputError
 from meshpar.model.contract import Model
 from meshpar.model.halves import (
     EXAMPLES,
-    MOST_VALUES,
-    num_values,
+    check_small,
     what_halves_change,
 )
 from meshpar.model.inputs import BATCH_DIM
@@ -104,8 +102,8 @@ def check_examples_apart(
     )
 
 
-def forget_answers() -> None:
-    """Ask again of models that were asked of before."""
+def clear_cache() -> None:
+    """Clear the cached results of `check_examples_apart`."""
     _what_joins.cache_clear()
 
 
@@ -171,7 +169,7 @@ def _traced(
 
     whole = traced_on(told_apart)
     found = whole.mixes()
-    if found is None and not logits and whole.may_be_no_sums():
+    if found is None and not logits and whole.needs_second_trace():
         fewer = _times(batch, max(1, whole.num_tokens // _num_examples(batch) // 2))
         if _num_examples(fewer) < whole.num_tokens:
             found = whole.mixes(fewer=traced_on(fewer), sums=True)
@@ -188,9 +186,6 @@ def _run_in_halves(model: Model, batch: Any, logits: bool) -> str | None:
     Raises:
         ValueError: It is too large to run.
     """
-    number = num_values(model)
-    if number > MOST_VALUES:
-        raise ValueError(f"{number:,} parameters of one layer, above {MOST_VALUES:,}")
     small = _few_examples(batch)
     for seq in _FEW_TOKENS:
         shorter = _with_few_tokens(model, small, seq)
@@ -201,9 +196,7 @@ def _run_in_halves(model: Model, batch: Any, logits: bool) -> str | None:
             continue  # Sequences that this model does not take.
         small = shorter
         break
-    values = sum(math.prod(x.shape) for x in small.values())
-    if values > MOST_VALUES // 8:
-        raise ValueError(f"{values:,} numbers of a small batch")
+    check_small(model, small)
     return what_halves_change(model, small, logits=logits)
 
 
@@ -240,7 +233,8 @@ def _with_few_tokens(model: Model, batch: Any, seq: int) -> Any:
 def _warn(model: Model, why: Exception, *, is_judged: bool) -> None:
     names = ", ".join(repr(group.name) for group in model.groups)
     judged = (
-        "is judged from its trace alone, which says nothing of a backward of your own"
+        "is judged from its trace alone, which checks neither a derivative of your own "
+        "nor whether the sums of head and blocks are sums over examples"
         if is_judged
         else "is not checked, as it asks for sums over the global batch"
     )

@@ -23,7 +23,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 
 from meshpar.layout import MESH_AXES
-from meshpar.model.contract import Model
+from meshpar.model.contract import Model, default_axes
 from meshpar.model.tracing import one_layer_shapes, one_layer_state, tracing_scope
 from meshpar.rules.rules import LogicalAxes, is_axes
 
@@ -46,36 +46,49 @@ difference of gradients is rounding: the terms of the gradient of a bias before 
 norm cancel."""
 
 _QUICKLY = {"xla_backend_optimization_level": 0}
-"""What is compiled here runs once, on few numbers."""
+"""Compile fast: each program runs once, on a small batch."""
 
 
-def num_values(model: Model) -> int:
-    """Count the values of the ends' parameters and of one layer of each group."""
-    return sum(x.size for x in jax.tree.leaves(one_layer_shapes(model)))
+def check_small(model: Model, batch: Mapping[str, Any]) -> None:
+    """Raise if a model or a batch is too large to run before training.
+
+    Args:
+        model: Of which the ends and one layer of each group count.
+        batch: Arrays or their shapes.
+
+    Raises:
+        ValueError: Names the number and the limit.
+    """
+    number = sum(x.size for x in jax.tree.leaves(one_layer_shapes(model)))
+    if number > MOST_VALUES:
+        raise ValueError(f"{number:,} parameters of one layer, above {MOST_VALUES:,}")
+    values, limit = sum(math.prod(x.shape) for x in batch.values()), MOST_VALUES // 8
+    if values > limit:
+        raise ValueError(f"{values:,} numbers of a small batch, above {limit:,}")
 
 
 class Cut:
-    """How two devices share a batch: each has half of the examples."""
+    """How two devices share a batch; here each has half of the examples."""
 
     mesh_axis = "data"
-    part, whole = "examples", "examples"
-    """What each has some of, in words, and what sums are over."""
+    unit = "examples"
+    """Name of the shared unit in errors."""
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What the scope of a device says of its share."""
+        """Fields of `Scope` that describe one device's share."""
         return {"batch_axes": (self.mesh_axis,)}
 
     def dim(self, name: str) -> int | None:
-        """The dim of an array of the batch that is cut; None of one that is whole."""
+        """Dim along which an array of the batch is split; None if it is replicated."""
         return 0
 
     def dim_of_stream(self, logical_axes: LogicalAxes) -> int | None:
-        """The dim of an array of the stream that is cut; None of one that all have."""
+        """Dim along which an array of the stream is split; None if it is replicated."""
         return 0
 
     def examples(self, numbers: jax.Array, parts: int) -> tuple[jax.Array, int | None]:
-        """The numbers of each part's examples, and the dim of the parts."""
+        """Return the numbers of each part's examples, and the dim of the parts."""
         return numbers.reshape(parts, -1), 0
 
 
@@ -91,7 +104,7 @@ def what_halves_change(
 
     Args:
         model: The model.
-        batch: Shapes of a small batch of which each half has as much.
+        batch: Shapes of a small batch that splits evenly.
         cut: What the halves are; of the examples when absent.
         logits: Whether `logits` is asked, in place of the loss and its gradients.
         ends_only: Whether the head is given what `embed` makes.
@@ -107,7 +120,9 @@ def what_halves_change(
     mesh = Mesh(one_each, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
     def run(parts: int) -> Any:
-        device = _Device(model, cut, parts, logits, ends_only)
+        device = _Device(
+            model=model, cut=cut, parts=parts, logits=logits, ends_only=ends_only
+        )
         function = functools.partial(_run, device)
         # Functions may name mesh axes, of one device each.
         with jax.set_mesh(mesh), jax.default_device(cpu):
@@ -121,7 +136,12 @@ def what_halves_change(
         (whole, is_coarse), (halves, _) = thread.map(run, (1, 2))
     if not all(np.isfinite(one).all() for one in jax.tree.leaves(whole["sums"])):
         raise ValueError("its results on random inputs are not finite")
-    bound = COARSE_BOUND if is_coarse else BOUND
+    different = _first_difference(whole, halves, COARSE_BOUND if is_coarse else BOUND)
+    return None if different is None else _in_words(different, cut)
+
+
+def _first_difference(whole: Any, halves: Any, bound: float) -> tuple | None:
+    """Return the path of the first result that differs; None if all agree."""
     gradients = jax.tree.leaves(whole["sums"].get("parameters", ()))
     largest = max((np.abs(one).max(initial=0) for one in gradients), default=0)
     for (path, one), other in zip(
@@ -130,11 +150,11 @@ def what_halves_change(
         is_gradient = path[1].key == "parameters"
         rounding = _CANCELLED * bound * largest if is_gradient else 0
         if not _close(one, other, bound, rounding):
-            return _in_words(path, cut)
+            return path
     return None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Device:
     """One of the devices that share a batch."""
 
@@ -152,7 +172,7 @@ class _Device:
         examples: jax.Array,
         cotangents: Any,
     ) -> dict[str, Any]:
-        """Run the model on this device's share: what is its own, and sums over all."""
+        """Return this device's arrays, and sums over both devices."""
         if self.logits:
             logits, _ = self._forward(state, batch, examples, params)
             return {"own": {"logits": logits}, "sums": {}}
@@ -221,7 +241,8 @@ def _run(
     cotangents = [
         _cut(_cotangent(numbers, x), dim, parts)
         if dim is not None
-        else jnp.zeros((parts, *x.shape), x.dtype)  # Each would add its own.
+        # A replicated array would count its cotangent twice.
+        else jnp.zeros((parts, *x.shape), x.dtype)
         for x, dim in zip(jax.tree.leaves(streams), dims, strict=True)
     ]
     given = {name: _cut(x, cut.dim(name), parts) for name, x in batch.items()}
@@ -247,8 +268,8 @@ def _dims_of_streams(device: _Device, streams: list[Any]) -> list[int | None]:
         declared += [group.stream] * (1 if group.enter is None else 2)
     dims: list[int | None] = []
     for axes, stream in zip(declared, streams, strict=True):
-        if axes is None:  # One array: see `BlockGroup.stream`.
-            axes = ("batch", "residual_seq", "embed")[: 1 if stream.ndim < 3 else 3]
+        if axes is None:
+            axes = jax.tree.map(lambda x: default_axes(x.ndim), stream)
         for one in jax.tree.leaves(axes, is_leaf=is_axes):
             dims.append(device.cut.dim_of_stream(one))
     return dims
@@ -341,12 +362,14 @@ def _close(one: Any, other: Any, bound: float, rounding: float) -> bool:
 def _in_words(path: tuple, cut: Cut) -> str:
     """Name a result of `_run` by its path there."""
     kind, rest = path[1].key, path[2:]
-    if kind in ("stream", "logits"):
-        return f"the {kind} of some {cut.part} depends on others"
+    if kind == "stream":
+        return f"the stream of some {cut.unit} depends on others"
+    if kind == "logits":
+        return f"the logits of some {cut.unit} depend on others"
     if kind == "loss":
-        return f"the loss is no mean over {cut.whole}"
+        return f"the loss is not a mean over {cut.unit}"
     if kind == "auxiliary":
         name = jax.tree_util.keystr(rest[-1:], simple=True)
-        return f"the sum {name!r} is no sum over {cut.whole}"
+        return f"the sum {name!r} is not a sum over {cut.unit}"
     name = jax.tree_util.keystr(rest[1:], simple=True, separator=".")
-    return f"the gradient of parameter {name!r} is no sum over {cut.whole}"
+    return f"the gradient of parameter {name!r} is not a sum over {cut.unit}"

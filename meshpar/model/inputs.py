@@ -245,7 +245,9 @@ def open_size(inputs: Inputs, batch: Mapping[str, Any]) -> int:
 def _shape(name: str, one: Input, sizes: Mapping[str, int]) -> tuple[int, ...]:
     dims = list(zip(one.logical_axes, one.sizes, strict=True))
     if (None, None) in dims:
-        shape = ", ".join("None" if dim[0] or dim[1] else "N" for dim in dims)
+        shape = ", ".join(
+            str(size) if size else "None" if axis else "N" for axis, size in dims
+        )
         raise InputError(
             f"inputs[{name!r}] is {one.logical_axes}, with a dim that has neither a "
             f"name nor a size; name it, or give its size N: shape=({shape})",

@@ -1,4 +1,4 @@
-"""Whether a function has a derivative that a user wrote, of which no trace tells."""
+"""Find derivatives that a user wrote, which a trace does not show."""
 
 from __future__ import annotations
 
@@ -6,55 +6,98 @@ import functools
 import importlib.util
 import inspect
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from meshpar.model.equations import equations
 
-_TWISTS = str(Path(__file__).parents[1] / "testing" / "twists.py")
-"""Derivatives that are drawn by `meshpar fuzz` in the place of a user's."""
+_UNKNOWN = "an unknown place"
+_MOST_NESTED = 6
+"""Closures within one another that are searched for the rule of a `custom_jvp`."""
 
 
 def own_derivatives(program: ClosedJaxpr) -> list[str]:
-    """File and line of each derivative that a program's author wrote, in their order.
+    """Return file and line of each user-written derivative, in program order.
 
-    Those of the library, JAX, Flax and optax are left out: it is known what they do.
+    Derivatives of meshpar, JAX, Flax and optax are left out. `jax.custom_gradient`
+    hides the function that it calls, so all of its derivatives count as the user's.
     """
-    places = [
-        _place(equation)
-        for equation in equations(program)
-        if equation.primitive.name.startswith(("custom_vjp_call", "custom_jvp_call"))
-    ]
+    places = []
+    for equation in equations(program):
+        name = equation.primitive.name
+        if name.startswith("custom_vjp_call"):
+            places.append(_of_vjp(equation))
+        elif name.startswith("custom_jvp_call"):
+            places += _of_jvp(equation)
+        elif name == "linear_call":
+            places.append(_UNKNOWN)
     return [place for place in dict.fromkeys(places) if not _is_known(place)]
 
 
-def _is_known(place: str) -> bool:
-    return place.startswith(_known_folders()) and not place.startswith(_TWISTS)
-
-
-def _place(equation: JaxprEqn) -> str:
-    """Where a backward is written, or the function that has a forward derivative."""
-    if equation.primitive.name.startswith("custom_jvp"):
-        program: Any = equation.params.get("call_jaxpr")
-        info: Any = getattr(getattr(program, "jaxpr", None), "debug_info", None)
-        file = getattr(info, "func_filename", None)
-        return f"{file}:{info.func_lineno}" if file else "a place that JAX hides"
+def _of_vjp(equation: JaxprEqn) -> str:
+    """Where the backward of a `custom_vjp` is written."""
     function = getattr(equation.params.get("bwd"), "f", None)
     while isinstance(function, functools.partial):
         function = function.func
     code = getattr(inspect.unwrap(function), "__code__", None) if function else None
-    if code is None:
-        return "a place that JAX hides"
+    if code is None or code.co_filename.endswith("custom_derivatives.py"):
+        return _UNKNOWN
+    return _place(code)
+
+
+def _of_jvp(equation: JaxprEqn) -> list[str]:
+    """Where a function with a forward derivative is written, and where the rule is."""
+    program: Any = equation.params.get("call_jaxpr")
+    info: Any = getattr(getattr(program, "jaxpr", None), "debug_info", None)
+    file = getattr(info, "func_filename", None)
+    first = f"{file}:{info.func_lineno}" if file else _UNKNOWN
+    rule = equation.params.get("jvp_jaxpr_fun") or equation.params.get(
+        "jvp_jaxpr_thunk"
+    )
+    return [first, *map(_place, _codes(rule, _MOST_NESTED))]
+
+
+def _codes(function: Any, most: int) -> Iterator[CodeType]:
+    """Code of a function and of those that its closures hold."""
+    if most == 0 or function is None:
+        return
+    if isinstance(function, functools.partial):
+        yield from _codes(function.func, most)
+    elif isinstance(getattr(function, "__code__", None), CodeType):
+        yield function.__code__
+        for cell in function.__closure__ or ():
+            try:
+                content = cell.cell_contents
+            except ValueError:  # Not assigned yet.
+                continue
+            yield from _codes(content, most - 1)
+    elif hasattr(function, "f") and hasattr(function, "transforms"):
+        yield from _codes(function.f, most - 1)
+
+
+def _place(code: CodeType) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}"
 
 
+def _is_known(place: str) -> bool:
+    known, testing = _known_folders()
+    return place.startswith(known) and not place.startswith(testing)
+
+
 @functools.cache
-def _known_folders() -> tuple[str, ...]:
+def _known_folders() -> tuple[tuple[str, ...], str]:
+    """Folders of derivatives that are known, and one within them of those that are not.
+
+    `meshpar.testing` writes derivatives in the place of a user's.
+    """
     own = Path(__file__).parents[1]
     folders = [own, (own / "models").resolve()]
     for name in ("flax", "jax", "optax"):
         spec = importlib.util.find_spec(name)
         folders += [Path(spec.origin).parent] if spec and spec.origin else []
-    return tuple(f"{folder}{os.sep}" for folder in folders)
+    known = tuple(f"{folder}{os.sep}" for folder in folders)
+    return known, f"{own / 'testing'}{os.sep}"

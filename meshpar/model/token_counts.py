@@ -22,8 +22,9 @@ from meshpar.model.token_flow import Flow, Mixed, shape_of
 
 COUNTED = "of tokens by how many are at hand; take scope.seq_length(seq), or sums alone"
 ALIKE = (
-    "a sum that has no tokens in it, which each device would add; multiply it by "
-    "n / scope.sequence_sum(n), n the number or the weights of the tokens at hand"
+    "a sum that no token enters, so that every device adds the same value; multiply it "
+    "by n / scope.sequence_sum(n), where n is the number (or the weights) of this "
+    "device's tokens"
 )
 _SAME_VALUE = {
     *("broadcast_in_dim", "reshape", "transpose", "squeeze", "convert_element_type"),
@@ -259,8 +260,8 @@ def _is_multiple(one: Any, other: Any, ratio: tuple[int, int] | None) -> bool:
     if ratio is None:
         return False
     num, fewer = ratio
-    times = np.asarray(one, np.float64) * fewer, np.asarray(other, np.float64) * num
-    return bool(np.all(times[0] == times[1]))
+    mine, its = (np.asarray(x, np.complex128) for x in (one, other))
+    return bool(np.all(mine * fewer == its * num))
 
 
 def _numbers(value: Any) -> Any:

@@ -69,7 +69,7 @@ class _Follower:
         ratio: Tokens at hand, and how many the twin of a program has at hand.
         flows: Of each variable so far.
         open: Operations that are being followed, the innermost last.
-        sizes: Numbers that tokens met and that may be how many are at hand.
+        sizes: Numbers that scale tokens, or sums of them, and may be their count.
     """
 
     num_tokens: int
@@ -144,7 +144,7 @@ class _Follower:
             return [made for _ in equation.outvars]
         has_tokens = any(flow.has_tokens for flow in flows)
         if has_tokens:
-            self._note_sizes(flows)
+            self._note_sizes(name, flows)
         if has_tokens and counts(equation, twin, flows):
             raise Mixed(f"{name} {COUNTED}")
         check_table(equation, twin, flows)
@@ -155,17 +155,19 @@ class _Follower:
             else without_tokens(equation, twin, flows, found, self.ratio)
         )
 
-    def _note_sizes(self, flows: list[Flow]) -> None:
-        """Notes numbers that tokens meet: multiples of how many, or what those go in.
+    def _note_sizes(self, name: str, flows: list[Flow]) -> None:
+        """Record numbers that scale tokens and may come from the token count.
 
-        A mean is told so without a twin: it may as well be by another number.
+        One trace cannot tell a mean from a division by a constant. Any number may come
+        from the count where it scales a sum; where it scales tokens, one of its size.
         """
-        for flow in flows:
+        least = 1.0 if any(flow.total for flow in flows) else self.num_tokens / 2
+        for flow in flows if name in ("mul", "div") else ():
             size = flow.value
             if flow.has_tokens or not isinstance(size, int | float) or not size:
                 continue
-            whole = abs(size) if abs(size) >= 1 else 1 / abs(size)
-            if math.isfinite(whole) and round(whole) % self.num_tokens == 0:
+            whole = max(abs(size), 1 / abs(size))
+            if math.isfinite(whole) and whole > least:
                 self.sizes.append(size)
 
     def _still_picked(self, equation: JaxprEqn, flows: list[Flow]) -> str:
@@ -219,12 +221,12 @@ def _check_totals(flows: list[Flow], twin: JaxprEqn | None) -> None:
 
 @dataclass(frozen=True)
 class Traced:
-    """A function traced on tokens, of which each question is asked without a new trace.
+    """A traced function of tokens, for several questions on one trace.
 
     Args:
-        program: Its trace.
-        num_tokens: How many it has at hand.
-        given: How its arguments have tokens.
+        program: The trace.
+        num_tokens: Size of the token dim.
+        given: How the arguments have tokens.
     """
 
     program: ClosedJaxpr
@@ -238,10 +240,10 @@ class Traced:
         """Trace a function of trees of arrays, those of tokens first.
 
         Args:
-            function: It.
-            num_tokens: How many there are.
+            function: The function to trace.
+            num_tokens: Size of the token dim.
             tokens: Tree of (shape, dim of the tokens or None).
-            others: Trees of shapes of arrays that have none.
+            others: Trees of shapes of arrays without tokens.
         """
         is_pair = lambda node: isinstance(node, tuple)  # noqa: E731
         pairs, treedef = jax.tree.flatten(tokens, is_leaf=is_pair)
@@ -288,12 +290,10 @@ class Traced:
             return f"{mixed} ({mixed.where})" if mixed.where else str(mixed)
         return None
 
-    def may_be_no_sums(self) -> bool:
-        """Whether a result may be no sum over tokens, which `fewer` would tell.
+    def needs_second_trace(self) -> bool:
+        """Whether a second trace with fewer tokens must tell if all results are sums.
 
-        One is none where it has no tokens in it; and it may be a mean where tokens meet
-        a number that may be how many there are. Else there is no need of `fewer`. Asked
-        of what `mixes` finds nothing in.
+        Call it only if `mixes()` returned None.
         """
         follower = _Follower(self.num_tokens)
         found = follower.run(Twins(self.program), self.given)

@@ -11,14 +11,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from meshpar.errors import InputError
-from meshpar.model.contract import Stream
+from meshpar.model.contract import RESIDUAL, Stream
 from meshpar.model.inputs import Batch
 from meshpar.model.scope import Scope
 from meshpar.model.token_order import TokenOrder
 from meshpar.parallel.tensor import shard_index
 from meshpar.rules.rules import Rules, auto_mesh_shape, is_axes
-
-_RESIDUAL = ("batch", "residual_seq", "embed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +109,7 @@ def _check_real(stream: Stream) -> None:
 
 def _default(x: Any, rules: Rules) -> tuple[str | None, ...]:
     if len(x.shape) == 3 and "residual_seq" in rules.table:
-        return _RESIDUAL
+        return RESIDUAL
     return ()
 
 

@@ -1,8 +1,8 @@
-"""Whether a model's own backward joins tokens: found by running it on halves of them.
+"""Check user-written derivatives by running a model on half of the tokens per device.
 
 A trace follows tokens through a model's functions (`meshpar.model.token_mixing`), but
 not through a derivative that a user wrote. A model with one runs once on whole
-sequences and once as two devices that share them, and must give the same.
+sequences and once on two devices that share them; both must give the same result.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.model.contract import Model
-from meshpar.model.halves import MOST_VALUES, Cut, num_values, what_halves_change
+from meshpar.model.halves import Cut, check_small, what_halves_change
 from meshpar.model.inputs import BATCH_DIM, logical_sizes, shapes_of
 from meshpar.model.own_backward import own_derivatives
 from meshpar.model.token_order import TokenOrder
-from meshpar.model.tracing import traced_forward
+from meshpar.model.tracing import traced_forward, tracing
 from meshpar.parallel.sequence import is_sequence, sequence_dims
 from meshpar.rules.rules import LogicalAxes
 
 _EXAMPLES = 4
 _CANNOT_RUN = (KeyError, TypeError, ValueError, NotImplementedError, RuntimeError)
-"""What a model's functions, and what cannot be mapped over parts of a batch, raise."""
+"""Exceptions of a model's functions, and of operations that `vmap` cannot map."""
 
 
 @dataclass(frozen=True)
 class _TokenCut(Cut):
-    """Two devices have half of the tokens of each sequence.
+    """Each of two devices has half of the tokens of every sequence.
 
     Args:
         dims: The dim of the tokens of each array of a batch; None where it has none.
@@ -45,7 +45,7 @@ class _TokenCut(Cut):
     ends_only: bool
 
     mesh_axis = "context"
-    part = whole = "tokens"
+    unit = "tokens"
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -70,22 +70,22 @@ class _TokenCut(Cut):
 def tokens_joined_backward(
     model: Model, num_tokens: int, *, ends_only: bool = False
 ) -> str | None:
-    """What is another where two devices share the tokens; None if nothing is.
+    """Return what changes when two devices share the tokens; None if nothing does.
 
-    A model whose derivatives are all JAX's or the library's is not run: its trace has
-    told. One that is too large, or cannot run on random numbers, is not run either, and
-    a warning says so.
+    Only a model with a user-written derivative is run. If it is too large or cannot run
+    on random numbers, a warning says that it is not checked.
 
     Args:
-        model: One of which a trace finds no function that joins tokens.
+        model: A model whose trace has no function that joins tokens.
         num_tokens: Of a sequence that it can be traced on.
         ends_only: Whether embed and head alone are asked for.
     """
     inputs = {k: one for k, one in model.known_inputs.items() if not one.optional}
     sizes = {**dict.fromkeys(logical_sizes(inputs), num_tokens), BATCH_DIM: _EXAMPLES}
     batch = shapes_of(inputs, sizes)
-    once, *shapes = traced_forward(model, batch, head=True)
-    written = own_derivatives(jax.make_jaxpr(once)(*shapes))
+    with tracing("the model cannot be traced on whole sequences"):
+        once, *shapes = traced_forward(model, batch, head=True)
+        written = own_derivatives(jax.make_jaxpr(once)(*shapes))
     if not written:
         return None
     try:
@@ -94,8 +94,7 @@ def tokens_joined_backward(
         names = ", ".join(repr(group.name) for group in model.groups)
         warnings.warn(
             f"the model of blocks {names} cannot run on halves of its sequences "
-            f"({error}): whether its own backward treats every token by itself is not "
-            "checked",
+            f"({error}): its own derivative is not checked",
             stacklevel=2,
         )
         return None
@@ -106,9 +105,8 @@ def _in_halves(
     model: Model, batch: Mapping[str, Any], num_tokens: int, ends_only: bool
 ) -> str | None:
     if num_tokens % 2:
-        raise ValueError(f"{num_tokens} tokens are no even number")
-    if num_values(model) > MOST_VALUES:
-        raise ValueError(f"its layers have more than {MOST_VALUES:,} parameters")
+        raise ValueError(f"{num_tokens} tokens are an odd number")
+    check_small(model, batch)
     dims = {
         name: next(iter(sequence_dims(model, name, shape)), None)
         for name, shape in batch.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -98,9 +99,11 @@ def _check_padded(
 
 @functools.lru_cache(maxsize=32)
 def _counts_tokens(model: Model, names: tuple[str, ...], num_tokens: int) -> bool:
-    """Whether a sum of the head depends on how many tokens are at hand alone."""
-    probe = Probe(model=model, names=names, counts=False)
-    return what_joins(probe, num_tokens) is not None
+    """Whether a sum of the head counts tokens by the shape of an array."""
+    probe = Probe(model=model, names=names)
+    if what_joins(probe, num_tokens) is not None:
+        return False
+    return what_joins(replace(probe, counts=False), num_tokens) is not None
 
 
 def _check_no_sums(

@@ -153,14 +153,14 @@ def case_of(
             if resume_as is None
             else _fitting(Layout.of(resume_as), len(devices)),
         )
-    refused = None if choices.refused(case) else refusal(case, choices)
+    if choices.refused(case) is not None:
+        return case
+    refused = refusal(case, choices)
     if refused is not None:
         message = f"layout {str(case.layout)!r}: {refused}"
         raise InputError(message, key=refused.key)
-    if not choices.refused(case):
-        _make_step(
-            case, choices, devices, learning_rate=0.0
-        )  # refuses what is not built
+    # Raises what only building the step finds.
+    _make_step(case, choices, devices, learning_rate=0.0)
     return case
 
 
@@ -237,7 +237,7 @@ def _compare(
 def _not_refused(
     case: Case, choices: Choices, devices: Sequence[jax.Device], key: str
 ) -> str:
-    """What is wrong with how a case is refused that must be; empty if nothing."""
+    """Return how a case differs from its expected refusal; empty if it does not."""
     model, twist = choices.build(case.model), choices.twist(case.model)
     batch = random_batch(model, case.global_batch, case.seq, case.seed)
     if twist is not None:

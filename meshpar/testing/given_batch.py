@@ -1,4 +1,4 @@
-"""What a caller's batch says of a model's inputs, beside what the model declares."""
+"""Read the sizes of undeclared inputs from a caller's batch."""
 
 from __future__ import annotations
 

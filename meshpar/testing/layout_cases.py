@@ -313,6 +313,8 @@ def _draw_case(
     """
     num_layers = sum(group.num_layers for group in choices.build(model).groups)
     built = _suited(built, choices.build(model))
+    if choices.twist(model) is not None:
+        built = {**built, "precision": ("fp32",), "param_dtype": ("fp32",)}
     split = draw_split_axes(rng, built, num_devices)
     for _ in range(_TRIES):
         layout = draw_layout(rng, built, num_devices, split, num_layers)
@@ -356,9 +358,9 @@ def _resuming(
 def _twisted(
     case: Case, number: int, rng: np.random.Generator, choices: Choices
 ) -> Case:
-    """Every `_TWISTED`-th case with a twist that suits its model and layout.
+    """Return every third fp32 case with a random suitable twist.
 
-    A backward that is not linear doubles what bf16 rounds, of which no bound is known.
+    bf16 is left out: a nonlinear backward has no known error bound there.
     """
     if number % _TWISTED != _TWISTED - 1 or case.layout.precision != "fp32":
         return case

@@ -49,7 +49,7 @@ class Result:
         verdict = "ok" if self.ok else "FAIL"
         found = self.failure or ", ".join(columns)
         if self.refused and not self.failure:
-            found = f"refused, as it must be: {self.refused}"
+            found = f"refused as expected: {self.refused}"
         return f"{verdict} ({self.seconds:.0f} s): {found}"
 
     def __str__(self) -> str:

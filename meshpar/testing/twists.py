@@ -1,4 +1,4 @@
-"""What makes a drawn model or batch unusual, and what the library has to say of it."""
+"""Unusual models and batches for `meshpar fuzz`, and the error each must give."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshpar.rules.rules import Rules
 from meshpar.testing.batches import Arrays
 
 Refusal = Callable[[Model, Layout, Rules], str | None]
-"""Of a model and what lays it out: the key of the error; None where it trains."""
+"""(model, layout, rules) -> key of the expected error, or None if it must train."""
 
 
 def _never(model: Model, layout: Layout, rules: Rules) -> str | None:
@@ -36,7 +36,7 @@ class Twist:
     Args:
         model: Model -> the changed one, which one device trains as it is.
         batch: A batch -> the changed one.
-        refused: The error that must come.
+        refused: Returns the key of the expected error.
         suits: Whether a model can have it.
     """
 

@@ -172,23 +172,20 @@ class Checkpoints:
             self.finish()
 
     def refuse_links(self) -> None:
-        """Refuses a folder where a checkpoint is a link, before anything is saved.
-
-        A link can be read. Older checkpoints are deleted as newer ones come, but what a
-        link leads to is not this run's to delete.
+        """Raise if a checkpoint in the folder is a symbolic link.
 
         Raises:
-            CheckpointError: Names the first link and what it leads to.
+            CheckpointError: Names the first link and its target.
         """
         if not self.directory.is_dir():
             return
         for path in sorted(self.directory.iterdir()):
             if path.name.isdecimal() and path.is_symlink():
                 raise CheckpointError(
-                    f"checkpoint of step {path.name} in {str(self.directory)!r} is a "
-                    f"link to {str(path.readlink())!r}: a run deletes its older "
-                    "checkpoints, and does not delete that; copy the folder here in "
-                    "the link's place, or start another run from it",
+                    f"checkpoint {path.name} in {str(self.directory)!r} is a link to "
+                    f"{str(path.readlink())!r}; this run would have to delete it later "
+                    "and does not delete files outside its folder; replace the link by "
+                    "a copy, or start a new run from it",
                     key="checkpoint.is_link",
                 )
 

@@ -49,7 +49,7 @@ class Choice:
             if step in self.damaged or (at_most is not None and step > at_most):
                 continue
             of = self._processes
-            of.gather(None)  # Until each has written its share of the checksums.
+            of.gather(None)  # Barrier: every process has written its checksums.
             found = damage(
                 self._directory / str(step),
                 part=of.process_id,

@@ -27,8 +27,8 @@ class UncheckedCheckpointWarning(UserWarning):
 def warn_unchecked(step: int, directory: Path | str) -> None:
     """Warns that a checkpoint which is read has no checksums."""
     warnings.warn(
-        f"checkpoint of step {step} in {str(directory)!r} has no checksums: whether "
-        "its files are as they were written cannot be told",
+        f"checkpoint of step {step} in {str(directory)!r} has no checksums, so "
+        "damage to its files cannot be detected",
         UncheckedCheckpointWarning,
         stacklevel=3,
     )

@@ -106,8 +106,9 @@ def damage(folder: Path, *, part: int = 0, num_parts: int = 1) -> str | None:
     missing = _missing(noted)
     if found is None and missing:
         return (
-            f"its checksums are incomplete, {missing[0]} is missing (to read it "
-            f"unchecked, delete its other {Path(NAME).stem}*.json)"
+            f"its checksums are incomplete: {missing[0]} is missing; if a run is "
+            "saving it, wait until that is done; to read the checkpoint unchecked, "
+            f"delete its other {Path(NAME).stem}*.json"
         )
     return found
 

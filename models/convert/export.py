@@ -11,9 +11,9 @@ from meshpar.foreign_files import read_json
 from meshpar.models.convert.run import is_of_tokens, read_checkpoint
 from meshpar.models.convert.run_files import (
     TOKENIZER,
+    folder_of_run,
     kept_base,
     kept_tokenizer,
-    run_folder,
 )
 from meshpar.models.convert.writing import write_weights
 
@@ -33,9 +33,8 @@ def export(
         to: Folder to write.
         step: Which checkpoint; the newest when absent.
         dtype: Of what is written: `fp32`, `bf16` or `fp16`.
-        like: A folder whose tokenizer files are copied. When absent the run's own
-            copies are: of the tokenizer of its data, and of the other files of the
-            model that it started from where that has the same tokens.
+        like: Folder to copy tokenizer files from. Default: the run's own copies, and
+            those of its base model if both tokenizers are equal.
 
     Raises:
         CheckpointError: There is no such checkpoint, or it cannot be read.
@@ -46,7 +45,7 @@ def export(
         checkpoint, step, instead="write it with meshpar.models.convert.writing"
     )
     contents = found.contents
-    said, run = contents.config, run_folder(contents.directory)
+    said, run = contents.config, folder_of_run(contents.directory)
     own = base = None
     if like is None:
         instead = f"give --like DIR, a folder with its {TOKENIZER}"

@@ -1,7 +1,6 @@
-"""What a run keeps in its folder of its tokenizer and of the model it started from.
+"""Files that a run keeps: its tokenizer and the settings of its base model.
 
-A checkpoint may come from anybody. Whoever reads one opens only files of the run's own
-folder; any other file is one that the user names on the command line.
+A checkpoint may be untrusted: these functions open only files in the run's folder.
 """
 
 from __future__ import annotations
@@ -31,23 +30,31 @@ def keep_files(
     tokenizer: str | Path | None = None,
     started_from: str | Path | None = None,
 ) -> None:
-    """Copies a tokenizer and the settings of a model into the folder of a run.
+    """Copy a tokenizer and the settings of a model into the folder of a run.
 
     Args:
         run: The folder; made when absent.
         tokenizer: A `tokenizer.json`.
-        started_from: The folder of a model, or of another run. A file, such as GGUF,
-            has no settings of its own, and of one that is gone nothing is copied.
+        started_from: The folder of a model, of another run or of its checkpoints. A
+            file, such as GGUF, has no settings to copy.
+
+    Raises:
+        InputError: A file of the other run is a link to a file outside of its folder.
     """
     run = Path(run)
     if tokenizer is not None:
         _copy(Path(tokenizer), run / TOKENIZER)
     if started_from is None or not Path(started_from).is_dir():
         return
-    for folder in (Path(started_from) / _BASE, Path(started_from)):
+    (run / _BASE).mkdir(parents=True, exist_ok=True)
+    source = folder_of_run(started_from)
+    is_run = (source / "checkpoints").is_dir()
+    for folder in (source / _BASE, source):
         for name in ("config.json", *tokenizer_files(folder)):
             if (folder / name).is_file():
-                _copy(folder / name, run / _BASE / name)
+                # Of a model's own folder, links into a cache are usual.
+                file = _inside(source, folder / name) if is_run else folder / name
+                _copy(file, run / _BASE / name)
 
 
 def tokenizer_files(folder: str | Path) -> list[str]:
@@ -67,21 +74,23 @@ def copy_tokenizer(source: str | Path, folder: str | Path) -> list[str]:
     return names
 
 
-def run_folder(checkpoints: str | Path) -> Path:
-    """The folder of a run whose checkpoints are in a folder."""
-    folder = Path(checkpoints)
+def folder_of_run(path: str | Path) -> Path:
+    """The folder of a run, from that folder, its checkpoints or one of them."""
+    folder = Path(path)
+    if folder.name.isdecimal() and (folder / "state").is_dir():
+        folder = folder.parent
     return folder.parent if folder.name == "checkpoints" else folder
 
 
 def kept_tokenizer(
     run: Path, description: Mapping[str, Any], *, instead: str
 ) -> Path | None:
-    """The copy of a run's `tokenizer.json`; None of a run without one.
+    """Return the run's copy of `tokenizer.json`; None if the run has none.
 
     Args:
-        run: Its folder.
-        description: What a checkpoint says of the run.
-        instead: What to do where there is no copy, for the error.
+        run: The run's folder.
+        description: The description of the run in a checkpoint.
+        instead: What to do if there is no copy, for the error.
 
     Raises:
         InputError: The checkpoint names a tokenizer, and the folder has no copy.
@@ -91,19 +100,19 @@ def kept_tokenizer(
         return None
     if not (run / TOKENIZER).is_file():
         raise InputError(
-            f"the run's tokenizer {named!r} is not kept in {str(run)!r}, and no other "
-            f"file is read because a checkpoint names it; {instead}",
+            f"the folder {str(run)!r} has no copy of the run's tokenizer {named!r}, "
+            f"and paths in a checkpoint are not opened; {instead}",
             key="weights.tokenizer_gone",
         )
     return _inside(run, run / TOKENIZER)
 
 
 def kept_base(run: Path, description: Mapping[str, Any]) -> Path | None:
-    """The folder with files of the model that a run started from, None without.
+    """Return the folder with the settings of the run's base model; None if it has none.
 
     Raises:
         InputError: A file of it is a link to a file outside of the run's folder, or the
-            run started from a folder and has kept nothing of it.
+            run has a base model and no such folder.
     """
     base, started = run / _BASE, description.get("from_weights")
     if base.is_dir():
@@ -112,8 +121,8 @@ def kept_base(run: Path, description: Mapping[str, Any]) -> Path | None:
         return base
     if started and Path(started).suffix != ".gguf":
         raise InputError(
-            f"the run started from {started!r} and keeps no copy of its settings in "
-            f"{str(base)!r}; give --like DIR, a folder with the tokenizer and the "
+            f"the run started from {started!r}, and {str(base)!r} has no copy of its "
+            "settings; give --like DIR, a folder with the tokenizer and the "
             "config.json of that model",
             key="weights.base_gone",
         )

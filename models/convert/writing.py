@@ -67,8 +67,8 @@ def write_weights(
             the longest sequence and special tokens are kept.
         longest_like: A folder of whose `config.json` only the longest sequence is
             kept, where tokens are other ones.
-        stop_tokens: Numbers of the tokens that end a text, in the place of those of
-            `like`; none where it is empty.
+        stop_tokens: Token numbers that end a text; they replace those of `like`. Empty
+            writes null.
         shard_bytes: Most bytes of tensors in a file.
 
     Returns:
