@@ -316,7 +316,9 @@ def mixes_tokens(
     tokens: Any,
     *others: Any,
     fewer: tuple[Callable[..., Any], Any] | None = None,
-    **options: bool,
+    sums: bool = False,
+    counts: bool = True,
+    lenient: bool = False,
 ) -> str | None:
     """`Traced.mixes` of a function.
 
@@ -326,12 +328,19 @@ def mixes_tokens(
         tokens: Tree of (shape, dim of the tokens or None).
         others: Trees of shapes of arrays that have none.
         fewer: `function` and `tokens` with fewer at hand.
-        options: Of `Traced.mixes`.
+        sums: As `Traced.mixes` takes it, and so the rest.
+        counts: Whether a count of tokens is a sum.
+        lenient: Whether an unknown operation is let through.
     """
-    traced, less = Traced.of(function, num_tokens, tokens, *others), None
-    if fewer is not None:
-        less = Traced.of(fewer[0], _num_tokens(fewer[1]), fewer[1], *others)
-    return traced.mixes(fewer=less, **options)
+    traced = Traced.of(function, num_tokens, tokens, *others)
+    if fewer is None:
+        return traced.mixes(sums=sums, counts=counts, lenient=lenient)
+    # A function that mixes tokens may take no fewer.
+    found = traced.mixes(lenient=lenient)
+    if found is not None:
+        return found
+    less = Traced.of(fewer[0], _num_tokens(fewer[1]), fewer[1], *others)
+    return traced.mixes(fewer=less, sums=sums, counts=counts, lenient=lenient)
 
 
 def _num_tokens(tokens: Any) -> int:
