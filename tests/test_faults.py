@@ -20,7 +20,11 @@ from meshpar.recipes.config import RunConfig
 from meshpar.recipes.goodput import Goodput
 from meshpar.recipes.phases import Phases
 from meshpar.recipes.rollback import rolled_back
-from meshpar.train.checkpoint import CheckpointError, Checkpoints
+from meshpar.train.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    UncheckedCheckpointWarning,
+)
 from meshpar.train.faults import BadStepError, StepWatch
 from meshpar.train.memory_report import estimated_bytes
 from meshpar.train.replay import replay
@@ -277,7 +281,8 @@ def test_a_damaged_one_without_checksums_is_told_when_reading_finds_it(small, ca
         if file.is_file():
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     capsys.readouterr()
-    pretrain.pretrain(small(steps=3, resume=True))
+    with pytest.warns(UncheckedCheckpointWarning):
+        pretrain.pretrain(small(steps=3, resume=True))
     output = " ".join(capsys.readouterr().out.split())
     assert output.count("checkpoint of step 2 is damaged: ") == 1
     assert "resumed after step 1" in output

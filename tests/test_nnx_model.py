@@ -116,6 +116,7 @@ def built(builder, key):
         slow(Odd, "fsdp=8"),
     ],
 )
+@pytest.mark.filterwarnings("ignore::meshpar.IdleMeshAxisWarning")
 def test_modules_start_as_flax_starts_them_from_the_key_of_seed_group_and_layer(
     block, line
 ):

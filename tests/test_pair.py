@@ -57,6 +57,7 @@ plain = plain_run(pairs.BOTH)
         ("whole", "fsdp=2,stage=2,tensor=2,microbatches=4,schedule=1f1b"),
     ],
 )
+@pytest.mark.filterwarnings("ignore::meshpar.IdleMeshAxisWarning")
 def test_a_model_of_pairs_trains_as_plain_flax_and_optax_train_it(name, layout):
     assert not deviating(ENTRIES[name], layout, plain())
 

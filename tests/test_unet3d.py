@@ -49,6 +49,7 @@ def of(name):
         slow("batch_norm", "fsdp=2,tensor=4", 1),
     ],
 )
+@pytest.mark.filterwarnings("ignore::meshpar.IdleMeshAxisWarning")
 def test_a_unet_trains_as_plain_flax_and_optax_train_it(name, layout, layers):
     found = trained(ENTRIES[name], layout, layers)
     deviations = compare(found, plain(of(name), layers))

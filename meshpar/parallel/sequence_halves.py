@@ -84,7 +84,7 @@ def tokens_joined_backward(
     sizes = {**dict.fromkeys(logical_sizes(inputs), num_tokens), BATCH_DIM: _EXAMPLES}
     batch = shapes_of(inputs, sizes)
     with tracing("the model cannot be traced on whole sequences"):
-        once, *shapes = traced_forward(model, batch, head=True)
+        once, *shapes = traced_forward(model, batch, head=True, ends_only=ends_only)
         written = own_derivatives(jax.make_jaxpr(once)(*shapes))
     if not written:
         return None
