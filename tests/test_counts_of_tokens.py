@@ -102,6 +102,7 @@ def by_example(losses, batch, scope):
     return means.sum(), share_of_examples(losses, scope).sum()
 
 
+@pytest.mark.slow
 def test_sums_of_sizes_and_of_shares_train_as_on_one_device():
     of_tokens = model_of(lambda losses, *_: (losses.sum(), jnp.float32(losses.size)))
     check_layouts(of_tokens, batch_of(), ["context=2"])

@@ -76,6 +76,9 @@ def temp_bytes_in(step):
 @functools.cache
 def audit_and_program(line, model_of=mlp_of):
     """The audit of a step, and what it compiled; every collective has a reason."""
+    # After hundreds of other programs in one process JAX's caches gave operations whose
+    # lines are those of earlier traces, and the audit finds a constraint by its line.
+    jax.clear_caches()
     step, programs = step_of(line, model_of=model_of), []
     compile_ = jax.stages.Lowered.compile
 

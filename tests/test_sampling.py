@@ -131,8 +131,9 @@ def check(layout, method, guidance, prediction):
     np.testing.assert_allclose(found, wanted, atol=BOUND * np.abs(wanted).max())
 
 
-FEW = "fsdp=2,tensor=2,stage=2,microbatches=2"
+FEW = "fsdp=2,tensor=2"
 ALL = [
+    "fsdp=2,tensor=2,stage=2,microbatches=2",
     "data=8",
     "fsdp=8",
     "tensor=8",

@@ -137,8 +137,8 @@ def check_equal(step, optimizer, layers):
 @pytest.mark.parametrize(
     "optimizer, layout",
     [
-        ("RowwiseAdagrad", STAGES),
-        slow("RowwiseAdagrad", "data=2,fsdp=2,tensor=2"),
+        ("RowwiseAdagrad", "data=2,fsdp=2,tensor=2"),
+        slow("RowwiseAdagrad", STAGES),
         slow("LazyAdam", "fsdp=4,tensor=2"),
         slow("SGD", "data=8"),
         slow("RowwiseAdagrad", "data=1"),

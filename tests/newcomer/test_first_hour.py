@@ -79,6 +79,7 @@ def test_the_wheel_runs_what_readme_shows_outside_of_the_checkout(quick):
     assert quick.shell("meshpar --version").startswith("meshpar ")
 
 
+@pytest.mark.slow
 def test_no_folder_of_the_wheel_is_called_models_or_recipes(quick):
     named = {path.name for path in quick.site_packages.iterdir()}
     assert {"models", "recipes", "tests"}.isdisjoint(named)
