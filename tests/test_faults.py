@@ -491,3 +491,15 @@ def test_a_run_that_does_not_fit_is_told_with_both_numbers(
     config = replace(config, on_low_memory="warn")
     fits.check_memory(config, step, Processes(), console)
     assert "warning: layout 'data=2' needs about" in capsys.readouterr().out
+
+
+def test_processes_compare_their_steps_once_before_the_first(small, monkeypatch):
+    steps = []
+
+    def compared(processes, step, state, batch):
+        steps.append((int(state.step), sorted(batch)))
+
+    monkeypatch.setattr(pretrain, "check_same_step", compared)
+    pretrain.pretrain(small(steps=2))
+    [(first, names)] = steps
+    assert first == 0 and {"targets", "tokens", "weights"} <= set(names)
