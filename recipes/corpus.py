@@ -158,7 +158,7 @@ def _of_data(config: RunConfig, files: Files) -> Corpus:
         **read_by,
         lines=[
             *_lines(files, train, others),
-            _line_of_ends(read_by),
+            _end_token_line(read_by),
             *filter(None, told),
             *notes,
         ],
@@ -196,7 +196,7 @@ def _stop_tokens(
     return [int(config.eos)] if config.eos and config.eos.isdecimal() else []
 
 
-def _line_of_ends(read_by: Mapping[str, Any]) -> str:
+def _end_token_line(read_by: Mapping[str, Any]) -> str:
     """Describe the token that ends a document."""
     known, ends = read_by["tokenizer"], read_by["stop_tokens"]
     if not ends:

@@ -87,7 +87,7 @@ def parse_arguments(
     resumed = _value(words, "--resume") not in (None, "False")
     saved = Path(_value(words, "--out") or "") / SAVED
     if resumed and _value(words, "--out") and saved.exists():
-        words = [*_of_folder(words, saved, command, faults), *words]
+        words = [*_folder_options(words, saved, command, faults), *words]
     try:
         return _parse(words, command).run
     except InputError as error:
@@ -96,7 +96,7 @@ def parse_arguments(
         raise
 
 
-def _of_folder(
+def _folder_options(
     words: list[str], saved: Path, command: str, faults: dict[str, Path]
 ) -> list[str]:
     """Return the saved options that a run's folder may set.

@@ -237,7 +237,7 @@ def _run(
     streams, dims = [], []
     if not device.logits:
         streams = jax.eval_shape(whole.streams, params, state, batch, examples)
-        dims = _dims_of_streams(device, streams)
+        dims = _stream_dims(device, streams)
     cotangents = [
         _cut(_cotangent(numbers, x), dim, parts)
         if dim is not None
@@ -260,7 +260,7 @@ def _run(
     return {"own": tree.unflatten(joined), "sums": sums}
 
 
-def _dims_of_streams(device: _Device, streams: list[Any]) -> list[int | None]:
+def _stream_dims(device: _Device, streams: list[Any]) -> list[int | None]:
     """The dim that is cut of each array of the streams, in the order of the leaves."""
     groups = device.model.groups
     declared = [groups[0].stream]

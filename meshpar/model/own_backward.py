@@ -30,15 +30,15 @@ def own_derivatives(program: ClosedJaxpr) -> list[str]:
     for equation in equations(program):
         name = equation.primitive.name
         if name.startswith("custom_vjp_call"):
-            places.append(_of_vjp(equation))
+            places.append(_vjp_place(equation))
         elif name.startswith("custom_jvp_call"):
-            places += _of_jvp(equation)
+            places += _jvp_places(equation)
         elif name == "linear_call":
             places.append(_UNKNOWN)
     return [place for place in dict.fromkeys(places) if not _is_known(place)]
 
 
-def _of_vjp(equation: JaxprEqn) -> str:
+def _vjp_place(equation: JaxprEqn) -> str:
     """Where the backward of a `custom_vjp` is written."""
     function = getattr(equation.params.get("bwd"), "f", None)
     while isinstance(function, functools.partial):
@@ -49,7 +49,7 @@ def _of_vjp(equation: JaxprEqn) -> str:
     return _place(code)
 
 
-def _of_jvp(equation: JaxprEqn) -> list[str]:
+def _jvp_places(equation: JaxprEqn) -> list[str]:
     """Where a function with a forward derivative is written, and where the rule is."""
     program: Any = equation.params.get("call_jaxpr")
     info: Any = getattr(getattr(program, "jaxpr", None), "debug_info", None)

@@ -158,7 +158,7 @@ def _gives_multiple(
     given: list[Flow],
     ratio: tuple[int, int] | None,
 ) -> bool:
-    """Whether results of counted arguments are multiples of how many are at hand."""
+    """Return True if an operation on multiples of the token count gives multiples."""
     name, first = equation.primitive.name, given[0]
     if name in ("add", "add_any", "sub"):
         return all(flow.multiple or flow.zero for flow in given)
@@ -256,7 +256,7 @@ def _other_value(one: Any, other: Any) -> bool:
 
 
 def _is_multiple(one: Any, other: Any, ratio: tuple[int, int] | None) -> bool:
-    """Whether numbers are as many times those of the twin as there are tokens."""
+    """Return True if numbers grow with the token count as a multiple of it does."""
     if ratio is None:
         return False
     num, fewer = ratio

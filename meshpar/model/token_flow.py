@@ -101,7 +101,7 @@ class Flow:
         return flow.moved(list(dims).index)
 
     def adds_up(self, *, counts: bool) -> bool:
-        """Whether it is a sum over tokens, of which each device has its part.
+        """Return True if adding up the devices' values gives the intended sum.
 
         Args:
             counts: Whether a multiple of how many tokens are at hand is one.

@@ -291,7 +291,7 @@ class Traced:
         return None
 
     def needs_second_trace(self) -> bool:
-        """Whether a second trace with fewer tokens must tell if all results are sums.
+        """Return True if only a second trace can tell whether results are sums.
 
         Call it only if `mixes()` returned None.
         """

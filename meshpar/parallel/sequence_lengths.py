@@ -99,7 +99,7 @@ def _check_padded(
 
 @functools.lru_cache(maxsize=32)
 def _counts_tokens(model: Model, names: tuple[str, ...], num_tokens: int) -> bool:
-    """Whether a sum of the head counts tokens by the shape of an array."""
+    """Return True if a sum of the head counts tokens by the shape of an array."""
     probe = Probe(model=model, names=names)
     if what_joins(probe, num_tokens) is not None:
         return False

@@ -19,7 +19,7 @@ LogicalAxes = tuple[str | None, ...]
 
 
 def is_axes(node: Any) -> bool:
-    """Whether a node of a tree is logical axes, and no further tree."""
+    """Return True for logical axes, False for a tree that contains them."""
     return isinstance(node, tuple | list) and all(
         name is None or isinstance(name, str) for name in node
     )

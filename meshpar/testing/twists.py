@@ -121,7 +121,7 @@ def _flat_tokens(model: Model, layout: Layout, rules: Rules) -> str | None:
     return "model.joins_tokens" if splits_tokens(model, layout, rules) else None
 
 
-def _of_key(key: str) -> Refusal:
+def _always(key: str) -> Refusal:
     return lambda model, layout, rules: key
 
 
@@ -148,11 +148,11 @@ TWISTS = {
     "flat": Twist(model=_flat, refused=_flat_tokens, suits=_of_tokens),
     "extra_array": Twist(
         batch=_with_extra,
-        refused=_of_key("batch.unknown_array"),
+        refused=_always("batch.unknown_array"),
         suits=lambda model: model.inputs is not None,
     ),
     "missing_array": Twist(
-        batch=_without_first, refused=_of_key("batch.missing_array")
+        batch=_without_first, refused=_always("batch.missing_array")
     ),
 }
 """By what `--twist` calls them: backwards that are not linear, that join examples or
