@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from meshpar.hardware.platforms import platform_named
+
 ASKED = {
     "parameter_gather": ("all-gather", "FSDP gather of parameters before their use"),
     "gradient_scatter": ("reduce-scatter", "FSDP reduce-scatter of gradients"),
@@ -102,8 +104,10 @@ def sum_dtype(dtype: Any, platform: str) -> Any:
         >>> sum_dtype(jnp.bfloat16, "tpu").__name__
         'bfloat16'
     """
+    if platform_named(platform).sums_16_bits:
+        return dtype
     narrow = jnp.dtype(dtype).itemsize < 4 and jnp.issubdtype(dtype, jnp.floating)
-    return jnp.float32 if platform == "cpu" and narrow else dtype
+    return jnp.float32 if narrow else dtype
 
 
 def summed(tree: Any, mesh_axes: Any, platform: str) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 
 from meshpar.errors import InputError
-from meshpar.hardware.devices import device_of_kind
+from meshpar.hardware.devices import device_from_kind
 from meshpar.layout import MESH_AXES, Layout
 
 Crossing = Literal["none", "host", "network"]
@@ -163,14 +163,14 @@ def _slice_of(device: Any) -> int:
 
 def _is_too_large(num_devices: int, device: Any) -> bool:
     """Whether no link joins so many GPUs of that kind."""
-    known = device_of_kind(getattr(device, "device_kind", ""))
+    known = device_from_kind(getattr(device, "device_kind", ""))
     if getattr(device, "platform", "") != "gpu" or known is None:
         return False
     return num_devices > known.domain_devices
 
 
 def _link_speeds(device_kind: str) -> tuple[float, float] | tuple[None, None]:
-    device = device_of_kind(device_kind)
+    device = device_from_kind(device_kind)
     if device is None or device.torus_dims or device.domain_devices > _HOST_GPUS:
         return None, None
     return device.link_bytes_per_s, device.network_bytes_per_s

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from meshpar import InputError, TrainStep, batch_shapes
 from meshpar.distributed import Processes
-from meshpar.hardware.devices import device_of_kind
+from meshpar.hardware.devices import device_from_kind
 from meshpar.recipes import report
 from meshpar.recipes.config import RunConfig
 from meshpar.train.memory_report import estimated_bytes
@@ -71,7 +71,7 @@ def _memory_bytes(device: jax.Device) -> float | None:
     if device.platform == "cpu":
         return host_memory_bytes()
     limit = (device.memory_stats() or {}).get("bytes_limit")
-    known = device_of_kind(device.device_kind)
+    known = device_from_kind(device.device_kind)
     return limit or (known and known.memory_bytes)
 
 

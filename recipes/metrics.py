@@ -13,7 +13,7 @@ import jax
 from meshpar import InputError, TrainStep
 from meshpar.audit.block_trace import traced_workload
 from meshpar.distributed import Processes
-from meshpar.hardware.devices import device_of_kind
+from meshpar.hardware.devices import device_from_kind
 from meshpar.recipes.config import RunConfig
 from meshpar.train.metrics import JsonLines
 
@@ -110,7 +110,7 @@ class Utilization:
         devices = list(step.mesh.devices.flat)
         here = jax.process_index()
         self._devices = [one for one in devices if one.process_index == here]
-        known = device_of_kind(devices[0].device_kind)
+        known = device_from_kind(devices[0].device_kind)
         self.peak_flops = known and known.peak_flops[step.layout.precision]
         self._seconds_at_peak = None
         if self.peak_flops:

@@ -16,7 +16,7 @@ from meshpar.audit import targets
 from meshpar.audit.flops import UncountedCall, flops_of
 from meshpar.audit.hlo import parse_program
 from meshpar.audit.report import AuditReport, audit
-from meshpar.hardware.splash_flops import scope_of, splash_flops
+from meshpar.hardware.attention_kernels import splash_flops, splash_scope
 from tests.test_audit_counts import array
 from tests.test_audit_surprises import line_with
 from tests.test_audit_targets import needs_gpu_compiler, needs_tpu_compiler
@@ -86,7 +86,8 @@ def test_splash_kernels_make_two_three_and_four_matmuls_of_the_pairs():
     pairs, size = 66 * 128**2, 64
     matmuls = {"fwd": 2, "dq": 3, "dkv": 4}
     for kernel, count in matmuls.items():
-        path = f"jit(f)/{scope_of(pairs, size, size)}/splash_mha_{kernel}_x/pallas_call"
+        scope = splash_scope(pairs, size, size)
+        path = f"jit(f)/{scope}/splash_mha_{kernel}_x/pallas_call"
         assert splash_flops(path) == count * 2 * pairs * size
 
 

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 from meshpar import absent_mesh, audit, batch_shapes, make_train_step
-from meshpar.hardware import batch_parts as hardware
+from meshpar.hardware import platforms
 from meshpar.model import batch_parts
 from meshpar.model.batch_parts import num_parts_of
 from meshpar.model.parameter import is_parameter
@@ -44,8 +44,9 @@ def parts_on_cpu(monkeypatch):
         taken.append(num_parts)
         return split(tree, at, num_parts)
 
-    monkeypatch.setitem(hardware.NUM_PARTS, "cpu", 4)
-    monkeypatch.setattr(hardware, "LEAST_TOKENS", 1)
+    cpu = replace(platforms.PLATFORMS["cpu"], max_batch_parts=4)
+    monkeypatch.setitem(platforms.PLATFORMS, "cpu", cpu)
+    monkeypatch.setattr(platforms, "LEAST_TOKENS", 1)
     monkeypatch.setattr(batch_parts, "_part", seen)
     return taken
 

@@ -8,7 +8,7 @@ import pytest
 
 from meshpar.audit import targets
 from meshpar.audit.target import Target
-from meshpar.hardware.devices import DEVICES, TARGET_OF, TARGETS, device_of_kind
+from meshpar.hardware.devices import DEVICES, TARGET_NAMES, TARGETS, device_from_kind
 from meshpar.layout import Layout
 from meshpar.planner.machine.clusters import cluster_of, device_of, load_device
 from meshpar.planner.machine.collective_cost import (
@@ -366,10 +366,10 @@ def test_numbers_of_data_sheets():
     assert DEVICES["tpu-v5p"].link_bytes_per_s == 100e9
 
 
-@pytest.mark.parametrize("name", sorted(TARGET_OF))
+@pytest.mark.parametrize("name", sorted(TARGET_NAMES))
 def test_audit_and_planner_have_one_number_for_the_memory_of_a_device(name):
     device, torus_dims = device_of(name), DEVICES[name].torus_dims
-    target = Target.parse(f"{TARGET_OF[name]}:{'x'.join(['2'] * (torus_dims or 2))}")
+    target = Target.parse(f"{TARGET_NAMES[name]}:{'x'.join(['2'] * (torus_dims or 2))}")
     assert target.memory_bytes == device.memory_bytes
     assert target.platform == device.platform
 
@@ -396,9 +396,9 @@ def test_a_gpu_has_the_memory_that_its_compiler_is_told(name):
     ],
 )
 def test_a_device_is_known_by_what_jax_calls_it(kind, name):
-    assert device_of_kind(kind) is DEVICES[name]
+    assert device_from_kind(kind) is DEVICES[name]
 
 
 @pytest.mark.parametrize("kind", ["cpu", "NVIDIA H100 PCIe", "TPU v7", "NVIDIA A1000"])
 def test_a_device_of_other_figures_is_not_taken_for_a_known_one(kind):
-    assert device_of_kind(kind) is None
+    assert device_from_kind(kind) is None

@@ -123,7 +123,7 @@ def test_mfu_is_of_the_data_sheets_peak_at_the_layouts_precision(
     precision, monkeypatch
 ):
     h100 = DEVICES["h100-80gb"]
-    monkeypatch.setattr(metrics, "device_of_kind", lambda kind: h100)
+    monkeypatch.setattr(metrics, "device_from_kind", lambda kind: h100)
     layout = f"data=2,precision={precision}"
     step = make_step(RunConfig(layout=layout, preset="tiny"))
     use = metrics.Utilization(step, global_batch=8, seq=64)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshpar import Layout, Scope, make_train_step
 from meshpar.audit.report import audit
-from meshpar.hardware.splash_flops import scope_of, splash_flops
+from meshpar.hardware.attention_kernels import splash_flops, splash_scope
 from meshpar.mesh import absent_mesh, use_mesh
 from meshpar.model.tracing import traced_batch
 from meshpar.models.layers.attention import attend
@@ -64,7 +64,7 @@ def test_packed_attention_is_a_kernel_of_each_shard_that_is_counted_and_moves_no
 
 def test_each_kernel_of_attention_counts_its_own_matmuls():
     """Forward two; back three of the queries, and four of the keys and values."""
-    scope = scope_of(pairs=10, query_dim=4, value_dim=3)
+    scope = splash_scope(pairs=10, query_dim=4, value_dim=3)
     flops = {
         kernel: splash_flops(f"{scope}/splash_mha_{kernel}_no_residuals/pallas_call")
         for kernel in ("fwd", "dq", "dkv")

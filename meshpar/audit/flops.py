@@ -3,7 +3,7 @@
 A multiply and an add are two. Elementwise work is left out, as in model FLOPs. Of a
 kernel (a Pallas kernel, or XLA:TPU's own of `ragged_dot`) the text shows no matmul: it
 counts by the cost estimate that it carries, or by the path that our program gives it
-(`meshpar.hardware.splash_flops`), or is named as not counted.
+(`meshpar.hardware.attention_kernels`), or is named as not counted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from meshpar.audit.hlo import Computation, HloError, Instruction, Program
 from meshpar.audit.loops import places
 from meshpar.audit.shapes import ArrayShape, arrays_of
-from meshpar.hardware.splash_flops import splash_flops
+from meshpar.hardware.attention_kernels import splash_flops
 
 _NO_WORK = (
     *("Sharding", "TopK", "AllocateBuffer", "MoveToHost", "MoveToDevice"),

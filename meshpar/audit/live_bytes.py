@@ -16,7 +16,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from meshpar.audit.jaxprs import inner_jaxprs
-from meshpar.hardware.tpus import HEAP_OVER_ARRAYS, LANES
+from meshpar.hardware.platforms import platform_named
 from meshpar.model.elementwise import ELEMENTWISE
 
 _READS_ARRAYS = ("conv_general_dilated", "dot_general", "scan", "while", "cond")
@@ -77,11 +77,10 @@ def most_room(program: ClosedJaxpr, platform: str) -> int:
 
     Args:
         program: As of `most_live`.
-        platform: "tpu" lays the last dim along its lanes, and leaves gaps.
+        platform: Its lanes pad the last dim; its compiler leaves gaps between arrays.
     """
-    if platform != "tpu":
-        return most_live(program).total_bytes
-    return round(HEAP_OVER_ARRAYS * most_live(program, LANES).total_bytes)
+    facts = platform_named(platform)
+    return round(facts.heap_over_arrays * most_live(program, facts.lanes).total_bytes)
 
 
 def _most_live(jaxpr: Jaxpr, lanes: int) -> Live:

@@ -10,8 +10,7 @@ from meshpar.audit.flops import instruction_flops
 from meshpar.audit.hlo import Computation, Instruction, Program
 from meshpar.audit.loops import Place, called
 from meshpar.audit.shapes import arrays_of
-from meshpar.hardware.device import Device
-from meshpar.hardware.matmul_time import matmul_s
+from meshpar.hardware.device import Device, matmul_s
 
 _HALVES = ("bf16", "f16")
 

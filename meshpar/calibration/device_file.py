@@ -9,8 +9,7 @@ from numbers import Number
 import jax
 
 from meshpar.calibration.measure import Calibration
-from meshpar.hardware.device import Device
-from meshpar.hardware.efficiency import Efficiency
+from meshpar.hardware.device import Device, Efficiency
 
 
 def device_toml(found: Calibration) -> str:

@@ -20,8 +20,7 @@ from meshpar.calibration.kernels import (
 )
 from meshpar.calibration.trial import seconds
 from meshpar.errors import InputError
-from meshpar.hardware.device import Device
-from meshpar.hardware.efficiency import Efficiency
+from meshpar.hardware.device import Device, Efficiency
 from meshpar.planner.machine.link import Link
 
 _HEAD_DIMS = (64, 128)

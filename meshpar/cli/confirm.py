@@ -17,7 +17,7 @@ from meshpar.cli.audit import adamw_step
 from meshpar.cli.estimate import train_model
 from meshpar.cli.parsing import MODEL_FROM, model_of
 from meshpar.errors import InputError
-from meshpar.hardware.devices import DEVICES, TARGET_OF
+from meshpar.hardware.devices import DEVICES, TARGET_NAMES
 from meshpar.mesh import absent_mesh
 from meshpar.model.contract import Model
 from meshpar.model.tracing import traced_batch
@@ -110,9 +110,9 @@ def target_of(cluster: Cluster) -> Target:
     Raises:
         InputError: It is none that can be compiled for.
     """
-    name = TARGET_OF.get(cluster.device.name)
+    name = TARGET_NAMES.get(cluster.device.name)
     if name is None or (cluster.torus and cluster.hosts > 1):
-        gpus = [name for name in TARGET_OF if not DEVICES[name].torus_dims]
+        gpus = [name for name in TARGET_NAMES if not DEVICES[name].torus_dims]
         raise InputError(
             f"--confirm cannot compile for {cluster.text}; leave it out, or plan for "
             f"one slice of a TPU or for {', '.join(gpus)}",

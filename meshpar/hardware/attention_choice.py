@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshpar.attention_method import has_degrees
+from meshpar.hardware.platforms import platform_named
 
 SPLASH_LANES = 128
 """Splash attention takes sequences of whole tiles, whose rows are a TPU's lanes."""
@@ -132,7 +133,7 @@ def attention_choice(asked: AttentionAsked) -> AttentionChoice:
         'attention runs without splash: it takes heads of a multiple of 8 values, \
 not 100'
     """
-    wanted = {"gpu": "cudnn", "tpu": "splash"}.get(asked.platform, "")
+    wanted = platform_named(asked.platform).fused_attention
     if not wanted or asked.probing:
         return AttentionChoice()
     limits = _cudnn_limits(asked) if wanted == "cudnn" else _splash_limits(asked)
@@ -158,7 +159,8 @@ def words_of_scope(path: str) -> str:
 
 
 def _limits(asked: AttentionAsked) -> dict[str, str | bool]:
-    tiles = ("allgather",) if asked.platform == "tpu" else ("ring", "allgather")
+    has_ring = platform_named(asked.platform).fused_attention == "splash"
+    tiles = ("allgather",) if has_ring else ("ring", "allgather")
     return {
         "dtype": not asked.half,
         "method": (asked.method in tiles or has_degrees(asked.method)) and asked.method,

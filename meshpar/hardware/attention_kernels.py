@@ -1,27 +1,26 @@
-"""Fused attention kernels: what each achieves of which device's peak.
+"""Fused attention kernels: the share of a device's peak that each achieves, its FLOPs.
 
-A kernel's softmax takes as long as matmuls of `head_dim` would, so that of the peak
+A kernel's softmax takes as long as matmuls of `head_dim` would, so that it achieves
 
     share = whole * size / (size + head_dim)
 
-is achieved with heads of some size, half of all scores being masked; for a backward
-see `backward_in_forwards`.
+of the peak with heads of some size, half of all scores being masked; for a backward see
+`backward_in_forwards`.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from meshpar.errors import InputError
-from meshpar.hardware.efficiency import is_number
-from meshpar.hardware.splash_flops import BACKWARD_MATMULS
 from meshpar.layout import nearest
 
 
 class Kernel(NamedTuple):
-    """What a kernel achieves on one device.
+    """Speed of a kernel on one device.
 
     Args:
         whole: Share of the peak with very large heads.
@@ -32,8 +31,13 @@ class Kernel(NamedTuple):
     head_dim: float
 
 
-def kernel_of(device: str, name: str, value: object) -> Kernel:
-    """A kernel of a device's table: two numbers, as a file has them.
+def is_number(value: object) -> bool:
+    """Return True if a value of a device's file is a number; a bool is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def parse_kernel(device: str, name: str, value: object) -> Kernel:
+    """Parse an entry of a device's table of kernels: two numbers.
 
     Raises:
         InputError: No such kernel, or numbers that it cannot have.
@@ -65,26 +69,30 @@ KERNELS = {
 """Name of each kernel -> the platform that has it."""
 
 OWN_KERNEL = "own"
-"""Of an execution: what this library takes (`meshpar.hardware.attention_choice`)."""
+"""An execution's kernel that `meshpar.hardware.attention_choice` chooses."""
 
 MATMULS_OF_BACKWARD = 2.5
-"""For each of the forward's: five to its two (Dao 2023, section 3.1)."""
+"""Matmuls of a backward for each of the forward's: five to its two (Dao 2023, section
+3.1)."""
+
+SPLASH_BACKWARD_MATMULS = 3.5
+"""The same of splash attention's two backward kernels: seven to the forward's two."""
 
 BACKWARD = 0.84
-"""Of a forward's FLOP/s, what a backward's achieve: 310 of 368 TFLOP/s
-(FlashAttention-2), 499 of 609 (cuDNN), 542 of 638 (FlashAttention-3), with heads of 128
-and 4,096 tokens on an H100 (Shah et al. 2024, figures 5 and 6); 63 of 73 % of an A100's
-peak (Dao 2023, section 4.1)."""
+"""A backward's FLOP/s over its forward's: 310 of 368 TFLOP/s (FlashAttention-2), 499
+of 609 (cuDNN), 542 of 638 (FlashAttention-3), with heads of 128 and 4,096 tokens on an
+H100 (Shah et al. 2024, figures 5 and 6); 63 of 73 % of an A100's peak (Dao 2023,
+section 4.1)."""
 
 
 def backward_in_forwards(kernel: str) -> float:
-    """How many times the forward's time a kernel's backward takes.
+    """Return a kernel's backward time over its forward's.
 
-    Splash attention's is two kernels of seven matmuls and two softmaxes, which are
-    taken to run as the forward's two and one do.
+    Splash attention's backward is two kernels of seven matmuls and two softmaxes, which
+    are taken to run as the forward's two and one do.
     """
     if kernel == "splash":
-        return BACKWARD_MATMULS
+        return SPLASH_BACKWARD_MATMULS
     return MATMULS_OF_BACKWARD / BACKWARD
 
 
@@ -103,3 +111,41 @@ HOPPER = {
     "flash-attention-3": Kernel(0.94, 78),
 }
 CUDNN_HOPPER = Kernel(0.91, 95)
+
+
+_SCOPE = re.compile(r"splash_pairs_(\d+)_(\d+)_(\d+)")
+
+# Matmuls over each pair of a query and a key: (of the query's size, of the value's).
+# Forward: scores; mixed values. Queries' gradient: scores and it; the softmax's
+# gradient. Keys' and values': scores and keys'; the softmax's gradient and values'.
+_MATMULS = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2)}
+_KERNEL = re.compile(rf"splash_mha_({'|'.join(_MATMULS)})_")
+
+
+def splash_scope(pairs: int, query_dim: int, value_dim: int) -> str:
+    """Return a scope's name that tells the FLOPs of the splash kernels called in it.
+
+    The compiled text of these kernels does not show them; `splash_flops` reads the
+    name from the calls' paths.
+
+    Args:
+        pairs: Pairs of a query and a key that have a score, of all examples and heads.
+        query_dim: Size of a query.
+        value_dim: Size of a value.
+    """
+    return f"splash_pairs_{pairs}_{query_dim}_{value_dim}"
+
+
+def splash_flops(path: str) -> int | None:
+    """Return the FLOPs of the splash kernel at a path of operations; None if none is.
+
+    Example:
+        >>> splash_flops("splash_pairs_10_4_4/splash_mha_fwd_no_residuals/pallas_call")
+        160
+    """
+    scope, kernel = _SCOPE.search(path), _KERNEL.search(path)
+    if not scope or not kernel:
+        return None
+    pairs, query_dim, value_dim = map(int, scope.groups())
+    queries, values = _MATMULS[kernel[1]]
+    return 2 * pairs * (queries * query_dim + values * value_dim)

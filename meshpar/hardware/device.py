@@ -4,16 +4,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 from meshpar.errors import InputError
-from meshpar.hardware.attention_kernels import Kernel, kernel_of
-from meshpar.hardware.efficiency import Efficiency, is_number
-from meshpar.hardware.plausible import check_plausible
+from meshpar.hardware.attention_kernels import Kernel, is_number, parse_kernel
+from meshpar.hardware.platforms import PLATFORMS
 
-PLATFORMS = ("gpu", "tpu", "cpu")
-"""What a device can be."""
+_RATE = (1e3, 1e18)
+"""Bytes per second: from a modem's to a thousand times a wafer's memory (20 PB/s)."""
+
+PLAUSIBLE: dict[str, tuple[float, float]] = {
+    "memory_bytes": (1e3, 1e15),
+    "memory_bytes_per_s": _RATE,
+    "link_bytes_per_s": _RATE,
+    "network_bytes_per_s": _RATE,
+    "host_bytes_per_s": _RATE,
+    "peak_flops": (1e3, 1e21),
+    "domain_devices": (1, 1_000_000),
+    "wraps": (1, 1_000_000),
+    "torus_dims": (0, 6),  # of any machine built: Fujitsu's Tofu (Ajima et al. 2009)
+    "attention_head_dim": (0, 1e6),
+    "hop_s": (0, 1),
+    "network_hop_s": (0, 1),
+    "launch_s": (0, 1),
+    "spread": (0, 1),
+    "collective_cores": (0, 1),
+}
+"""Field of `Device` or `Efficiency` -> its least and its most, in its own unit."""
 
 _POSITIVE = (
     "memory_bytes",
@@ -22,6 +40,75 @@ _POSITIVE = (
     "network_bytes_per_s",
     "host_bytes_per_s",
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiency:
+    """How much of its data sheet a device achieves: one set a device.
+
+    Args:
+        matmul: Fraction of the peak that a matmul of infinite size achieves. A finite
+            one takes the time of its operands' traffic besides, so that its fraction
+            saturates with its arithmetic intensity.
+        attention: The same of the fused attention kernel that this library runs there,
+            with very large heads; of others `Device.attention_kernels` says it.
+        attention_head_dim: Head size at which such a kernel spends as long on softmax
+            as on matmuls, so that it achieves half of `attention`.
+        memory: Fraction of the memory's bandwidth that elementwise kernels achieve.
+        link: Fraction of the in-host link (or torus link) that collectives achieve.
+        network: Fraction of the network between hosts that they achieve.
+        hop_s: Latency of one step of a collective in a host, or on a torus.
+        network_hop_s: Latency of one step between hosts.
+        launch_s: Time between the end of a kernel and the start of the next one.
+        spread: Standard deviation of a device's step time, as a fraction of it.
+        collective_cores: Share of the device's cores that a collective takes from the
+            kernels beside it; 0 where engines of their own move the bytes.
+
+    Raises:
+        InputError: A fraction outside of 0 to 1, or a time that no device has.
+    """
+
+    matmul: float
+    attention: float
+    attention_head_dim: float
+    memory: float
+    link: float
+    network: float
+    hop_s: float
+    network_hop_s: float
+    launch_s: float
+    spread: float
+    collective_cores: float = 0.0
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            if not is_number(getattr(self, one.name)):
+                raise InputError(
+                    f"efficiency {one.name}={getattr(self, one.name)!r}: must be a "
+                    "number",
+                    key="hardware.not_a_number",
+                )
+        for name in ("matmul", "attention", "memory", "link", "network"):
+            if not 0 < getattr(self, name) <= 1:
+                raise InputError(
+                    f"efficiency {name}={getattr(self, name)}: must be above 0 and at "
+                    "most 1, a fraction of the data sheet's number",
+                    key="hardware.not_a_fraction",
+                )
+        for name in (
+            "attention_head_dim",
+            "hop_s",
+            "network_hop_s",
+            "launch_s",
+            "spread",
+            "collective_cores",
+        ):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise InputError(
+                    f"efficiency {name}={getattr(self, name)}: must be 0 or more",
+                    key="hardware.negative_or_infinite",
+                )
+            check_plausible("efficiency", name, getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +204,7 @@ class Device:
                 )
             check_plausible(f"hardware {self.name!r}:", name, number)
         kernels = {
-            name: kernel_of(self.name, name, value)
+            name: parse_kernel(self.name, name, value)
             for name, value in self.attention_kernels.items()
         }
         object.__setattr__(self, "attention_kernels", kernels)
@@ -146,6 +233,51 @@ class Device:
     def usable_bytes(self) -> float:
         """What a program's arrays can take of its memory."""
         return self.memory_bytes * (1 - self.reserve)
+
+
+def check_plausible(owner: str, name: str, value: float) -> None:
+    """Passes a number that a device can have.
+
+    Args:
+        owner: What errors call the device.
+        name: A field, or a field and what it is of (`peak_flops bf16`).
+        value: Its value.
+
+    Raises:
+        InputError: It is out of the field's range.
+    """
+    least, most = PLAUSIBLE.get(name.split()[0], (float("-inf"), float("inf")))
+    if not least <= value <= most:
+        raise InputError(
+            f"{owner} {name}={value:g}: must be at least {least:g} and at most "
+            f"{most:g}; look at its unit",
+            key="hardware.implausible_number",
+        )
+
+
+def matmul_s(device: Device, dtype: str, flops: float, num_bytes: float) -> float:
+    """Time of matmuls of so many FLOPs that read and write so many bytes.
+
+        time = hypot(flops / (peak * matmul), bytes / (memory bandwidth * memory))
+
+    Traffic hides behind arithmetic as far as there is less of it. So the achieved
+    fraction saturates with the arithmetic intensity `I` of the shape:
+    `matmul / sqrt(1 + (I0 / I)^2)`, with `I0` the FLOPs per byte that the device
+    achieves.
+
+    Args:
+        device: With what it achieves of its peaks (`Efficiency`).
+        dtype: A key of its `peak_flops`.
+        flops: Two for each multiply and add.
+        num_bytes: Of the operands and the result.
+    """
+    arithmetic_s = flops / (device.peak_flops[dtype] * device.efficiency.matmul)
+    return math.hypot(arithmetic_s, memory_s(device, num_bytes))
+
+
+def memory_s(device: Device, num_bytes: float) -> float:
+    """Time to read or write so many bytes of a device's memory."""
+    return num_bytes / (device.memory_bytes_per_s * device.efficiency.memory)
 
 
 class Known(NamedTuple):

@@ -1,45 +1,310 @@
-"""Every device that is known, by each of its names: one table for all who ask.
+"""Known devices by each of their names, with the sources of their numbers.
 
-A new one is an entry of `gpus` or `tpus`.
+A new device is one entry of `_GPUS` or `_TPUS`.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
-from meshpar.hardware.device import Device
-from meshpar.hardware.gpus import GPUS
-from meshpar.hardware.tpus import TPUS
+from meshpar.hardware.attention_kernels import (
+    AMPERE,
+    CUDNN_AMPERE,
+    CUDNN_HOPPER,
+    HOPPER,
+)
+from meshpar.hardware.device import Device, Efficiency, Known
 
-_KNOWN = (*GPUS, *TPUS)
+# How each number was got:
+#   memory_bytes     What a program can have, its CUDA context included, for that is
+#                    what has to fit: what CUDA reports, as OpenXLA's target
+#                    configurations have it (`xla/backends/gpu/target_config/specs`,
+#                    2026; `meshpar.audit.gpu_targets` holds those compiled for). Data
+#                    sheets round: of an H100's 80 GB, 80 GiB of chips, nvidia-smi shows
+#                    79.6 GiB and CUDA has 79.1. The H200's there is no card's report:
+#                    its data sheet's 141 as GiB. An H800's is taken to be an H100's.
+#   matmul           Fitted: A100 to one layer of Megatron-LM (Korthikanti et al. 2022,
+#                    table 4, ten times), with what Python adds to a launch there
+#                    (`Execution.launch_s`); 0.75 without that fits this layer as well.
+#                    H100 to step times of the nanotron grid (the rows that
+#                    `meshpar plan --validate` marks).
+#   launch_s         The time between two kernels. A100: taken, by order of magnitude.
+#                    H100: fitted to the same rows as its matmuls, nanotron's `host_s`
+#                    too.
+#   attention, attention_head_dim
+#                    `meshpar.hardware.attention_kernels`.
+#   memory           Taken: what streaming kernels achieve, norms and masks among them;
+#                    the layer times above fit as well with 0.8 as with 0.9.
+#   link_bytes_per_s, network_bytes_per_s
+#                    Half the NVLink figure of NVIDIA's data sheets, which
+#                    count both directions (A100 2021-06, H100 and H800 2023-03, H200
+#                    2024-11, B200 2025-02); one network port for each, as in a DGX
+#                    (200 Gb/s A100, 400 Gb/s later).
+#   link             nccl-tests' bus bandwidth in a host: 235 of 300 GB/s (DGX A100),
+#                    360 of 450 GB/s (DGX H100, rings).
+#   network          Taken: the line rate less headers and imperfect routes.
+#   hop_s, network_hop_s
+#                    A step of a ring: 3.4 us over NVLink, 14 us over InfiniBand (NCCL,
+#                    `src/graph/tuning.cc`, `hwLat`, simple protocol), 20 us over EFA,
+#                    on which the nanotron grid ran (aws-ofi-nccl's tuner: 19.8).
+#                    Between many hosts these are what achieved bandwidth falls by.
+#   collective_cores NCCL's channels have a core each: 24 of 108 on a DGX A100 (NCCL's
+#                    log), 20 of 132 (DeepSeek-AI 2024, section 3.2.1).
+#   host_bytes_per_s Of the device, not achieved: PCIe x16, half of the data sheet's
+#                    both directions (gen 4 A100, gen 5 H100 to B200); GB200 a half of
+#                    its CPU's 450 GB/s NVLink-C2C.
+#   compute_capability
+#                    NVIDIA's table of CUDA GPUs (2025): 8.0, 9.0, 10.0.
+#   spread           Taken: equal devices differ by some tenths of a percent.
+_A100 = Efficiency(
+    matmul=0.78,
+    attention=CUDNN_AMPERE.whole,
+    attention_head_dim=CUDNN_AMPERE.head_dim,
+    memory=0.8,
+    link=0.78,
+    network=0.9,
+    hop_s=3.4e-6,
+    network_hop_s=14e-6,
+    launch_s=4e-6,
+    spread=0.003,
+    collective_cores=0.22,
+)
+_H100 = replace(
+    _A100,
+    matmul=0.62,
+    attention=CUDNN_HOPPER.whole,
+    attention_head_dim=CUDNN_HOPPER.head_dim,
+    link=0.8,
+    network_hop_s=20e-6,
+    launch_s=1e-6,
+    collective_cores=0.15,
+)
+
+
+# JAX takes 75 % of a GPU's memory at start unless XLA_PYTHON_CLIENT_MEM_FRACTION says
+# otherwise (its documentation, "GPU memory allocation"). Taken: 0.92 of it, which
+# leaves 6.8 of an H100's 84.9 GB for the context, kernels and NCCL's buffers.
+_RESERVE = 0.08
+
+
+def _gpu_peaks(bf16: float) -> dict[str, float]:
+    """FLOP/s by dtype: fp32 at JAX's default precision is TF32, half as fast."""
+    return {"bf16": bf16, "fp32": bf16 / 2}
+
+
+# NVIDIA A100 data sheet, 2021-06: bf16 312, TF32 156 TFLOP/s dense, HBM2e 2,039 GB/s
+# (80 GB SXM), HBM2 1,555 GB/s (40 GB).
+_A100_80GB = Device(
+    name="a100-80gb",
+    peak_flops=_gpu_peaks(312e12),
+    memory_bytes=85_100_068_864,
+    memory_bytes_per_s=2.039e12,
+    domain_devices=8,
+    link_bytes_per_s=300e9,
+    network_bytes_per_s=25e9,
+    host_bytes_per_s=32e9,
+    efficiency=_A100,
+    attention_kernels=AMPERE,
+    reserve=_RESERVE,
+    compute_capability=8.0,
+)
+_A100_40GB = replace(
+    _A100_80GB,
+    name="a100-40gb",
+    memory_bytes=42_331_013_120,
+    memory_bytes_per_s=1.555e12,
+)
+
+# NVIDIA H100 data sheet, 2023-03 (SXM; half of the numbers with sparsity).
+_H100_80GB = Device(
+    name="h100-80gb",
+    peak_flops=_gpu_peaks(989.4e12),
+    memory_bytes=84_942_979_072,
+    memory_bytes_per_s=3.35e12,
+    domain_devices=8,
+    link_bytes_per_s=450e9,
+    network_bytes_per_s=50e9,
+    host_bytes_per_s=64e9,
+    efficiency=_H100,
+    attention_kernels=HOPPER,
+    reserve=_RESERVE,
+    compute_capability=9.0,
+)
+# The H800 is an H100 whose NVLink is cut to 400 GB/s in both directions (DeepSeek-AI
+# 2025, "Insights into DeepSeek-V3", section 4.1).
+_H800_80GB = replace(_H100_80GB, name="h800-80gb", link_bytes_per_s=200e9)
+# NVIDIA H200 data sheet, 2024-11: the H100's peaks, 4.8 TB/s.
+_H200_141GB = replace(
+    _H100_80GB,
+    name="h200-141gb",
+    memory_bytes=151_397_597_184,
+    memory_bytes_per_s=4.8e12,
+)
+
+# NVIDIA DGX B200 data sheet, 2025-02: 8 GPUs with 72 PFLOP/s fp8 with sparsity and
+# 64 TB/s together. No published step times calibrate Blackwell: it takes Hopper's
+# fractions and attention kernels, as every plan for it says.
+_B200_180GB = replace(
+    _H100_80GB,
+    name="b200-180gb",
+    peak_flops=_gpu_peaks(2.25e15),
+    memory_bytes=191_514_411_008,
+    memory_bytes_per_s=8e12,
+    link_bytes_per_s=900e9,
+    taken_from="h100-80gb",
+    compute_capability=10.0,
+)
+# NVIDIA GB200 NVL72 data sheet, 2024-03: 72 GPUs with 360 PFLOP/s bf16 with sparsity
+# and 576 TB/s together, one NVLink domain of the B200's ports.
+_GB200_186GB = replace(
+    _B200_180GB,
+    name="gb200-186gb",
+    peak_flops=_gpu_peaks(2.5e15),
+    memory_bytes=197_897_748_480,
+    host_bytes_per_s=225e9,
+    domain_devices=72,
+)
+
+
+_GPUS = (
+    Known(_A100_80GB, "A100", other_name="a100", target="gpu:a100"),
+    Known(_A100_40GB, "A100"),
+    Known(_H100_80GB, "H100", other_name="h100", target="gpu:h100"),
+    Known(_H800_80GB, "H800", other_name="h800", target="gpu:h100"),
+    Known(_H200_141GB, "H200", other_name="h200", target="gpu:h200"),
+    Known(_B200_180GB, "B200", other_name="b200", target="gpu:b200"),
+    Known(_GB200_186GB, "GB200", other_name="gb200"),
+)
+
+
+# How each number was got:
+#   memory_bytes     What a program can have, for that is what has to fit: what libtpu
+#                    (of jax 0.10.2, 2026-11-22) calls available when it refuses a
+#                    program that is too large. Of a v5e's 16 GiB it keeps 0.25 itself,
+#                    of 32 GiB 0.75 (v6e) or 1.25 (v4); Google's pages say 95 GB (v5p).
+#   peak_flops, memory_bytes_per_s, link_bytes_per_s, network_bytes_per_s
+#                    Cloud TPU documentation, system architecture pages (read 2025): ICI
+#                    per chip over its 6 (v4, v5p) or 4 (v5e, v6e) ports. The network is
+#                    a host's NICs over its chips: 2 x 100 Gb/s over 8 (v5e), 4 x 200
+#                    over 8 (v6e); 200 Gb/s over 4 chips (v4, v5p).
+#   pod_devices      Most chips of one slice: a v4 pod 4096, a v5e or v6e pod 256, of a
+#                    v5p pod's 8960 a job has at most 6144 (the same pages).
+#   host_bytes_per_s "How to Scale Your Model" (Austin et al. 2025, chapter 2).
+#
+# TPUs run one compiled program: no launches, and engines of their own move what
+# collectives send. No published step times calibrate these: taken, with the fractions
+# of ICI and matmuls that "How to Scale Your Model" (Austin et al. 2025) calls usual.
+_TPU = Efficiency(
+    matmul=0.9,
+    attention=0.6,
+    attention_head_dim=24,
+    memory=0.85,
+    link=0.9,
+    network=0.8,
+    hop_s=1e-6,
+    network_hop_s=30e-6,
+    launch_s=0.0,
+    spread=0.001,
+)
+
+
+def _tpu_peaks(bf16: float) -> dict[str, float]:
+    """FLOP/s by dtype: fp32 at JAX's default precision is one bf16 pass of the MXU."""
+    return {"bf16": bf16, "fp32": bf16}
+
+
+def _gib(size: float) -> int:
+    return round(size * 2**30)
+
+
+_V4 = Device(
+    name="tpu-v4",
+    peak_flops=_tpu_peaks(275e12),
+    memory_bytes=_gib(30.75),
+    memory_bytes_per_s=1.2e12,
+    domain_devices=4,
+    link_bytes_per_s=50e9,
+    network_bytes_per_s=6.25e9,
+    host_bytes_per_s=16e9,
+    torus_dims=3,
+    wraps=4,
+    pod_devices=4096,
+    platform="tpu",
+    efficiency=_TPU,
+)
+_V5P = replace(
+    _V4,
+    name="tpu-v5p",
+    peak_flops=_tpu_peaks(459e12),
+    memory_bytes=_gib(95.74),
+    memory_bytes_per_s=2.765e12,
+    link_bytes_per_s=100e9,
+    pod_devices=6144,
+)
+_V5E = Device(
+    name="tpu-v5e",
+    peak_flops=_tpu_peaks(197e12),
+    memory_bytes=_gib(15.75),
+    memory_bytes_per_s=819e9,
+    domain_devices=8,
+    link_bytes_per_s=50e9,
+    network_bytes_per_s=3.125e9,
+    host_bytes_per_s=16e9,
+    torus_dims=2,
+    wraps=16,
+    pod_devices=256,
+    platform="tpu",
+    efficiency=_TPU,
+)
+_V6E = replace(
+    _V5E,
+    name="tpu-v6e",
+    peak_flops=_tpu_peaks(918e12),
+    memory_bytes=_gib(31.25),
+    memory_bytes_per_s=1.638e12,
+    link_bytes_per_s=100e9,
+    network_bytes_per_s=12.5e9,
+    host_bytes_per_s=32e9,
+)
+
+
+_TPUS = (
+    Known(_V4, "TPU v4", other_name="v4", target="tpu:v4"),
+    Known(_V5E, "TPU v5 lite", other_name="v5e", target="tpu:v5e"),
+    Known(_V5P, "TPU v5", other_name="v5p", target="tpu:v5p"),
+    Known(_V6E, "TPU v6 lite", other_name="v6e", target="tpu:v6e"),
+)
+
+_KNOWN = (*_GPUS, *_TPUS)
 
 DEVICES = {known.device.name: known.device for known in _KNOWN}
-"""What `--hardware` knows by name."""
+"""Name for `--hardware` -> device."""
 
 OTHER_NAMES = {known.other_name: known.device for known in _KNOWN if known.other_name}
-"""The same by a shorter name."""
+"""Shorter name -> device."""
 
-TARGET_OF = {known.device.name: known.target for known in _KNOWN if known.target}
-"""Name of a device -> what `meshpar audit --target` calls it, sizes left out."""
+TARGET_NAMES = {known.device.name: known.target for known in _KNOWN if known.target}
+"""Name of a device -> its name for `meshpar audit --target`, without sizes."""
 
 # An H800 is compiled for as an H100, whose entry comes first.
 TARGETS = {known.target: known.device for known in reversed(_KNOWN) if known.target}
-"""What `meshpar audit --target` knows, sizes left out."""
+"""Name for `meshpar audit --target`, without sizes -> device."""
 
 # Words of a device kind whose figures are others: cards on PCIe, NVL cards (bridged to
 # few others, not to the whole host), slices of a card (MIG has no NVLink).
 _OTHER_CARDS = {"PCIE", "NVL", "MIG"}
 
 
-def device_of_kind(device_kind: str) -> Device | None:
-    """The accelerator that JAX calls so; None if it is none of these.
+def device_from_kind(device_kind: str) -> Device | None:
+    """Return the device that JAX calls so; None if it is not known.
 
     Cards of one name and several memory sizes are alike but for that size.
 
     Example:
-        >>> device_of_kind("NVIDIA GB200").name, device_of_kind("NVIDIA H100 PCIe")
+        >>> device_from_kind("NVIDIA GB200").name, device_from_kind("NVIDIA H100 PCIe")
         ('gb200-186gb', None)
-        >>> device_of_kind("TPU v5 lite").name
+        >>> device_from_kind("TPU v5 lite").name
         'tpu-v5e'
     """
     words = set(re.split(r"[^A-Z0-9]+", device_kind.upper()))

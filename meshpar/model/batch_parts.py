@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshpar.hardware.batch_parts import num_parts
+from meshpar.hardware.platforms import platform_named
 from meshpar.layout import BATCH_AXES
 from meshpar.model.equations import collective_axes, equations
 from meshpar.model.inputs import Batch
@@ -68,7 +68,7 @@ def num_parts_of(stream: Any, scope: Scope) -> int:
         return 1
     num_examples = examples.pop()
     tokens = max(math.prod(leaf.shape[:-1]) for leaf in leaves)
-    return num_parts(scope.platform, num_examples, tokens)
+    return platform_named(scope.platform).num_batch_parts(num_examples, tokens)
 
 
 def _splits_sequence(scope: Scope) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from meshpar.hardware import matmul_time
+from meshpar.hardware import device as matmul_time
 from meshpar.layout import Layout
 from meshpar.planner.cost.estimate import gigabytes, milliseconds
 from meshpar.planner.cost.step_time import StepTime

@@ -13,7 +13,7 @@ import optax
 from meshpar.audit.kernels import kernels_of
 from meshpar.audit.traced import operations
 from meshpar.errors import InputError
-from meshpar.hardware import matmul_time
+from meshpar.hardware import device as matmul_time
 from meshpar.layout import MESH_AXES, Layout
 from meshpar.mesh import absent_mesh
 from meshpar.model.contract import Model

@@ -27,7 +27,7 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from meshpar.hardware.devices import device_of_kind
+from meshpar.hardware.devices import device_from_kind
 from meshpar.models.presets import PRESETS
 from meshpar.recipes.bench.gpu_contestants import MEASURES, Measured, Shape, bf16_agrees
 
@@ -75,7 +75,7 @@ def gpu_kind() -> str | None:
 
 def peak_flops(kind: str) -> float | None:
     """Dense bf16 FLOPs a second of a GPU; None if the planner does not know it."""
-    device = device_of_kind(kind)
+    device = device_from_kind(kind)
     return device and device.peak_flops["bf16"]
 
 

@@ -31,7 +31,7 @@ from rich.table import Table
 
 from meshpar.cli.main import main as meshpar_main
 from meshpar.errors import InputError
-from meshpar.hardware.batch_parts import num_parts
+from meshpar.hardware.platforms import PLATFORMS
 from meshpar.layout import Layout
 
 SEQ = 4096
@@ -129,7 +129,8 @@ def num_parts_of(case: Case, target: str) -> int:
     if not layout.sequence_parallel:
         return 1
     examples = case.batch // (layout.data * layout.fsdp * layout.microbatches)
-    return num_parts(target.partition(":")[0], examples, examples * SEQ)
+    platform = PLATFORMS[target.partition(":")[0]]
+    return platform.num_batch_parts(examples, examples * SEQ)
 
 
 def rows_of(

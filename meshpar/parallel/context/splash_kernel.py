@@ -23,7 +23,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 
 from meshpar.hardware.attention_choice import SPLASH_LANES
-from meshpar.hardware.splash_flops import scope_of
+from meshpar.hardware.attention_kernels import splash_scope
 from meshpar.parallel.context.mask import Mask
 
 LARGEST_BLOCK = 1024
@@ -117,7 +117,7 @@ class Splash:
         queries, keys = (block_size(length, q.shape[-1]) for length in lengths)
         options = (self.mask, self.interpret, residuals)
         kernel, pairs = _kernel(lengths, (queries, keys), heads, *options)
-        scope = scope_of(q.shape[0] * pairs, q.shape[-1], v.shape[-1])
+        scope = splash_scope(q.shape[0] * pairs, q.shape[-1], v.shape[-1])
         return kernel, jax.named_scope(scope)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from meshpar.hardware.batch_parts import num_parts
+from meshpar.hardware.platforms import platform_named
 from meshpar.layout import BY_COST, STAGE_REMATS, Layout
 from meshpar.planner.cost.bound_blocks import (
     BoundMemory,
@@ -149,7 +149,8 @@ class Bounds:
             if whole and any(choices.sequence_parallel):
                 examples = self._examples(mesh, count)
                 tokens = examples * like.seq // mesh.context
-                whole = num_parts(like.cluster.device.platform, examples, tokens) == 1
+                platform = platform_named(like.cluster.device.platform)
+                whole = platform.num_batch_parts(examples, tokens) == 1
             ways.setdefault((count > 1 and mesh.stage == 1, whole), count)
         return tuple(ways.values())
 

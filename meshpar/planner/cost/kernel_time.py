@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshpar.hardware import matmul_time
+from meshpar.hardware import device as matmul_time
 from meshpar.hardware.attention_kernels import Kernel
 from meshpar.planner.cost.run import Run
 

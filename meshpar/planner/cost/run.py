@@ -15,7 +15,7 @@ from meshpar.hardware.attention_choice import (
     attention_choice,
 )
 from meshpar.hardware.attention_kernels import KERNELS, OWN_KERNEL
-from meshpar.hardware.batch_parts import num_parts
+from meshpar.hardware.platforms import platform_named
 from meshpar.layout import ZERO_AXES, Layout
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import Execution
@@ -77,8 +77,8 @@ class Run:
             return 1
         if self.workload.experts and self.layout.expert > 1:
             return 1  # a block that sends tokens over a batch axis is taken whole
-        platform = self.cluster.device.platform
-        return num_parts(platform, self.microbatch, self.tokens)
+        platform = platform_named(self.cluster.device.platform)
+        return platform.num_batch_parts(self.microbatch, self.tokens)
 
     @property
     def state_shards(self) -> int:

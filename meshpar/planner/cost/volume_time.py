@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from meshpar.hardware import matmul_time
+from meshpar.hardware import device as matmul_time
 from meshpar.layout import BATCH_AXES, Layout
 from meshpar.planner.cost.step_time import StepTime
 from meshpar.planner.machine.cluster import Cluster

@@ -1,7 +1,7 @@
 """Generation by the roofline: weights and cache are read once for each token.
 
     decode = max(bytes / memory bandwidth, FLOPs / peak) + communication
-    prefill = hypot of the same two (`meshpar.hardware.matmul_time`) + communication
+    prefill = hypot of the same two (`meshpar.hardware.device`) + communication
 
 Windows are not modelled: a layer that has one is counted as if it kept and read all
 tokens, so memory and time are upper bounds then.
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshpar.errors import InputError, whole_number
-from meshpar.hardware import matmul_time
+from meshpar.hardware import device as matmul_time
 from meshpar.layout import Layout
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.collective_cost import (

@@ -6,9 +6,8 @@ import re
 from pathlib import Path
 
 from meshpar.errors import InputError
-from meshpar.hardware.device import Device
+from meshpar.hardware.device import Device, Efficiency
 from meshpar.hardware.devices import DEVICES, OTHER_NAMES
-from meshpar.hardware.efficiency import Efficiency
 from meshpar.layout import nearest
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.toml_file import check_fields, toml_values

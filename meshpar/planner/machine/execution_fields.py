@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 
 from meshpar.errors import InputError
 from meshpar.hardware.attention_kernels import KERNELS, OWN_KERNEL
-from meshpar.hardware.efficiency import is_number
+from meshpar.hardware.device import is_number
 from meshpar.layout import nearest
 
 
