@@ -22,7 +22,7 @@ for _package in ("audit", "lint"):
     del globals()[_package]
 
 _HOMES = {
-    "AuditReport": "meshpar.audit.program_report",
+    "AuditReport": "meshpar.audit.report",
     "BATCH_AXES": "meshpar.layout",
     "BlockGroup": "meshpar.model.contract",
     "Blocks": "meshpar.model.nnx",
@@ -71,8 +71,7 @@ _HOMES = {
 """Public name -> the module that has it; `InputError` and `emulate` are here."""
 
 if TYPE_CHECKING:
-    from meshpar.audit.program_report import AuditReport
-    from meshpar.audit.report import audit
+    from meshpar.audit.report import AuditReport, audit
     from meshpar.generation.generate import generate
     from meshpar.layout import BATCH_AXES, MESH_AXES, Layout
     from meshpar.lint.lint import Finding, LintReport, lint

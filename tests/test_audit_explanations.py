@@ -14,8 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshpar import batch_shapes, from_nnx, make_train_step
-from meshpar.audit.constraints import constrained_arrays
-from meshpar.audit.evidence import Evidence
+from meshpar.audit.evidence import Evidence, constrained_arrays
 from meshpar.audit.reasons import Explained, explain
 from meshpar.audit.report import AuditReport, audit
 from meshpar.audit.subject import Subject

@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from meshpar.audit.collectives import collectives_of
+from meshpar.audit.collectives import collectives_of, mesh_axes_of_groups, parse_groups
 from meshpar.audit.flops import flops_of
-from meshpar.audit.groups import mesh_axes_of_groups, parse_groups
-from meshpar.audit.hlo import HloError, parse_program
+from meshpar.audit.hlo import HloError, SourceTable, parse_program
 from meshpar.audit.memory import largest_buffers
-from meshpar.audit.sources import SourceTable
 
 PROGRAMS = Path(__file__).parent / "data" / "programs"
 DATA_TENSOR = {"data": 2, "tensor": 4}

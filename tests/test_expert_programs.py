@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from meshpar import Layout, Scope, default_rules, make_train_step
 from meshpar.audit.flops import instruction_flops
+from meshpar.audit.flow import places
 from meshpar.audit.hlo import parse_program
-from meshpar.audit.loops import places
 from meshpar.audit.report import audit
 from meshpar.audit.subject import subject_of
 from meshpar.audit.target import Target

@@ -17,9 +17,8 @@ from meshpar import (
     make_train_step,
 )
 from meshpar.audit.flops import flops_of
-from meshpar.audit.hlo import parse_program
-from meshpar.audit.loops import may_end_early, places, trip_count
-from meshpar.audit.shapes import arrays_of
+from meshpar.audit.flow import may_end_early, places, trip_count
+from meshpar.audit.hlo import arrays_of, parse_program
 from meshpar.mesh import absent_mesh
 from meshpar.model.equations import equations
 from meshpar.models.presets import build

@@ -23,7 +23,7 @@ from meshpar import (
 )
 from meshpar.audit.collectives import Collective
 from meshpar.audit.evidence import Evidence
-from meshpar.audit.halos import halo_of
+from meshpar.audit.needs import halo_of
 from meshpar.audit.traced import operations
 from meshpar.models.layers.volume import VOLUME, Conv
 from meshpar.models.presets import build

@@ -7,8 +7,12 @@ import pytest
 
 from meshpar.audit.collectives import collectives_of
 from meshpar.audit.hlo import parse_program
-from meshpar.audit.overlap import cluster_of_target
-from meshpar.audit.timeline import COMPUTE, BlockTimeline, timelines_of
+from meshpar.audit.overlap import (
+    COMPUTE,
+    BlockTimeline,
+    cluster_of_target,
+    timelines_of,
+)
 from meshpar.cli.report.audit_page import audit_page
 from tests.test_cli_audit import AUDIT, CLEAN, STEP
 from tests.test_overlap import MESH, TARGET, done, matmul, start

@@ -1,20 +1,167 @@
-"""What the trace says of the operations that collectives are named after."""
+"""A trace, indexed by the operations that collectives are named after.
+
+GSPMD names a collective that serves a sharding constraint after the operation before
+it. Such a collective was asked for if all of these agree: the source line of that
+operation, the shape of what arrives, and the mesh axes along which the constraint
+changes the layout.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jax.extend.core import JaxprEqn
+from jax.sharding import NamedSharding
+
 from meshpar.audit.collectives import Collective
-from meshpar.audit.constraints import (
-    Constrained,
-    constrained_arrays,
-    local_shape,
-    sizes_of,
-)
+from meshpar.audit.jaxprs import array_shape
+from meshpar.audit.split_rules import Split, split_by
 from meshpar.audit.traced import Operation, Value, shape_of
+from meshpar.model.scan_counts import scan_counts
+
+_ALONG = {
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), "axis"),
+    **dict.fromkeys(("sort", "concatenate"), "dimension"),
+    "rev": "dimensions",
+}
+"""Operations that mix the values along a dim, and their parameter that says which."""
+
+
+@dataclass(frozen=True)
+class Constrained:
+    """An array that a sharding constraint, or a jit's `out_shardings`, lays out.
+
+    Args:
+        line: `file:line` of what makes it.
+        sizes: Of a device's part, as `sizes_of` gives them.
+        before: How it lies where it is made, None if that is not known.
+        after: How it is to lie.
+        maker: The operation that makes it.
+        constraint: `file:line` of the constraint.
+        is_carried: Whether a scan hands it from one iteration to the next, unsplit as
+            written: GSPMD may carry it split.
+    """
+
+    line: str
+    sizes: tuple[int, ...]
+    before: Split | None
+    after: Split
+    maker: JaxprEqn | None
+    constraint: str
+    is_carried: bool = False
+
+    def asks_for(self, kind: str, mesh_axes: tuple[str, ...]) -> bool:
+        """Whether the change of layout needs such a collective.
+
+        One along a dim that the maker mixes is the maker's own: it would be there
+        without the constraint.
+        """
+        axes = frozenset(mesh_axes)
+        if axes & self._mixed():
+            return False
+        used = frozenset().union(*self.after)
+        if self.before is None or (kind == "all-gather" and self.is_carried):
+            return axes <= used if kind == "all-to-all" else not axes & used
+        moved = frozenset().union(
+            *(old - new for old, new in zip(self.before, self.after, strict=True))
+        )
+        return axes <= (moved & used if kind == "all-to-all" else moved)
+
+    def _mixed(self) -> frozenset[str]:
+        """Mesh axes that split a dim along which the maker mixes values."""
+        if self.maker is None or self.maker.primitive.name not in _ALONG:
+            return frozenset()
+        dims = self.maker.params[_ALONG[self.maker.primitive.name]]
+        return frozenset().union(
+            *(
+                split[dim]
+                for split in (self.before, self.after)
+                for dim in (dims if isinstance(dims, tuple) else (dims,))
+                if split is not None
+            )
+        )
+
+
+def constrained_arrays(operations: Iterable[Operation]) -> tuple[Constrained, ...]:
+    """Every array that a constraint, or a jit's `out_shardings`, lays out."""
+    return tuple(
+        found for operation in operations for found in _constrained_by(operation)
+    )
+
+
+def sizes_of(dims: tuple[int, ...]) -> tuple[int, ...]:
+    """Sizes of an array's dims whatever their order, those of 1 left out."""
+    return tuple(sorted(dim for dim in dims if dim > 1))
+
+
+def is_asked_for(row: Collective, constrained: Iterable[Constrained]) -> bool:
+    """Whether constraints on the line of a collective ask for all that it delivers."""
+    if row.mesh_axes is None:
+        return False
+    sizes = {
+        found.sizes
+        for found in constrained
+        if row.source in (found.line, found.constraint)
+        and found.asks_for(row.kind, row.mesh_axes)
+    }
+    if row.kind == "all-to-all" and len(row.dims) > 1:  # An array in as many pieces.
+        return sum(map(math.prod, row.dims)) in set(map(math.prod, sizes))
+    return {sizes_of(dims) for dims in row.dims} <= sizes
+
+
+def _constrained_by(operation: Operation) -> Iterator[Constrained]:
+    equation = operation.equation
+    if operation.name == "sharding_constraint":
+        [atom], [value] = equation.invars, operation.operands
+        yield from _laid_out(atom, value, equation.params["sharding"], operation)
+    shardings = equation.params.get("out_shardings", ())
+    for atom, value, sharding in zip(
+        equation.outvars, operation.results, shardings, strict=False
+    ):
+        yield from _laid_out(atom, value, sharding, operation)
+
+
+def _laid_out(
+    atom: Any, value: Value, sharding: Any, operation: Operation
+) -> Iterator[Constrained]:
+    if not isinstance(sharding, NamedSharding):
+        return
+    shape, mesh_sizes = atom.aval.shape, dict(sharding.mesh.shape)
+    split = split_by(sharding.spec, len(shape), mesh_sizes)
+    after = tuple(axes - operation.region.manual for axes in split)
+    sizes = local_shape(shape, after, mesh_sizes)
+    yield Constrained(
+        line=value.line,
+        sizes=sizes_of(sizes),
+        before=value.split,
+        after=after,
+        maker=value.maker,
+        constraint=operation.source,
+        is_carried=not any(value.split or ()) and _is_carried(shape, value.maker),
+    )
+
+
+def _is_carried(shape: tuple[int, ...], maker: JaxprEqn | None) -> bool:
+    if maker is None or maker.primitive.name != "scan":
+        return False
+    _, carries = scan_counts(maker)
+    return any(array_shape(one) == shape for one in maker.outvars[:carries])
+
+
+def local_shape(
+    shape: tuple[int, ...] | None, split: Split | None, mesh_sizes: dict[str, int]
+) -> tuple[int, ...]:
+    """Shape of a device's part; that of the whole where the split is not known."""
+    if split is None or shape is None:
+        return shape or ()
+    return tuple(
+        -(-dim // math.prod(mesh_sizes[axis] for axis in axes))
+        for dim, axes in zip(shape, split, strict=True)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

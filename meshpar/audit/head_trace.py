@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from meshpar.audit.jaxprs import array_shape
-from meshpar.audit.matmuls import MATMUL
+from meshpar.audit.needs import MATMUL
 from meshpar.model.contract import Model
 from meshpar.model.equations import equations
 from meshpar.model.tracing import (

@@ -1,20 +1,206 @@
 """The text of a compiled XLA program, read into computations and instructions.
 
 Only what an audit needs is kept: names, opcodes, result shapes, operands, attributes as
-text, and where in the user's source an instruction comes from. CPU, GPU and TPU text.
+text, and the source line of each instruction. Reads CPU, GPU and TPU text.
 Reference: OpenXLA, "HLO text format" (`HloModule::ToString`).
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from meshpar.audit.hlo_error import HloError
-from meshpar.audit.shapes import Shape, arrays_of, parse_shape
-from meshpar.audit.sources import SourceTable
+from meshpar.errors import InputError
+
+
+class HloError(InputError):
+    """A text that is no compiled program; the message names the line."""
+
+    def __init__(self, line: int, text: str, problem: str) -> None:
+        super().__init__(
+            f"line {line} of the program: {problem}: {text.strip()[:120]}",
+            key="audit.unreadable_program",
+        )
+
+
+_BITS = {
+    **dict.fromkeys(("pred", "s8", "u8"), 8),
+    **dict.fromkeys(("s16", "u16", "f16", "bf16"), 16),
+    **dict.fromkeys(("s32", "u32", "f32"), 32),
+    **dict.fromkeys(("s64", "u64", "f64", "c64"), 64),
+    **dict.fromkeys(("s1", "u1"), 1),
+    **dict.fromkeys(("s2", "u2"), 2),
+    **dict.fromkeys(("s4", "u4", "f4e2m1fn"), 4),
+    "c128": 128,
+    "token": 0,
+    "opaque": 0,
+}
+_ARRAY = re.compile(r"(\w+)\[((?:<=)?\d+(?:,(?:<=)?\d+)*|)](\{[^{}]*\})?")
+_BETWEEN = re.compile(r"(?:\s|/\*.*?\*/)*")
+
+
+@dataclass(frozen=True)
+class ArrayShape:
+    """One array: `dtype` as XLA writes it, sizes of its dims, its memory space.
+
+    Memory space 0 is the device's memory; 5 is the host's.
+    """
+
+    dtype: str
+    dims: tuple[int, ...]
+    memory_space: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its values; small types are counted packed, and rounded up."""
+        return -(-math.prod(self.dims) * _bits(self.dtype) // 8)
+
+
+Shape = ArrayShape | tuple["Shape", ...]
+
+
+def arrays_of(shape: Shape) -> Iterator[ArrayShape]:
+    """Every array of a shape, in order."""
+    if isinstance(shape, ArrayShape):
+        yield shape
+        return
+    for part in shape:
+        yield from arrays_of(part)
+
+
+def parse_shape(text: str, start: int = 0) -> tuple[Shape, int]:
+    """The shape at `start`, and where it ends.
+
+    Raises:
+        ValueError: There is none, or its dtype is unknown.
+
+    Example:
+        >>> parse_shape("(f32[8,4]{1,0}, s32[])")[0]
+        (ArrayShape(dtype='f32', dims=(8, 4), memory_space=0), \
+ArrayShape(dtype='s32', dims=(), memory_space=0))
+    """
+    start = _past_between(text, start)
+    if not text.startswith("(", start):
+        return _parse_array(text, start)
+    parts, position = [], _past_between(text, start + 1)
+    while not text.startswith(")", position):
+        part, position = parse_shape(text, position)
+        parts.append(part)
+        position = _past_between(text, position)
+        if text.startswith(",", position):
+            position = _past_between(text, position + 1)
+        elif not text.startswith(")", position):
+            raise ValueError("a tuple shape that does not end")
+    return tuple(parts), position + 1
+
+
+def _past_between(text: str, start: int) -> int:
+    between = _BETWEEN.match(text, start)
+    return between.end() if between else start
+
+
+def _parse_array(text: str, start: int) -> tuple[ArrayShape, int]:
+    match = _ARRAY.match(text, start)
+    if not match:
+        raise ValueError(f"no shape at column {start + 1}")
+    _bits(match[1])
+    dims = tuple(int(dim.removeprefix("<=")) for dim in match[2].split(",") if dim)
+    space = re.search(r"S\((\d+)\)", match[3] or "")
+    return ArrayShape(match[1], dims, int(space[1]) if space else 0), match.end()
+
+
+def _bits(dtype: str) -> int:
+    if dtype in _BITS:
+        return _BITS[dtype]
+    if re.fullmatch(r"f8e\w+", dtype):
+        return 8
+    raise ValueError(f"unknown dtype {dtype!r}")
+
+
+_ROWS = {
+    "FileNames": re.compile(r'(\d+) "(.*)"$'),
+    "FileLocations": re.compile(r"(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)\b.*\}$"),
+    "StackFrames": re.compile(
+        r"(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?\}$"
+    ),
+}
+_THIRD_PARTY = re.compile(r"[/\\](?:site|dist)-packages[/\\]|^<|[/\\]lib[/\\]python3")
+
+
+@dataclass(frozen=True)
+class SourceTable:
+    """The program's tables of files, lines and stack frames.
+
+    Args:
+        files: File id -> path.
+        locations: Location id -> (file id, line).
+        frames: Frame id -> (location id, id of the caller's frame or 0).
+    """
+
+    files: dict[int, str]
+    locations: dict[int, tuple[int, int]]
+    frames: dict[int, tuple[int, int]]
+
+    @classmethod
+    def parse(cls, text: str) -> SourceTable:
+        """The tables at the head of a program's text; empty where it has none.
+
+        Raises:
+            HloError: A row cannot be read.
+        """
+        rows: dict[str, dict[int, tuple]] = {name: {} for name in _ROWS}
+        section = ""
+        for number, line in enumerate(text.splitlines(), start=1):
+            if not line[:1].isdigit():
+                section = line.strip()
+            elif section in _ROWS:
+                row = _ROWS[section].match(line)
+                if not row:
+                    raise HloError(number, line, f"no row of {section}")
+                rows[section][int(row[1])] = row.groups()[1:]
+        return cls(
+            files={key: name for key, (name,) in rows["FileNames"].items()},
+            locations={
+                key: (int(file), int(line))
+                for key, (file, line) in rows["FileLocations"].items()
+            },
+            frames=_frames(rows["StackFrames"]),
+        )
+
+    def of(self, attributes: str) -> str:
+        """`file:line` of an instruction's own code, by its attributes; may be empty.
+
+        The innermost frame outside of installed packages; if there is none, the
+        innermost.
+        """
+        direct = re.search(r'source_file="([^"]*)" source_line=(\d+)', attributes)
+        if direct:
+            return f"{direct[1]}:{direct[2]}"
+        frame = re.search(r"stack_frame_id=(\d+)", attributes)
+        lines = self._stack(int(frame[1])) if frame else []
+        own = [line for line in lines if not _THIRD_PARTY.search(line)]
+        return (own or lines or [""])[0]
+
+    def _stack(self, frame: int) -> list[str]:
+        lines, seen = [], set()
+        while frame in self.frames and frame not in seen:
+            seen.add(frame)
+            location, frame = self.frames[frame]
+            file, line = self.locations.get(location, (0, 0))
+            if file in self.files:
+                lines.append(f"{self.files[file]}:{line}")
+        return lines
+
+
+def _frames(rows: dict[int, tuple]) -> dict[int, tuple[int, int]]:
+    # Some versions of XLA print a caller's id one too high, so that the outermost
+    # frame seems to call itself.
+    parents = {key: int(parent or 0) for key, (_, parent) in rows.items()}
+    offset = 1 if any(parent >= key for key, parent in parents.items()) else 0
+    return {key: (int(rows[key][0]), parents[key] - offset) for key in parents}
 
 
 @dataclass(frozen=True)

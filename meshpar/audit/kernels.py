@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from meshpar.audit.halos import CONVOLUTION, reach_of
 from meshpar.audit.jaxprs import array_dtype, array_shape, dot_flops
-from meshpar.audit.matmuls import MATMUL
+from meshpar.audit.needs import CONVOLUTION, MATMUL, reach_of
 from meshpar.audit.traced import Operation
 from meshpar.planner.workload.volume import SPACE, Kernel
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import jax
 
-from meshpar.audit.hlo import Instruction, Program
-from meshpar.audit.loops import places
-from meshpar.audit.shapes import ArrayShape, arrays_of
+from meshpar.audit.flow import places
+from meshpar.audit.hlo import ArrayShape, Instruction, Program, arrays_of
 
 # These make no array of their own.
 _VIEWS = {

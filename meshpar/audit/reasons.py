@@ -15,17 +15,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from meshpar.audit.collectives import Collective
-from meshpar.audit.constraints import is_asked_for
-from meshpar.audit.evidence import Evidence
-from meshpar.audit.halos import halo_of
-from meshpar.audit.matmuls import (
+from meshpar.audit.evidence import Evidence, is_asked_for
+from meshpar.audit.flow import names_no_need
+from meshpar.audit.needs import (
     MATMUL,
     gathers_for_table,
     gathers_tokens,
+    halo_of,
     sum_per_operand,
 )
 from meshpar.audit.subject import Subject
-from meshpar.audit.users import names_no_need
 from meshpar.collective_kinds import WRITTEN_AS
 from meshpar.collectives import ASKED, ASKED_PREFIX
 from meshpar.layout import TOKEN_AXES

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import jax
 
-from meshpar.audit.halos import exchanges
 from meshpar.audit.live_bytes import most_room
+from meshpar.audit.needs import exchanges
 from meshpar.audit.subject import FlatFunction, Subject
 from meshpar.audit.traced import operations
 from meshpar.planner.workload.space import SpaceWorkload

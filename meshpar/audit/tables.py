@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshpar.audit.collectives import axes_text
-from meshpar.audit.program_report import AuditReport
+from meshpar.audit.report import AuditReport
 
 _TEXT_WIDTH = 160
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from jax.sharding import AbstractMesh
     from rich.console import Console
 
-    from meshpar.audit.program_report import AuditReport
+    from meshpar.audit.report import AuditReport
     from meshpar.model.contract import Model
     from meshpar.train.step import Batch, TrainStep
 

@@ -40,7 +40,7 @@ _DIMS = ("NDHWC", "DHWIO", "NDHWC")
 def own_convolution() -> AbstractContextManager:
     """Marks convolutions made inside as those whose gradients are taken care of.
 
-    A step refuses others over split space (`meshpar.audit.plain_convolutions`).
+    A step refuses others over split space (`meshpar.audit.hazards`).
     """
     return jax.named_scope(OWN_SCOPE)
 

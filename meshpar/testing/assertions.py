@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from meshpar.audit.collectives import axes_text
-from meshpar.audit.program_report import AuditReport
-from meshpar.audit.report import audit
+from meshpar.audit.report import AuditReport, audit
 from meshpar.audit.subject import subject_of
 from meshpar.audit.tables import (
     as_text,

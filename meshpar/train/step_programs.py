@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import jax
 from jax.sharding import NamedSharding
 
-from meshpar.audit.plain_convolutions import PlainConvolutions
+from meshpar.audit.hazards import PlainConvolutions
 from meshpar.parallel.placement import Placement
 from meshpar.parallel.space import space_axes, space_dims
 from meshpar.rules.sharding import born_sharded

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from meshpar.audit.collectives import axes_text
-from meshpar.audit.program_report import AuditReport
-from meshpar.audit.timeline import BlockTimeline
+from meshpar.audit.overlap import BlockTimeline
+from meshpar.audit.report import AuditReport
 from meshpar.cli.report.block_plot import block_plot
 from meshpar.cli.report.page import heading, page, paragraph, plot, table
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshpar.audit.timeline import COMPUTE, BlockTimeline, Span
+from meshpar.audit.overlap import COMPUTE, BlockTimeline, Span
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Bar, Figure

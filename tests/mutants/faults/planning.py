@@ -60,7 +60,7 @@ MUTANTS = (
     Mutant(
         name="inner-loop-counted-once",
         effect="the audit counts a nested loop as if the outer one ran once",
-        file="meshpar/audit/loops.py",
+        file="meshpar/audit/flow.py",
         old="times = place.executions * (1 if trips is None else trips)",
         new="times = 1 if trips is None else trips",
         tests=("tests/test_audit_counts.py::test_trips_multiply_executions_and_flops",),
@@ -161,7 +161,7 @@ MUTANTS = (
     Mutant(
         name="transposed-groups-read-as-rows",
         effect="the audit names the wrong mesh axis of a collective",
-        file="meshpar/audit/groups.py",
+        file="meshpar/audit/collectives.py",
         old="_ids(source, order), _numbers(shape)",
         new="_ids(source, None), _numbers(shape)",
         tests=(
