@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import operator
 import re
 import unicodedata
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+_P, _R = ParamSpec("_P"), TypeVar("_R")
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 """Also after `Path` has taken one of the two slashes away."""
@@ -42,6 +46,22 @@ class InputError(ValueError):
         super().__init__(*args)
         if key is not None:
             self.key = key
+
+
+def renamed(old: str, function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Return the function under its old name: each call warns of the new one."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        warnings.warn(
+            f"{old} is now {function.__qualname__}; the old name goes away with the "
+            "next release",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return function(*args, **kwargs)
+
+    return call
 
 
 def whole_number(name: str, value: Any, least: int = 1) -> int:

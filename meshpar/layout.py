@@ -11,7 +11,7 @@ from meshpar.attention_method import ONE_WORD, AttentionMethod
 from meshpar.errors import InputError, nearest, whole_number
 from meshpar.key_values import key_values
 from meshpar.residual_names import ResidualNames, is_named
-from meshpar.schedules import method_of
+from meshpar.schedules import schedule_method
 
 MESH_AXES = ("data", "fsdp", "stage", "context", "expert", "tensor")
 """All mesh axes, outermost (slowest link) first."""
@@ -154,7 +154,7 @@ class Layout:
                 AttentionMethod.of(value, self.context)
             elif name != "remat" or self.residual_names is None:
                 _check_choice(name, value, choices)
-        method_of(self.schedule)
+        schedule_method(self.schedule)
         for size in () if self.splits == BY_COST else self.splits:
             _check_count("splits", size)
         _check_zero_axes(self.zero_axes)

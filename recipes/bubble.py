@@ -88,7 +88,7 @@ def predicted_bubble(schedule: Schedule, stage_layers: Sequence[int]) -> float:
     """
     sizes = tuple(stage_layers)
     times = StageTimes(forward_s=sizes, input_grad_s=sizes, weight_grad_s=sizes)
-    work_s = sum(times.of(action) for action in schedule.actions)
+    work_s = sum(times.action_s(action) for action in schedule.actions)
     span_s = lock_step_span_s(schedule, tick_table(schedule), times)
     return idle_fraction(span_s, work_s, schedule.num_ranks)
 

@@ -13,8 +13,7 @@ from jax.sharding import PartitionSpec as P
 from meshpar import Layout
 from meshpar.model.token_order import TokenOrder
 from meshpar.parallel.context.attention import shard_attention
-from meshpar.parallel.context.hops import Hops
-from meshpar.parallel.context.mask import Mask
+from meshpar.parallel.context.mask import Hops, Mask
 from meshpar.parallel.sequence import token_order
 from tests.covering import every_pair
 from tests.marks import slow

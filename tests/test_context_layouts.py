@@ -29,7 +29,7 @@ from meshpar.models.layers.rope import rope_frequencies
 from meshpar.models.llama import RESIDUAL, LlamaConfig, llama
 from meshpar.models.moe import MoEConfig, moe
 from meshpar.models.presets import build
-from meshpar.parallel.context.ulysses import heads_here
+from meshpar.parallel.context.attention import heads_here
 from meshpar.parallel.sequence_checks import check_token_wise
 from meshpar.schedules import SCHEDULES
 from meshpar.testing import check_layouts

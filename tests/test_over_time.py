@@ -12,8 +12,8 @@ from meshpar.schedules import (
     simulate,
     tick_table,
 )
-from meshpar.schedules.lock_step import lock_step_timeline
-from meshpar.schedules.over_time import in_flight, spans
+from meshpar.schedules.simulate import in_flight, spans
+from meshpar.schedules.ticks import lock_step_timeline
 
 every_schedule = pytest.mark.parametrize("schedule", ALL, ids=label)
 

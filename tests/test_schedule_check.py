@@ -15,7 +15,7 @@ from meshpar.schedules import (
     peak_in_flight,
     problems,
     read_csv,
-    schedule_of,
+    schedule_from_orders,
     simulate,
     tick_table,
     to_csv,
@@ -23,7 +23,7 @@ from meshpar.schedules import (
 
 
 def rows(*orders):
-    return schedule_of([order.split() for order in orders])
+    return schedule_from_orders([order.split() for order in orders])
 
 
 # Words.

@@ -21,7 +21,7 @@ CAUSAL = Mask()
 @pytest.fixture(autouse=True)
 def many_tiles(monkeypatch):
     """Three by three of them."""
-    monkeypatch.setattr("meshpar.parallel.context.splash_kernel.LARGEST_BLOCK", 128)
+    monkeypatch.setattr("meshpar.parallel.context.splash.LARGEST_BLOCK", 128)
 
 
 def dense(q, k, v, segments, mask):

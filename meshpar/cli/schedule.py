@@ -32,8 +32,7 @@ from meshpar.schedules import (
     simulate,
     tick_table,
 )
-from meshpar.schedules.render_text import ascii_timeline, summary
-from meshpar.schedules.render_trace import trace_events
+from meshpar.schedules.render import ascii_timeline, summary, trace_events
 
 _PIPE_COLUMNS = 160
 _LONGEST_MS = 10**9

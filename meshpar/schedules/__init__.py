@@ -1,14 +1,26 @@
 """Pipeline schedules as plain data: make one, check it, replay it, lay it into ticks.
 
-Without jax. A schedule of one's own is a list of orders (`schedule_of`) or a file
-(`read_csv`); a new one of ours is a file here, with all that holds of it, and a line
-in `SCHEDULES`: layouts, planner, commands and tests ask that table.
+Without jax. A schedule of your own is a list of orders (`schedule_from_orders`) or a
+file (`read_csv`); a new one of ours is a file here, with all that holds of it, and a
+line in `SCHEDULES`: layouts, planner, commands and tests read that table.
 """
 
 from __future__ import annotations
 
-from meshpar.errors import InputError, nearest
-from meshpar.schedules.base import Action, Op, Schedule, require_counts
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from meshpar.errors import InputError, nearest, renamed
+from meshpar.schedules.base import (
+    Action,
+    Op,
+    Schedule,
+    read_csv,
+    require_counts,
+    schedule_from_orders,
+    to_csv,
+)
 from meshpar.schedules.check import (
     ScheduleError,
     check_schedule,
@@ -16,13 +28,11 @@ from meshpar.schedules.check import (
     peak_in_flight,
     problems,
 )
-from meshpar.schedules.closed_forms import ClosedForms
 from meshpar.schedules.gpipe import gpipe
 from meshpar.schedules.interleaved_1f1b import interleaved_1f1b, zero_bubble_paper_hop
 from meshpar.schedules.looped_bfs import looped_bfs
-from meshpar.schedules.method import ScheduleMethod
+from meshpar.schedules.method import ClosedForms, ScheduleMethod
 from meshpar.schedules.one_f_one_b import one_f_one_b
-from meshpar.schedules.order_text import read_csv, schedule_of, to_csv
 from meshpar.schedules.simulate import (
     Event,
     StageTimes,
@@ -44,11 +54,15 @@ SCHEDULES: dict[str, ScheduleMethod] = {
 }
 """Name -> schedule: all that a layout can name."""
 
+OwnSchedule: TypeAlias = Schedule | Sequence[Sequence[Action | str]] | Path | str
+"""A `Schedule`, one order a rank, or a CSV file with one row a rank."""
+
 __all__ = [
     "Action",
     "ClosedForms",
     "Event",
     "Op",
+    "OwnSchedule",
     "Phase",
     "SCHEDULES",
     "Schedule",
@@ -59,18 +73,20 @@ __all__ = [
     "Timeline",
     "check_schedule",
     "check_size",
+    "chosen_schedule",
     "gpipe",
     "idle_fraction",
     "interleaved_1f1b",
     "lock_step_span_s",
     "looped_bfs",
     "make_schedule",
-    "method_of",
     "one_f_one_b",
+    "own_schedule",
     "peak_in_flight",
     "problems",
     "read_csv",
-    "schedule_of",
+    "schedule_from_orders",
+    "schedule_method",
     "simulate",
     "size_refusals",
     "step_refusal",
@@ -83,7 +99,7 @@ __all__ = [
 def make_schedule(
     name: str, num_ranks: int, num_microbatches: int, chunks: int | None = None
 ) -> Schedule:
-    """The schedule of that name.
+    """Return the schedule of that name.
 
     Args:
         name: One of `SCHEDULES`.
@@ -100,7 +116,7 @@ def make_schedule(
         0F0,0F1,0B0,0B1
         1F0,1B0,1F1,1B1
     """
-    chunks = method_of(name).default_chunks if chunks is None else chunks
+    chunks = schedule_method(name).default_chunks if chunks is None else chunks
     require_counts(stages=num_ranks, microbatches=num_microbatches, chunks=chunks)
     sizes = num_ranks, num_microbatches, chunks
     for refusal in size_refusals(name, *sizes).values():
@@ -111,12 +127,12 @@ def make_schedule(
 def size_refusals(
     name: str, num_ranks: int, num_microbatches: int, chunks: int
 ) -> dict[str, InputError]:
-    """Key of a layout -> why that schedule does not exist for the size it gives.
+    """Return why a schedule does not exist for these sizes, by the layout's key.
 
     Raises:
         InputError: No such schedule.
     """
-    refusals = method_of(name).refusals(num_ranks, num_microbatches, chunks)
+    refusals = schedule_method(name).refusals(num_ranks, num_microbatches, chunks)
     others = [other for other in SCHEDULES if SCHEDULES[other].has_chunks(chunks)]
     if "chunks" in refusals and others:
         refused = refusals["chunks"]
@@ -127,12 +143,12 @@ def size_refusals(
 
 
 def step_refusal(name: str) -> InputError | None:
-    """Return the error of a schedule that no training step runs; None if one does.
+    """Return the error of a schedule that no training step can run, or None.
 
     Raises:
         InputError: No such schedule.
     """
-    if not method_of(name).splits_backward:
+    if not schedule_method(name).splits_backward:
         return None
     whole = [other for other in SCHEDULES if not SCHEDULES[other].splits_backward]
     return InputError(
@@ -142,8 +158,8 @@ def step_refusal(name: str) -> InputError | None:
     )
 
 
-def method_of(name: str) -> ScheduleMethod:
-    """The schedule of that name, whatever its sizes.
+def schedule_method(name: str) -> ScheduleMethod:
+    """Return the method of that name.
 
     Raises:
         InputError: There is none; the nearest names are in the message.
@@ -154,3 +170,71 @@ def method_of(name: str) -> ScheduleMethod:
             key="schedule.unknown_name",
         )
     return SCHEDULES[name]
+
+
+def chosen_schedule(
+    given: OwnSchedule, *, num_ranks: int, num_microbatches: int, chunks: int = 1
+) -> Schedule:
+    """Return the checked schedule that a pipeline runs.
+
+    Args:
+        given: A name in `SCHEDULES`, or your own schedule (`OwnSchedule`).
+        num_ranks: Size of the `stage` mesh axis.
+        num_microbatches: Microbatches of one step.
+        chunks: Stages of one rank.
+
+    Raises:
+        InputError: No such schedule or file, one made for other sizes, or one that
+            splits its backwards.
+        ScheduleError: Work missing, doubled or misplaced, or a deadlock.
+
+    Example:
+        >>> orders = [["0F0", "0B0"], ["1F0", "1B0"]]
+        >>> chosen_schedule(orders, num_ranks=2, num_microbatches=1).num_stages
+        2
+    """
+    if isinstance(given, str) and not given.endswith(".csv"):
+        if given not in SCHEDULES and Path(given).exists():
+            raise InputError(
+                f"schedule file {given!r}: end its name in .csv",
+                key="schedule.file_not_csv",
+            )
+        refused = step_refusal(given)
+        if refused is not None:
+            raise refused
+        return make_schedule(given, num_ranks, num_microbatches, chunks)
+    schedule = own_schedule(given)
+    check_size(
+        schedule,
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        chunks=chunks,
+    )
+    return schedule
+
+
+def own_schedule(given: OwnSchedule) -> Schedule:
+    """Return your own schedule, checked, whatever its sizes.
+
+    Raises:
+        InputError: A file or a cell that cannot be read, or backwards that are split.
+        ScheduleError: Work missing, doubled or misplaced, or a deadlock.
+    """
+    if isinstance(given, str | Path):
+        schedule = read_csv(given)
+    else:
+        schedule = given if isinstance(given, Schedule) else schedule_from_orders(given)
+    check_schedule(schedule)
+    split = [str(action) for action in sorted(schedule.actions) if action.op in "IW"]
+    if split:
+        raise InputError(
+            f"schedule {schedule.name!r} splits backwards ({', '.join(split[:4])}, "
+            f"{len(split)} in all), but every rank runs whole backwards in lock step; "
+            f"write {Op.B} for each I, and leave W out",
+            key="schedule.split_backward",
+        )
+    return schedule
+
+
+method_of = renamed("method_of", schedule_method)
+schedule_of = renamed("schedule_of", schedule_from_orders)

@@ -1,18 +1,27 @@
-"""A schedule is data: the order in which each rank does its actions."""
+"""A schedule is data: the order in which each rank does its actions.
+
+As text it is a CSV file with one row a rank, one action a cell, such as 2F0. Empty
+cells are skipped, so that PyTorch's compute-only schedule files read too.
+"""
 
 from __future__ import annotations
 
+import csv
 import enum
+import io
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import NamedTuple
 
 from meshpar.errors import InputError
+from meshpar.foreign_files import MOST_BYTES, open_file
 
 
 class Op(enum.StrEnum):
-    """What an action does with one microbatch on one stage (B = I + W)."""
+    """The kinds of work on one microbatch and stage (B = I + W)."""
 
     F = "F"  # forward
     B = "B"  # full backward
@@ -38,7 +47,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The action that is written `2F0`: stage 2, forward, microbatch 0.
+        """Return the action that is written `2F0`: stage 2, forward, microbatch 0.
 
         Raises:
             InputError: It is not written so.
@@ -107,7 +116,7 @@ class Schedule:
 
     @cached_property
     def rank_of_stage(self) -> dict[int, int]:
-        """The rank of each stage that an order names, the first that does."""
+        """Rank of each stage: the first rank whose order names it."""
         ranks: dict[int, int] = {}
         for rank, order in enumerate(self.orders):
             for action in order:
@@ -131,8 +140,8 @@ class Schedule:
         """All actions of all ranks."""
         return frozenset(action for order in self.orders for action in order)
 
-    def of_one_microbatch(self) -> Schedule:
-        """The same stages on the same ranks, for the first microbatch alone."""
+    def with_one_microbatch(self) -> Schedule:
+        """Return the schedule for the first microbatch alone."""
         orders = tuple(
             tuple(action for action in order if action.microbatch == 0)
             for order in self.orders
@@ -140,7 +149,7 @@ class Schedule:
         return replace(self, orders=orders, num_microbatches=1)
 
     def inputs(self, action: Action) -> tuple[Action, ...]:
-        """The actions whose results `action` reads.
+        """Return the actions whose results `action` reads.
 
         A forward reads the stage before it; a backward its own forward and the
         gradient of the stage behind it; W what I left.
@@ -156,20 +165,82 @@ class Schedule:
         return (forward, self.gradient_source(action))
 
     def gradient_source(self, action: Action) -> Action:
-        """The backward of the next stage, B or I, whose gradient `action` reads."""
+        """Return the backward of the next stage, B or I, whose gradient it reads."""
         split = Action(action.stage + 1, Op.I, action.microbatch)
         return split if split in self.actions else split._replace(op=Op.B)
 
 
 def require_counts(**counts: int) -> None:
-    """Refuses a count that is no whole number of at least 1.
-
-    Raises:
-        InputError: One is not; it is named as its keyword.
-    """
+    """Refuse a count that is no whole number of at least 1, named by its keyword."""
     for name, count in counts.items():
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise InputError(
                 f"{name}={count!r}: must be a whole number of at least 1",
                 key="schedule.not_whole_number",
             )
+
+
+def schedule_from_orders(
+    orders: Iterable[Sequence[Action | str]], *, name: str = "custom"
+) -> Schedule:
+    """Return the schedule of your own orders; its sizes are those the actions name.
+
+    Raises:
+        InputError: A cell is no action, or the orders have no size of a schedule.
+
+    Example:
+        >>> schedule = schedule_from_orders([["0F0", "0B0"], ["1F0", "1B0"]])
+        >>> schedule.num_stages, schedule.num_microbatches
+        (2, 1)
+    """
+    ranks = tuple(
+        tuple(_action(cell, name, rank) for cell in order)
+        for rank, order in enumerate(orders)
+    )
+    actions = [action for order in ranks for action in order]
+    if not actions:
+        raise InputError(
+            f"schedule {name!r} has no actions; give one order a rank",
+            key="schedule.no_actions",
+        )
+    return Schedule(
+        ranks,
+        num_stages=1 + max(action.stage for action in actions),
+        num_microbatches=1 + max(action.microbatch for action in actions),
+        name=name,
+    )
+
+
+def read_csv(path: str | Path) -> Schedule:
+    """Return the schedule of a CSV file with one row a rank.
+
+    Raises:
+        InputError: It is no text, a cell is no action, or there are none.
+    """
+    try:
+        with open_file(path) as file:
+            text = file.read(MOST_BYTES).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"schedule {str(path)!r} is no text: {error.reason}",
+            key="schedule.unreadable_file",
+        ) from None
+    rows = [row for row in csv.reader(io.StringIO(text)) if row]
+    orders = [[cell for cell in row if cell.strip()] for row in rows]
+    return schedule_from_orders(orders, name=str(path))
+
+
+def to_csv(schedule: Schedule) -> str:
+    """Return the orders as `read_csv` reads them."""
+    return "".join(",".join(map(str, order)) + "\n" for order in schedule.orders)
+
+
+def _action(cell: Action | str, name: str, rank: int) -> Action:
+    if isinstance(cell, Action):
+        return cell
+    try:
+        return Action.parse(cell)
+    except InputError as error:
+        raise InputError(
+            f"schedule {name!r}, rank {rank}: {error}", key=error.key
+        ) from None

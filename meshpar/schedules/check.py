@@ -1,4 +1,4 @@
-"""What is wrong with a schedule, in words: lost work, misplaced stages, deadlocks."""
+"""Checks of a schedule: lost work, misplaced stages, deadlocks, other sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ScheduleError(InputError):
 
 
 def check_schedule(schedule: Schedule, *, max_in_flight: int | None = None) -> None:
-    """Passes a schedule that every rank can run to its end.
+    """Check that every rank can run the schedule to its end.
 
     Args:
         schedule: What to check.
@@ -31,7 +31,7 @@ def check_schedule(schedule: Schedule, *, max_in_flight: int | None = None) -> N
 
 
 def problems(schedule: Schedule, *, max_in_flight: int | None = None) -> list[str]:
-    """Every finding of `check_schedule`; none if the schedule is right."""
+    """Return every finding of `check_schedule`; none if the schedule is right."""
     return [str(found) for found in _findings(schedule, max_in_flight)]
 
 
@@ -53,7 +53,7 @@ def check_size(
     num_microbatches: int | None = None,
     chunks: int | None = None,
 ) -> None:
-    """Refuses a schedule that was made for other sizes; None asks for none.
+    """Check the sizes that a schedule was made for; None accepts any.
 
     Raises:
         InputError: One differs.
@@ -73,7 +73,7 @@ def check_size(
 
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Most stage inputs that each rank keeps for a backward, run in its own order.
+    """Return the most stage inputs that each rank keeps, run in its own order.
 
     One is kept from its forward F until its B (or W) is done.
     """
@@ -83,7 +83,7 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _held(order: Sequence[Action]) -> Iterator[tuple[Action, int]]:
-    """Each action with the number of forwards kept while it runs."""
+    """Yield each action with the number of forwards kept while it runs."""
     held = 0
     for action in order:
         held += action.op is Op.F
@@ -162,7 +162,7 @@ def _misplaced_stages(schedule: Schedule) -> Iterator[ScheduleError]:
 
 
 def _deadlock(schedule: Schedule) -> Iterator[ScheduleError]:
-    """Runs the orders tick by tick; says who waits for what where all ranks stop."""
+    """Run the orders tick by tick; name who waits for what where all ranks stop."""
     done: set[Action] = set()
     positions = [0] * schedule.num_ranks
     lengths = [len(order) for order in schedule.orders]
@@ -187,7 +187,7 @@ def _deadlock(schedule: Schedule) -> Iterator[ScheduleError]:
 def _ready(
     schedule: Schedule, next_two: Sequence[Action], done: set[Action]
 ) -> list[Action]:
-    """What a rank does in one tick: one action, or a forward and then a backward.
+    """Return a rank's work in one tick: one action, or a forward and then a backward.
 
     The backward may read the forward of the same tick.
     """

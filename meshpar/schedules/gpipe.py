@@ -6,8 +6,7 @@ Bubble (p-1)/(m+p-1); a rank has all m microbatches in flight.
 from __future__ import annotations
 
 from meshpar.schedules.base import Action, Op
-from meshpar.schedules.closed_forms import HOLDS_ALL
-from meshpar.schedules.method import Orders, ScheduleMethod
+from meshpar.schedules.method import HOLDS_ALL, Orders, ScheduleMethod
 
 
 def _orders(num_ranks: int, num_microbatches: int, _: int) -> Orders:

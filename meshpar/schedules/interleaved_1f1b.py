@@ -18,13 +18,12 @@ import math
 from collections.abc import Sequence
 
 from meshpar.schedules.base import Action, Op
-from meshpar.schedules.closed_forms import ClosedForms, filled_once
-from meshpar.schedules.method import Orders, ScheduleMethod
+from meshpar.schedules.method import ClosedForms, Orders, ScheduleMethod, filled_once
 from meshpar.schedules.simulate import Hop
 
 
 def one_for_one_orders(num_ranks: int, num_microbatches: int, chunks: int) -> Orders:
-    """The orders of v chunks a rank; of one chunk those of 1F1B."""
+    """Return the orders of v chunks a rank; with one chunk those of 1F1B."""
     groups = microbatch_groups(num_ranks, num_microbatches)
     upward = [(c, i) for group in groups for c in range(chunks) for i in group]
     downward = [
@@ -43,7 +42,7 @@ def one_for_one_orders(num_ranks: int, num_microbatches: int, chunks: int) -> Or
 def _one_for_one(
     forwards: Sequence[Action], backwards: Sequence[Action], *, num_warmup: int
 ) -> tuple[Action, ...]:
-    """`num_warmup` forwards, then one forward and one backward in turn, then the rest.
+    """Order `num_warmup` forwards, then forwards and backwards in turn, then the rest.
 
     Example:
         >>> forwards = [Action.parse(f"0F{i}") for i in range(3)]
@@ -59,7 +58,7 @@ def _one_for_one(
 
 
 def microbatch_groups(num_ranks: int, num_microbatches: int) -> list[range]:
-    """Runs of microbatches, as even as possible, none shorter than `num_ranks`.
+    """Return runs of microbatches, as even as possible, at least `num_ranks` in each.
 
     Example:
         >>> microbatch_groups(2, 7), microbatch_groups(4, 3)
@@ -72,7 +71,7 @@ def microbatch_groups(num_ranks: int, num_microbatches: int) -> list[range]:
 
 
 def zero_bubble_paper_hop(num_ranks: int, hop_s: float) -> Hop:
-    """The hops as the zero-bubble paper's interleaved column counts them.
+    """Return the hops as the zero-bubble paper's interleaved column counts them.
 
     Every hop pays, but at a wrap (last rank to first, and back) only the first
     microbatch of each group of `num_ranks` waits for its input; the others do not wait
@@ -97,7 +96,7 @@ def _num_warmup(ranks_behind: int, chunks: int, group_size: int) -> int:
 
 
 def _in_flight(num_ranks: int, num_microbatches: int, chunks: int) -> tuple[int, ...]:
-    """The forwards before a rank's first backward, and the one that alternates."""
+    """Forwards before a rank's first backward, and the one that alternates."""
     return tuple(
         min(chunks * num_microbatches, 1 + _num_warmup(behind, chunks, num_ranks))
         for behind in reversed(range(num_ranks))
@@ -107,7 +106,7 @@ def _in_flight(num_ranks: int, num_microbatches: int, chunks: int) -> tuple[int,
 def _lock_step_in_flight(
     num_ranks: int, num_microbatches: int, chunks: int
 ) -> tuple[int, ...]:
-    """What comes and goes until a rank's first backward."""
+    """Forwards on the way to the last rank and back until a rank's first backward."""
     return tuple(
         min(chunks * num_microbatches, 2 * behind + (chunks - 1) * num_ranks + 1)
         for behind in reversed(range(num_ranks))
@@ -119,7 +118,7 @@ ONE_FOR_ONE = ClosedForms(
     in_flight=_in_flight,
     lock_step_in_flight=_lock_step_in_flight,
 )
-"""Of `one_for_one_orders`."""
+"""Closed forms of `one_for_one_orders`."""
 
 interleaved_1f1b = ScheduleMethod(
     name="interleaved_1f1b",

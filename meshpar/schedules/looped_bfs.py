@@ -8,8 +8,7 @@ needed once forward and once backward, so FSDP gathers them least often.
 from __future__ import annotations
 
 from meshpar.schedules.base import Action, Op
-from meshpar.schedules.closed_forms import HOLDS_ALL
-from meshpar.schedules.method import Orders, ScheduleMethod
+from meshpar.schedules.method import HOLDS_ALL, Orders, ScheduleMethod
 
 
 def _orders(num_ranks: int, num_microbatches: int, chunks: int) -> Orders:

@@ -1,4 +1,8 @@
-"""A schedule's method: its orders for any sizes, and all that holds of them."""
+"""A schedule's method: its orders for any sizes, and its closed forms.
+
+p ranks (the size of the `stage` mesh axis), m microbatches and v chunks (stages of one
+rank), in this order.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,56 @@ from dataclasses import dataclass
 
 from meshpar.errors import InputError
 from meshpar.schedules.base import Action, Schedule, require_counts
-from meshpar.schedules.closed_forms import ClosedForms
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClosedForms:
+    """Length and in-flight counts without a replay, each a function of (p, m, v).
+
+    Args:
+        length: A step in times of one chunk's F and B, stages being equal and hops
+            free; where p divides m also the ticks with a forward, and those with a
+            backward, of its lock step. The bubble is `(length - v m) / length`.
+        in_flight: Chunk inputs that each rank holds at most, ranks running freely:
+            exact where p divides m, and elsewhere no more than the first rank holds.
+        lock_step_in_flight: The same where all ranks move together.
+    """
+
+    length: Callable[[int, int, int], int]
+    in_flight: Callable[[int, int, int], tuple[int, ...]]
+    lock_step_in_flight: Callable[[int, int, int], tuple[int, ...]]
+
+
+def filled_once(num_ranks: int, num_microbatches: int, chunks: int) -> int:
+    """Return the length of a step that fills and drains the pipeline once.
+
+        v m + p - 1, or v p + m - 1 where m < p: the first microbatch's way
+
+    Example:
+        >>> filled_once(4, 8, 1), filled_once(4, 3, 2)
+        (11, 10)
+    """
+    few, many = sorted((num_ranks, num_microbatches))
+    return chunks * many + few - 1
+
+
+def everything(num_ranks: int, num_microbatches: int, chunks: int) -> tuple[int, ...]:
+    """Return what is in flight if all forwards come before the first backward: v m."""
+    return (chunks * num_microbatches,) * num_ranks
+
+
+HOLDS_ALL = ClosedForms(
+    length=filled_once, in_flight=everything, lock_step_in_flight=everything
+)
+"""Closed forms if the pipeline fills once, all forwards before the backwards."""
+
 
 Orders = Sequence[Sequence[Action]]
 """Every rank's actions, first to last."""
 
 
 def in_turn(rank: int, num_ranks: int, chunks: int) -> range:
-    """The stages of a rank where stage c*p + r is chunk c of rank r.
+    """Return the stages of a rank if stage c*p + r is chunk c of rank r.
 
     Example:
         >>> [*in_turn(1, num_ranks=4, chunks=2)]
@@ -65,7 +111,7 @@ class ScheduleMethod:
     def __call__(
         self, num_ranks: int, num_microbatches: int, chunks: int | None = None
     ) -> Schedule:
-        """The schedule of these sizes; of its own number of chunks, or else one.
+        """Return the schedule of these sizes; `chunks` defaults to `default_chunks`.
 
         Raises:
             InputError: A size below 1, or one that it does not exist for.
@@ -80,15 +126,15 @@ class ScheduleMethod:
 
     @property
     def default_chunks(self) -> int:
-        """Its own number of chunks, or one."""
+        """The only number of chunks that it exists for, or 1."""
         return self.num_chunks or 1
 
     def has_chunks(self, chunks: int) -> bool:
-        """Whether it exists for so many stages a rank."""
+        """Return True if it exists for so many stages a rank."""
         return self.num_chunks in (None, chunks)
 
     def exists(self, num_ranks: int, num_microbatches: int, chunks: int) -> bool:
-        """Whether there is one of these sizes."""
+        """Return True if it exists for these sizes."""
         return not self.refusals(num_ranks, num_microbatches, chunks)
 
     def refusals(

@@ -1,13 +1,18 @@
-"""Replay of a schedule: every rank does its next action once its inputs are there."""
+"""Replay of a schedule: every rank does its next action once its inputs are there.
+
+Also what a timeline shows over time: its phases, and the microbatches in flight.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
-from meshpar.errors import InputError
+from meshpar.errors import InputError, renamed
 from meshpar.schedules.base import Action, Op, Schedule
 from meshpar.schedules.check import check_schedule
 
@@ -50,15 +55,15 @@ class StageTimes:
         input_grad_s: float = 1,
         weight_grad_s: float = 1,
     ) -> StageTimes:
-        """The same times on every stage."""
+        """Return the same times for every stage."""
         return cls(
             forward_s=(forward_s,) * num_stages,
             input_grad_s=(input_grad_s,) * num_stages,
             weight_grad_s=(weight_grad_s,) * num_stages,
         )
 
-    def of(self, action: Action) -> float:
-        """Seconds of one action."""
+    def action_s(self, action: Action) -> float:
+        """Return the seconds of one action."""
         stage = action.stage
         if action.op is Op.F:
             return self.forward_s[stage]
@@ -68,11 +73,15 @@ class StageTimes:
             return self.weight_grad_s[stage]
         return self.input_grad_s[stage] + self.weight_grad_s[stage]
 
+    of = renamed("StageTimes.of", action_s)
+
     def slowest_s(self, schedule: Schedule) -> tuple[float, float]:
-        """Seconds of the longest forward of a schedule, and of its longest backward."""
-        forward_s = [self.of(one) for one in schedule.actions if one.op is Op.F]
-        backward_s = [self.of(one) for one in schedule.actions if one.op is not Op.F]
-        return max(forward_s), max(backward_s)
+        """Return the seconds of the longest forward, and of the longest backward."""
+        seconds = {action: self.action_s(action) for action in schedule.actions}
+        return (
+            max(time for action, time in seconds.items() if action.op is Op.F),
+            max(time for action, time in seconds.items() if action.op is not Op.F),
+        )
 
 
 class Event(NamedTuple):
@@ -107,7 +116,7 @@ class Timeline:
 
     @cached_property
     def all_ranks_work_s(self) -> float:
-        """Time that the ranks compute, all together."""
+        """Seconds that the ranks compute, added up over the ranks."""
         return sum(
             event.end_s - event.start_s for events in self.events for event in events
         )
@@ -129,7 +138,7 @@ class Timeline:
 
 
 def idle_fraction(span_s: float, all_ranks_work_s: float, num_ranks: int) -> float:
-    """The part of `num_ranks` spans that is no work; 0 if the span is 0."""
+    """Return the idle part of `num_ranks` spans; 0 if the span is 0."""
     all_ranks_span_s = span_s * num_ranks
     if not all_ranks_span_s:
         return 0.0
@@ -139,7 +148,7 @@ def idle_fraction(span_s: float, all_ranks_work_s: float, num_ranks: int) -> flo
 def simulate(
     schedule: Schedule, times: StageTimes | None = None, *, hop_s: float | Hop = 0
 ) -> Timeline:
-    """The timeline of ranks that wait for nothing but their inputs.
+    """Return the timeline of ranks that wait for nothing but their inputs.
 
     Args:
         schedule: What to replay.
@@ -196,5 +205,73 @@ def _run_while_ready(
             same_rank = rank_of_stage[source.stage] == rank_of_stage[action.stage]
             latency_s = 0 if same_rank else hop(source, action)
             start_s = max(start_s, end_s[source] + latency_s)
-        end_s[action] = start_s + times.of(action)
+        end_s[action] = start_s + times.action_s(action)
         events.append(Event(action, start_s, end_s[action]))
+
+
+class Span(NamedTuple):
+    """A phase of a timeline, `start_s` to `end_s`."""
+
+    name: str
+    start_s: float
+    end_s: float
+
+
+class Count(NamedTuple):
+    """Microbatches (of a chunk each) in flight from `since_s` on."""
+
+    since_s: float
+    number: int
+
+
+def spans(timeline: Timeline) -> tuple[Span, ...]:
+    """Return the phases: warm-up, steady, cool-down; without those that take no time.
+
+    Warm-up lasts until the first backward of any rank, cool-down begins with the end of
+    the last forward.
+
+    Example:
+        >>> from meshpar.schedules import make_schedule, simulate
+        >>> for span in spans(simulate(make_schedule("1f1b", 2, 3))):
+        ...     print(*span)
+        warm-up 0 2
+        steady 2 8
+        cool-down 8 12
+    """
+    every = [event for events in timeline.events for event in events]
+    first = min(event.start_s for event in every if event.action.op is not Op.F)
+    last = max(event.end_s for event in every if event.action.op is Op.F)
+    last = max(first, last)
+    found = (
+        Span("warm-up", 0, first),
+        Span("steady", first, last),
+        Span("cool-down", last, timeline.end_s),
+    )
+    return tuple(span for span in found if span.end_s > span.start_s)
+
+
+def in_flight(timeline: Timeline) -> tuple[tuple[Count, ...], ...]:
+    """Return the forwards that each rank keeps until their B (or W) ends, over time.
+
+    Example:
+        >>> from meshpar.schedules import make_schedule, simulate
+        >>> _, last = in_flight(simulate(make_schedule("1f1b", 2, 2)))
+        >>> [*map(tuple, last)]
+        [(0, 0), (1, 1), (7, 0)]
+    """
+    return tuple(map(_rank_in_flight, timeline.events))
+
+
+def _rank_in_flight(events: tuple[Event, ...]) -> tuple[Count, ...]:
+    # One is released as the next one comes: no change.
+    held_from: dict[float, int] = {0: 0}
+    held = 0
+    for action, start_s, end_s in events:
+        if action.op is Op.F:
+            held += 1
+            held_from[start_s] = held
+        elif action.op is not Op.I:
+            held -= 1
+            held_from[end_s] = held
+    changes = groupby(held_from.items(), key=itemgetter(1))
+    return tuple(Count(*next(same)) for _, same in changes)

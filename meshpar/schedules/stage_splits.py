@@ -1,4 +1,4 @@
-"""Stage splits: how many layers each stage has, by number, by hand or by cost.
+"""Stage splits: the number of layers of each stage, even, by hand or by cost.
 
 In lock step every rank runs as many places in a tick as the longest stage has layers,
 so that a stage pays for its places without a layer too.
@@ -17,7 +17,7 @@ from meshpar.errors import InputError
 def stage_sizes(
     num_layers: int, num_ranks: int, chunks: int = 1, splits: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """Layers of each stage, first to last.
+    """Return the number of layers of each stage, first to last.
 
     Args:
         num_layers: Layers of all stages.
@@ -70,7 +70,7 @@ def split_problem(
 
 
 def split_evenly(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Layers of each stage, the longer stages first.
+    """Return the number of layers of each stage, the longer stages first.
 
     Example:
         >>> split_evenly(30, 4)
@@ -81,7 +81,7 @@ def split_evenly(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def split_by_cost(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Layers of each stage so that the longest tick is shortest: `splits=cost`.
+    """Return the layers of each stage for the shortest longest tick: `splits=cost`.
 
     A place without a layer costs what a layer does on average. The even split stands
     where no other has a shorter tick.
@@ -109,7 +109,7 @@ def split_by_cost(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
 
 
 def tick_cost(costs: Sequence[float], sizes: Sequence[int]) -> float:
-    """The costliest stage, its places without a layer included.
+    """Return the cost of the costliest stage, with its places without a layer.
 
     Example:
         >>> tick_cost([3, 1, 1, 1], [1, 3]), tick_cost([3, 1, 1, 1], [2, 2])
@@ -131,7 +131,7 @@ _ROUNDING = 1e-12
 def _split(
     costs: Sequence[float], num_stages: int, most: int, empty_cost: float
 ) -> tuple[int, ...]:
-    """Sizes of stages of `most` places each whose costliest costs least."""
+    """Return sizes of stages of at most `most` layers whose costliest costs least."""
     import numpy as np  # here: to read a layout takes none of it
 
     sums = np.concatenate([[0.0], np.cumsum(costs)])

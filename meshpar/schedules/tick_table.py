@@ -1,20 +1,131 @@
-"""A schedule in lock step as integer arrays: what an executor reads, tick by tick."""
+"""Buffer slots: values that are live at once never share one (interval colouring).
+
+In each tick a rank runs its forward, then the loss of the last stage, then its
+backward, then receives what others sent. A value is live from the moment it is written
+to the last moment it is read; a slot read in one moment may be written in a later one
+of the same tick. Taking the lowest free slot in order of writing needs exactly as many
+slots as values are live at once, the least possible for intervals.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import enum
+import heapq
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshpar.schedules.base import Action, Op, Schedule
 from meshpar.schedules.simulate import StageTimes
-from meshpar.schedules.slots import (
-    gradient_lifetimes,
-    input_lifetimes,
-    saved_lifetimes,
-    slots_of,
-)
-from meshpar.schedules.ticks import Phase, lock_step_ticks, phases_of
+from meshpar.schedules.ticks import Phase, lock_step_ticks, tick_phases
+
+
+class Moment(enum.IntEnum):
+    """The parts of a tick, in order."""
+
+    FORWARD = 0
+    LOSS = 1
+    BACKWARD = 2
+    ARRIVAL = 3
+
+
+class Lifetime(NamedTuple):
+    """A value in a rank's buffer, named by the stage and microbatch that read it.
+
+    `written` and `read` (for the last time) are each (tick, moment).
+    """
+
+    rank: int
+    stage: int
+    microbatch: int
+    written: tuple[int, Moment]
+    read: tuple[int, Moment]
+
+
+def saved_lifetimes(schedule: Schedule, ticks: dict[Action, int]) -> list[Lifetime]:
+    """Return what each forward keeps on its rank, until its B, or its W."""
+    return [
+        _lifetime(
+            schedule, action, (tick, Moment.FORWARD), _backward_read(ticks, action)
+        )
+        for action, tick in ticks.items()
+        if action.op is Op.F
+    ]
+
+
+def input_lifetimes(schedule: Schedule, ticks: dict[Action, int]) -> list[Lifetime]:
+    """Return the activations that arrive, until the forward that reads them."""
+    return [
+        _lifetime(
+            schedule, action, (ticks[source], Moment.ARRIVAL), (tick, Moment.FORWARD)
+        )
+        for action, tick in ticks.items()
+        if action.op is Op.F
+        for source in schedule.inputs(action)
+    ]
+
+
+def gradient_lifetimes(schedule: Schedule, ticks: dict[Action, int]) -> list[Lifetime]:
+    """Return the gradients that arrive or come from the loss, until the last reader."""
+    lifetimes = []
+    for action in ticks:
+        if action.op not in (Op.B, Op.I):
+            continue
+        *_, source = schedule.inputs(action)
+        moment = Moment.LOSS if source.op is Op.F else Moment.ARRIVAL
+        written = (ticks[source], moment)
+        read = _backward_read(ticks, action)
+        lifetimes.append(_lifetime(schedule, action, written, read))
+    return lifetimes
+
+
+def assign_slots(lifetimes: Iterable[Lifetime]) -> dict[tuple[int, int], int]:
+    """Assign each (stage, microbatch) a slot in its rank's buffer."""
+    buffers: dict[int, _Buffer] = {}
+    return {
+        (lifetime.stage, lifetime.microbatch): buffers.setdefault(
+            lifetime.rank, _Buffer()
+        ).take(lifetime)
+        for lifetime in sorted(lifetimes, key=lambda value: value.written)
+    }
+
+
+class _Buffer:
+    """The slots of one rank, taken in order of writing."""
+
+    def __init__(self) -> None:
+        self._num_slots = 0
+        self._free: list[int] = []
+        self._live: list[tuple[tuple[int, Moment], int]] = []
+
+    def take(self, lifetime: Lifetime) -> int:
+        """Return the lowest slot that is free when the value is written."""
+        while self._live and self._live[0][0] < lifetime.written:
+            heapq.heappush(self._free, heapq.heappop(self._live)[1])
+        if self._free:
+            slot = heapq.heappop(self._free)
+        else:
+            slot = self._num_slots
+            self._num_slots += 1
+        heapq.heappush(self._live, (lifetime.read, slot))
+        return slot
+
+
+def _lifetime(
+    schedule: Schedule,
+    reader: Action,
+    written: tuple[int, Moment],
+    read: tuple[int, Moment],
+) -> Lifetime:
+    rank = schedule.rank_of_stage[reader.stage]
+    return Lifetime(rank, reader.stage, reader.microbatch, written, read)
+
+
+def _backward_read(ticks: dict[Action, int], action: Action) -> tuple[int, Moment]:
+    weights = action._replace(op=Op.W)
+    last = weights if weights in ticks else action._replace(op=Op.B)
+    return ticks[last], Moment.BACKWARD
+
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,12 +134,12 @@ NONE = -1
 """No action, no slot, no rank."""
 
 BACKWARD_OPS = (Op.B, Op.I, Op.W)
-"""What the numbers of `TickTable.backward_op` mean."""
+"""Operation of each number in `TickTable.backward_op`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TickTable:
-    """What every rank does in every tick, and in which buffer slots.
+    """Every rank's work in every tick, and its buffer slots.
 
     Every array is int32 of shape (ticks, ranks), or (ticks, ranks, hops) where a value
     arrives, and holds -1 where there is nothing. A hop by `n` sends from every rank `r`
@@ -97,12 +208,12 @@ class TickTable:
 
     @property
     def num_ticks(self) -> int:
-        """Columns of the timeline."""
+        """Number of ticks of the step."""
         return len(self.forward_stage)
 
     @property
     def num_forward_ticks(self) -> int:
-        """Ticks in which any rank does a forward: what uniform execution pays F for."""
+        """Ticks in which any rank does a forward: all ranks pay for it."""
         return sum(stop - start for forward, _, start, stop in self.phases if forward)
 
     @property
@@ -119,7 +230,7 @@ class TickTable:
 def lock_step_span_s(
     schedule: Schedule, table: TickTable, times: StageTimes, *, hop_s: float = 0
 ) -> float:
-    """Time of a step in which all ranks run the same instructions every tick.
+    """Return the time of a step in which all ranks run the same program every tick.
 
         span = forward ticks * F + backward ticks * B + ticks * hop
 
@@ -141,7 +252,7 @@ _RECEIVED = ("input_write", "gradient_write")
 
 
 def tick_table(schedule: Schedule) -> TickTable:
-    """The lock step of a schedule.
+    """Return the lock step of a schedule.
 
     Raises:
         ScheduleError: The schedule is wrong.
@@ -160,11 +271,13 @@ def tick_table(schedule: Schedule) -> TickTable:
 
     ticks = lock_step_ticks(schedule)
     slots = _Slots(
-        saved=slots_of(saved_lifetimes(schedule, ticks)),
-        inputs=slots_of(input_lifetimes(schedule, ticks)),
-        gradients=slots_of(gradient_lifetimes(schedule, ticks)),
+        saved=assign_slots(saved_lifetimes(schedule, ticks)),
+        inputs=assign_slots(input_lifetimes(schedule, ticks)),
+        gradients=assign_slots(gradient_lifetimes(schedule, ticks)),
     )
-    hops = _hops(schedule)
+    hops = tuple(
+        sorted({_hop(schedule, stage) for stage in range(schedule.num_stages - 1)})
+    )
     shape = (max(ticks.values()) + 1, schedule.num_ranks)
     arrays = {
         name: np.full(
@@ -180,7 +293,7 @@ def tick_table(schedule: Schedule) -> TickTable:
         **arrays,
         input_hops=hops,
         gradient_hops=tuple(-hop % schedule.num_ranks for hop in hops),
-        phases=phases_of(ticks),
+        phases=tick_phases(ticks),
         saved_slots=_slots_per_rank(schedule, slots.saved),
         input_slots=_slots_per_rank(schedule, slots.inputs),
         gradient_slots=_slots_per_rank(schedule, slots.gradients),
@@ -195,14 +308,8 @@ class _Slots(NamedTuple):
     gradients: dict[tuple[int, int], int]
 
 
-def _hops(schedule: Schedule) -> tuple[int, ...]:
-    """How far activations go from a stage to the next, modulo the ranks."""
-    return tuple(
-        sorted({_hop(schedule, stage) for stage in range(schedule.num_stages - 1)})
-    )
-
-
 def _hop(schedule: Schedule, stage: int) -> int:
+    """Return how far activations go from a stage to the next, modulo the ranks."""
     ranks = schedule.rank_of_stage
     return (ranks[stage + 1] - ranks[stage]) % schedule.num_ranks
 
@@ -213,7 +320,7 @@ Entries = Iterator[tuple[str, tuple[int, ...], int]]
 def _forward(
     schedule: Schedule, action: Action, slots: _Slots, hops: tuple[int, ...]
 ) -> Entries:
-    """What a forward puts into its tick: (array, index behind the tick's, value)."""
+    """Yield a forward's entries of its tick: (array, index after the tick, value)."""
     stage, _, microbatch = action
     rank = schedule.rank_of_stage[stage]
     yield "forward_stage", (rank,), stage
@@ -232,7 +339,7 @@ def _forward(
 def _backward(
     schedule: Schedule, action: Action, slots: _Slots, hops: tuple[int, ...]
 ) -> Entries:
-    """What a B, I or W puts into its tick, in the same form."""
+    """Yield the entries of a B, I or W, in the same form."""
     stage, op, microbatch = action
     rank = schedule.rank_of_stage[stage]
     yield "backward_op", (rank,), BACKWARD_OPS.index(op)

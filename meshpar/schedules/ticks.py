@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from meshpar.schedules.base import Action, Op, Schedule
 from meshpar.schedules.check import check_schedule
+from meshpar.schedules.simulate import Event, StageTimes, Timeline
 
 _Next = tuple[Action, Action | None]
 """An action of a rank, and the last forward before it in the rank's order."""
@@ -33,7 +34,7 @@ class Phase(NamedTuple):
 
 
 def lock_step_ticks(schedule: Schedule) -> dict[Action, int]:
-    """The tick of every action.
+    """Return the tick of every action.
 
     Raises:
         ScheduleError: The schedule is wrong.
@@ -56,8 +57,8 @@ def lock_step_ticks(schedule: Schedule) -> dict[Action, int]:
     return ticks
 
 
-def phases_of(ticks: dict[Action, int]) -> tuple[Phase, ...]:
-    """The longest runs of ticks in which any rank does the same kinds of action."""
+def tick_phases(ticks: dict[Action, int]) -> tuple[Phase, ...]:
+    """Return the longest runs of ticks in which the ranks do the same kinds of work."""
     forward = {tick for action, tick in ticks.items() if action.op is Op.F}
     backward = {tick for action, tick in ticks.items() if action.op is not Op.F}
     phases: list[Phase] = []
@@ -71,7 +72,7 @@ def phases_of(ticks: dict[Action, int]) -> tuple[Phase, ...]:
 
 
 def _queues(order: tuple[Action, ...]) -> tuple[deque[_Next], deque[_Next]]:
-    """A rank's forwards, and its backwards."""
+    """Return a rank's forwards, and its backwards."""
     forwards: deque[_Next] = deque()
     backwards: deque[_Next] = deque()
     before = None
@@ -91,9 +92,10 @@ def _is_ready(
     ticks: dict[Action, int],
     tick: int,
 ) -> bool:
-    """Whether the inputs are of earlier ticks, or the stage's own forward of this.
+    """True if the action may run in this tick.
 
-    And the forward is done that the rank's order puts before it.
+    Its inputs are of earlier ticks, or its stage's own forward of this tick, and the
+    forward before it in the rank's order is done.
     """
     if before is not None and before not in ticks:
         return False
@@ -102,3 +104,39 @@ def _is_ready(
         if source not in ticks or ticks[source] >= tick + own_forward:
             return False
     return True
+
+
+def lock_step_timeline(schedule: Schedule, times: StageTimes) -> Timeline:
+    """Return the timeline of ranks that move together, as the training step's do.
+
+    A tick takes the slowest stage's F, then its B. Ranks without work compute on zeros,
+    which counts as idle here. Hops take no time.
+
+    Raises:
+        ScheduleError: The schedule is wrong.
+
+    Example:
+        >>> from meshpar.schedules import make_schedule
+        >>> schedule = make_schedule("1f1b", 2, 3)
+        >>> lock_step_timeline(schedule, StageTimes.uniform(2)).end_s
+        12
+    """
+    ticks = lock_step_ticks(schedule)
+
+    def tick_half(action: Action) -> tuple[int, bool]:
+        return ticks[action], action.op is not Op.F
+
+    forward_s, backward_s = times.slowest_s(schedule)
+    start_s: dict[tuple[int, bool], float] = {}
+    now_s: float = 0
+    for half in sorted(set(map(tick_half, ticks))):
+        start_s[half] = now_s
+        _, is_backward = half
+        now_s += backward_s if is_backward else forward_s
+
+    def event(action: Action) -> Event:
+        start = start_s[tick_half(action)]
+        return Event(action, start, start + times.action_s(action))
+
+    orders = (sorted(order, key=tick_half) for order in schedule.orders)
+    return Timeline(schedule, tuple(tuple(map(event, order)) for order in orders))

@@ -15,10 +15,10 @@ from meshpar.layout import Layout
 from meshpar.mesh import make_mesh, platform_of
 from meshpar.model.contract import Model, check_model
 from meshpar.parallel.pipeline.program import with_costs
-from meshpar.parallel.pipeline.schedule_choice import OwnSchedule
 from meshpar.parallel.remat import check_residual_names
 from meshpar.rules.presets import default_rules
 from meshpar.rules.rules import Rules, check_rules
+from meshpar.schedules import OwnSchedule
 from meshpar.train.idle_axes import warn_of_idle_tensor
 from meshpar.train.local_steps.outer_optimizer import nesterov
 from meshpar.train.reduction_refusal import refuse_by_host

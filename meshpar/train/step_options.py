@@ -12,8 +12,8 @@ from jax.sharding import AbstractMesh, Mesh
 from meshpar.layout import Layout
 from meshpar.mesh import absent_mesh
 from meshpar.model.contract import Model
-from meshpar.parallel.pipeline.schedule_choice import OwnSchedule
 from meshpar.rules.rules import Rules
+from meshpar.schedules import OwnSchedule
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,8 @@ from meshpar.planner.cost.stage_time import stage_times
 from meshpar.planner.cost.traffic_bytes import Sent
 from meshpar.planner.machine.link import Link
 from meshpar.schedules import StageTimes, Timeline, make_schedule, simulate
-from meshpar.schedules.lock_step import lock_step_timeline
-from meshpar.schedules.over_time import spans
+from meshpar.schedules.simulate import spans
+from meshpar.schedules.ticks import lock_step_timeline
 
 _MOST_ACTIONS = 4000
 """Of a timeline that a page can draw."""

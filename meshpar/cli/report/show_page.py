@@ -13,7 +13,7 @@ from meshpar.lint.rows import ParameterRow
 from meshpar.lint.shards import Shards
 from meshpar.planner.cost.estimate import gigabytes, milliseconds
 from meshpar.planner.cost.in_words import estimate_in_words
-from meshpar.schedules.render_text import summary
+from meshpar.schedules.render import summary
 
 _LEAST_WIDTH = 640  # pixels, of what has many columns
 

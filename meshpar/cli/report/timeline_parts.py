@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from meshpar.schedules.base import Op
-from meshpar.schedules.over_time import Count, in_flight, spans
-from meshpar.schedules.simulate import Timeline
+from meshpar.schedules.simulate import Count, Timeline, in_flight, spans
 
 NUM_NAMED_RANKS = 8
 """Ranks that the legend of what is in flight names at most."""

@@ -11,7 +11,7 @@ from meshpar.cli.report.timeline_parts import (
     TimelineParts,
     timeline_parts,
 )
-from meshpar.schedules.render_text import summary
+from meshpar.schedules.render import summary
 from meshpar.schedules.simulate import Timeline
 
 if TYPE_CHECKING:

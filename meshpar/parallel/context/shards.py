@@ -1,12 +1,4 @@
-"""Attention of this device's queries to the keys of all: ring, and gather by heads.
-
-*Ring*: keys and values go from device to device, while each meets the queries there;
-the backward sends them round once more, and their gradients with them, back to where
-they belong. *Gather*: a few heads' keys and values at a time are gathered whole. Either
-keeps its own inputs, output and log-sum-exp for the backward, and no scores.
-Reference: Liu et al. 2023 (ring attention), section 3; Llama team 2024, section 3.3.2
-(gathered keys and values).
-"""
+"""What goes round a ring: the arrays of the device some places before this one."""
 
 from __future__ import annotations
 
@@ -20,27 +12,52 @@ from jax import lax
 
 from meshpar.collectives import asked
 from meshpar.model.token_order import TokenOrder
-from meshpar.parallel.context.hops import Hops
-from meshpar.parallel.context.mask import Marks
-from meshpar.parallel.context.shift import shifted, shifted_both
+from meshpar.parallel.context.mask import Hops, Marks
 from meshpar.parallel.context.tiles import (
     Backward,
     Keys,
+    Known,
+    Plan,
     Queries,
     Running,
     attend,
-    gradients,
-)
-from meshpar.parallel.context.tiling import (
-    Known,
-    Plan,
     by_part,
+    gradients,
     in_parts,
     joined,
     segment_tiles,
     tiled,
     tiled_keys,
 )
+
+
+def shifted(
+    order: TokenOrder | None, tree: Any, distance: int, reason: str = "context_ring"
+) -> Any:
+    """What the device `distance` places before this one has: one permute of each.
+
+    This device sends the bytes of its arrays once; the backward sends as many back.
+
+    Args:
+        order: Of the tokens; None where a device has all.
+        tree: This device's arrays.
+        distance: Places along the ring.
+        reason: A name in `meshpar.collectives.ASKED`.
+    """
+    if order is None or distance % order.num_ranks == 0:
+        return tree
+    with asked(reason):
+        return lax.ppermute(tree, order.mesh_axis, order.hop(distance))
+
+
+def shifted_both(order: TokenOrder | None, moved: tuple, distance: int) -> tuple:
+    """`shifted`, of keys and values, and of their gradients."""
+    keys, of_keys = moved
+    return (
+        shifted(order, keys, distance),
+        shifted(order, of_keys, distance, "context_ring_gradient"),
+    )
+
 
 # Dims: as in `tiling`.
 

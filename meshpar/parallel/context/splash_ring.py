@@ -23,10 +23,9 @@ from jax import lax
 from meshpar.errors import InputError
 from meshpar.model.token_order import TokenOrder
 from meshpar.parallel.context.mask import Mask
-from meshpar.parallel.context.shift import shifted, shifted_both
-from meshpar.parallel.context.splash import over_root, without_padding
-from meshpar.parallel.context.splash_kernel import Side, Splash
-from meshpar.parallel.context.tiling import by_part
+from meshpar.parallel.context.shards import shifted, shifted_both
+from meshpar.parallel.context.splash import Side, Splash, over_root, without_padding
+from meshpar.parallel.context.tiles import by_part
 
 # Dims: B batch, N heads, K kv heads, T tokens of a device, H head_dim, C two chunks.
 

@@ -26,12 +26,11 @@ from meshpar.parallel.pipeline.layer_costs import layer_costs
 from meshpar.parallel.pipeline.microbatches import Microbatches
 from meshpar.parallel.pipeline.model_functions import ModelFunctions
 from meshpar.parallel.pipeline.reduction import reduce_in_slices, summed_inputs
-from meshpar.parallel.pipeline.schedule_choice import OwnSchedule, chosen_schedule
 from meshpar.parallel.pipeline.stages import Arrangement, arrangement, cut, merge
 from meshpar.parallel.placement import REPLICATED, Placement
 from meshpar.parallel.program import Found, sums_by_name
 from meshpar.parallel.sequence import outputs_in_order, tokens_at_hand
-from meshpar.schedules import Schedule
+from meshpar.schedules import OwnSchedule, Schedule, chosen_schedule
 from meshpar.schedules.stage_splits import split_by_cost, stage_sizes
 
 
@@ -98,7 +97,7 @@ class PipelineProgram:
 
     def logits(self, *of: Any) -> Any:
         """What the model's `logits` gives, each array with the example first."""
-        one = replace(self, schedule=self.schedule.of_one_microbatch())
+        one = replace(self, schedule=self.schedule.with_one_microbatch())
 
         def local(*of: Any) -> Any:
             microbatches = one._microbatches(*of, training=False, natural=True)

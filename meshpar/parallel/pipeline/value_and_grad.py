@@ -21,7 +21,6 @@ from meshpar.parallel.pipeline.float_leaves import differentiable
 from meshpar.parallel.pipeline.microbatches import Microbatches
 from meshpar.parallel.pipeline.own_derivative import Gradients, with_own_derivative
 from meshpar.parallel.pipeline.reduction import along_first_dim, reduced_in_fp32
-from meshpar.parallel.pipeline.schedule_choice import OwnSchedule, chosen_schedule
 from meshpar.parallel.pipeline.stages import Arrangement, arrangement, cut, merge
 from meshpar.parallel.pipeline.user_arguments import (
     batch_axes,
@@ -36,6 +35,7 @@ from meshpar.parallel.pipeline.user_arguments import (
 from meshpar.parallel.pipeline.user_functions import UserFunctions
 from meshpar.parallel.pipeline.work import Results
 from meshpar.parallel.zero import Stored
+from meshpar.schedules import OwnSchedule, chosen_schedule
 from meshpar.schedules.stage_splits import stage_sizes
 
 _REMATS = tuple(name for name in REMATS if name != "selective")

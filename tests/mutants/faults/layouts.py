@@ -36,7 +36,7 @@ MUTANTS = (
     Mutant(
         name="gradient-slot-free-too-early",
         effect="a buffer slot is reused while a backward still needs it",
-        file="meshpar/schedules/slots.py",
+        file="meshpar/schedules/tick_table.py",
         old="return ticks[last], Moment.BACKWARD",
         new="return ticks[last], Moment.FORWARD",
         tests=(

@@ -1,16 +1,17 @@
-"""A timeline as lines of text, a row a rank."""
+"""A timeline as lines of text, a row a rank, or as Chrome trace events."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from meshpar.schedules.base import Op
 from meshpar.schedules.simulate import Event, Timeline
 
 _IDLE = "."
 
 
 def summary(timeline: Timeline) -> str:
-    """The schedule, its sizes, span and bubble, in one line."""
+    """Return the schedule, its sizes, span and bubble, in one line."""
     schedule = timeline.schedule
     return (
         f"{schedule.name}: stages={schedule.num_ranks}, chunks={schedule.num_chunks}, "
@@ -20,7 +21,7 @@ def summary(timeline: Timeline) -> str:
 
 
 def ascii_timeline(timeline: Timeline, *, max_width: int = 160) -> str:
-    """The timeline with idle time as dots, to scale.
+    """Return the timeline as text, to scale, with idle time as dots.
 
     An action is written as `2F0` and filled up with its letter; where `max_width` does
     not leave room for names, the letters stand alone.
@@ -42,7 +43,7 @@ def ascii_timeline(timeline: Timeline, *, max_width: int = 160) -> str:
 
 
 def _columns_per_s(timeline: Timeline) -> float:
-    """The scale at which the shortest action has room for its name and a space."""
+    """Return the scale at which the shortest action has room for its name."""
     return max(
         (
             (len(str(event.action)) + 1) / float(event.end_s - event.start_s)
@@ -66,3 +67,43 @@ def _row(events: Sequence[Event], num_columns: int, end_s: float) -> str:
             text = name + text[len(name) : -1] + " "
         row[start:stop] = text
     return "".join(row)
+
+
+_CATEGORIES = {
+    Op.F: "forward",
+    Op.B: "backward",
+    Op.I: "input_grad",
+    Op.W: "weight_grad",
+}
+
+
+def trace_events(timeline: Timeline) -> dict:
+    """Return a trace for Perfetto as JSON: a thread a rank, an event an action.
+
+    Reference: "Trace Event Format", Google, 2016: complete events (`X`), microseconds.
+    """
+    names = [
+        {
+            "name": "thread_name",
+            "ph": "M",
+            "pid": 0,
+            "tid": rank,
+            "args": {"name": f"rank {rank}"},
+        }
+        for rank in range(len(timeline.events))
+    ]
+    events = [
+        {
+            "name": str(action),
+            "cat": _CATEGORIES[action.op],
+            "ph": "X",
+            "pid": 0,
+            "tid": rank,
+            "ts": float(start_s) * 1e6,
+            "dur": float(end_s - start_s) * 1e6,
+            "args": {"stage": action.stage, "microbatch": action.microbatch},
+        }
+        for rank, rank_events in enumerate(timeline.events)
+        for action, start_s, end_s in rank_events
+    ]
+    return {"displayTimeUnit": "ms", "traceEvents": names + events}
