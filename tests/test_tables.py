@@ -11,11 +11,14 @@ import pytest
 
 from meshpar import Layout, embedding_tables, make_train_step
 from meshpar.models.presets import build
-from meshpar.tables import SGD, LazyAdam, RowwiseAdagrad, Table, blocks, with_tables
-from meshpar.tables.blocks import BLOCK
-from meshpar.tables.host import stored_tables
-from meshpar.tables.portable import PortableTables
-from meshpar.tables.programs import joined
+from meshpar.tables import SGD, LazyAdam, RowwiseAdagrad, Table, with_tables
+from meshpar.tables.portable import (
+    BLOCK,
+    PortableTables,
+    padded_rows,
+    stored_tables,
+)
+from meshpar.tables.programs import with_arrays
 from meshpar.tables.table import KINDS
 from meshpar.train.checkpoint import Checkpoints
 from tests import dlrm_reference
@@ -185,7 +188,7 @@ def test_tables_train_beside_the_stages_of_a_pipeline(layout, layers):
 def test_tables_are_taken_out_of_a_placement_row_by_row_and_put_back(
     layout, placement, block, monkeypatch
 ):
-    monkeypatch.setattr(blocks, "BLOCK", block)
+    monkeypatch.setattr("meshpar.tables.portable.BLOCK", block)
     optimizer = "RowwiseAdagrad" if placement is MIXED else "LazyAdam"
     step = made(layout, optimizer, 2) if placement is MIXED else None
     step = step or step_of(layout, optimizer, placement, top_layers=2)
@@ -204,14 +207,14 @@ def test_tables_are_taken_out_of_a_placement_row_by_row_and_put_back(
     shardings = step.shardings.model_state["embedding_tables"]
     given = stored_tables(step.functions.stores, wanted, shardings)
     portable = PortableTables(functions=step.functions)
-    state = portable.taken_out(joined(step.init(3), given))
+    state = portable.taken_out(with_arrays(step.init(3), given))
     for table in TABLES:
         found = jax.device_get(state.model_state["embedding_tables"][table.name])
         assert found.pop("num_rows") == table.rows
         for kind, values in found.items():
             rows, rest = np.split(values, [table.rows])
             np.testing.assert_array_equal(rows, wanted[table.name][kind])
-            assert len(values) == blocks.filled(table.rows) and not rest.any()
+            assert len(values) == padded_rows(table.rows) and not rest.any()
     back = step.host_tables(portable.put_in(state))
     jax.tree.map(np.testing.assert_array_equal, back, wanted)
 
@@ -221,7 +224,7 @@ def test_what_a_table_has_no_row_for_is_no_part_of_its_checkpoint():
     step = made(STAGES, "RowwiseAdagrad", 2)
     state = step.init(3)
     ones = jax.tree.map(jnp.ones_like, state.model_state["embedding_tables"])
-    tables = step.portable(joined(state, ones)).model_state["embedding_tables"]
+    tables = step.portable(with_arrays(state, ones)).model_state["embedding_tables"]
     for table in TABLES:
         of_rows = np.arange(BLOCK) < table.rows
         for name in ones["spread_16"]:
@@ -240,7 +243,7 @@ def test_devices_of_processes_that_cannot_share_blocks_are_refused_at_once(
 
 
 def slot_shape(table, slot):
-    return (table.rows,) if slot.of_row else (table.rows, table.dim)
+    return (table.rows,) if slot.per_row else (table.rows, table.dim)
 
 
 @pytest.mark.parametrize("rows", [102, 5000])

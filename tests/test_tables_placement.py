@@ -22,14 +22,13 @@ from meshpar import (
 )
 from meshpar.models.presets import build
 from meshpar.tables import SGD, LazyAdam, RowwiseAdagrad, Table, with_tables
-from meshpar.tables.exchange import Exchange
-from meshpar.tables.ids import check_ids, hashed, positions, unique
-from meshpar.tables.lookup import LocalTables, Shares
+from meshpar.tables.exchange import Exchange, hashed, positions, unique
+from meshpar.tables.lookup import Shares
 from meshpar.tables.optimizers import Slot
-from meshpar.tables.placement import placements_of
+from meshpar.tables.placement import make_stores, place_tables
 from meshpar.tables.programs import TableFunctions
-from meshpar.tables.stores import stores_of
 from meshpar.tables.table import COLUMN_WISE, KINDS, REPLICATED, ROW_WISE, TABLE_WISE
+from meshpar.tables.tables import check_ids
 from tests.marks import slow
 from tests.states import normal_values
 
@@ -125,7 +124,7 @@ def test_tables_that_do_not_go_together_are_refused(tables, refusal, refuses):
 )
 def test_a_placement_that_cannot_be_is_refused(asked, refusal, refuses):
     with refuses(*refusal):
-        placements_of([table()], 3, {"film": 64}, asked)
+        place_tables([table()], 3, {"film": 64}, asked)
 
 
 def test_chosen_placements_are_even_in_bytes_and_lookups():
@@ -140,7 +139,7 @@ def test_chosen_placements_are_even_in_bytes_and_lookups():
         for at, (many, bag) in enumerate(zip(rows, bags, strict=True))
     ]
     row_bytes = {one.name: 516 for one in tables}
-    found = placements_of(tables, 8, row_bytes)
+    found = place_tables(tables, 8, row_bytes)
     assert found.imbalance.table_bytes < 1.05
     assert found.imbalance.lookups < 1.2
     kinds = {one.table.rows: one.kind for one in found.placed}
@@ -162,9 +161,9 @@ def test_a_load_is_what_a_device_holds(optimizer):
         functions = TableFunctions(dense=dense, tables=made)
         held = 0
         for store in functions.stores:
-            slots = {"rows": Slot(of_row=False), **optimizer.slots}
+            slots = {"rows": Slot(per_row=False), **optimizer.slots}
             for name, slot in slots.items():
-                shape = store.shape[:1] if slot.of_row else store.shape
+                shape = store.shape[:1] if slot.per_row else store.shape
                 spec = NamedSharding(mesh, functions.specs[store.name][name])
                 held += 4 * math.prod(spec.shard_shape(shape))
         loads = made.placements(4).loads
@@ -193,8 +192,8 @@ def test_tables_of_each_width_are_spread_by_themselves():
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_row_has_a_place_of_its_own(kind):
     tables = [table(name=f"t{at}", rows=rows) for at, rows in enumerate((13, 8, 30))]
-    placed = placements_of(tables, 4, {one.name: 64 for one in tables}, kind)
-    (store,) = stores_of(placed)
+    placed = place_tables(tables, 4, {one.name: 64 for one in tables}, kind)
+    (store,) = make_stores(placed)
     codes = [store.codes(one, np.arange(one.table.rows)) for one in store.members]
     every = np.concatenate(codes)
     assert len(np.unique(every)) == 13 + 8 + 30
@@ -227,14 +226,14 @@ def test_ids_past_int32_are_refused_before_they_are_cut(more, refuses):
 def test_narrow_ids_name_the_rows_that_wide_ones_do(dtype):
     """On the last of 8 devices codes are past what the dtype counts to."""
     one = table(rows=8 * 2**13)
-    (store,) = stores_of(placements_of([one], 8, {"film": 64}, ROW_WISE))
+    (store,) = make_stores(place_tables([one], 8, {"film": 64}, ROW_WISE))
     ids = np.asarray([[7], [127], [0]])
     looked_up = jax.jit(lambda batch: positions(store, batch))
     codes, _ = looked_up({"film": ids.astype(dtype)})
     np.testing.assert_array_equal(codes, store.codes(store.members[0], ids[:, 0]))
-    shares = Shares(mesh_axes=(), beside=(), sizes={})
-    local = LocalTables(stores=(), shares=shares, optimizer=SGD(0.1), outputs={})
-    assert local._own({"film": jnp.asarray(ids, dtype)})["film"].dtype == jnp.int32
+    shares = Shares(mesh_axes=(), replica_axes=(), sizes={})
+    local = shares.local_batch({"film": jnp.asarray(ids, dtype)})
+    assert local["film"].dtype == jnp.int32
 
 
 def test_ids_of_another_shape_and_missing_ids_are_refused(refuses):
@@ -269,7 +268,7 @@ def test_what_is_no_batch_is_refused(batch, refuses):
 
 
 def codes_of(one, ids):
-    (store,) = stores_of(placements_of([one], 2, {"film": 64}, REPLICATED))
+    (store,) = make_stores(place_tables([one], 2, {"film": 64}, REPLICATED))
     codes, weights = positions(store, batch_of(ids))
     return codes.tolist(), weights.tolist(), store
 
@@ -297,7 +296,7 @@ def exchanged(kind, room):
         up; how many devices updated each row, and in how many rounds.
     """
     mesh = make_mesh(Layout(data=4), jax.devices()[:4])
-    (store,) = stores_of(placements_of([table(dim=2)], 4, {"film": 8}, kind))
+    (store,) = make_stores(place_tables([table(dim=2)], 4, {"film": 8}, kind))
     (member,) = store.members
     rng = np.random.default_rng(0)
     ids = 4 * rng.integers(0, 25, (4, 40))  # row by row, device 0 holds all of them

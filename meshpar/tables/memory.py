@@ -31,8 +31,8 @@ from meshpar.model.contract import Model
 from meshpar.model.scope import Scope
 from meshpar.model.single import loss
 from meshpar.tables.exchange import Exchange
-from meshpar.tables.programs import TableFunctions, parts
-from meshpar.tables.stores import SPREAD, Store
+from meshpar.tables.placement import SPREAD, Store
+from meshpar.tables.programs import TableFunctions, split_state
 from meshpar.tables.tables import EmbeddingTables
 from meshpar.train.state_memory import local_bytes
 
@@ -72,8 +72,8 @@ def predicted_memory(
         batch: Arrays of a global batch, or their shapes.
     """
     layout = functions.dense.placement.layout
-    dense, tables = parts(functions.state_shapes)
-    of_dense, of_tables = parts(functions.shardings)
+    dense, tables = split_state(functions.state_shapes)
+    of_dense, of_tables = split_state(functions.shardings)
     own = {
         name: jax.ShapeDtypeStruct(
             (array.shape[0] // layout.batch_shards, *array.shape[1:]), array.dtype
@@ -114,9 +114,9 @@ def _phases(store: Store, tables: EmbeddingTables, examples: int) -> tuple[int, 
     """Bytes of looking up in one store, and of updating it."""
     distinct = store.distinct(examples)
     slots = tables.optimizer.slots.values()
-    of_value = 1 + sum(not slot.of_row for slot in slots)
+    of_value = 1 + sum(not slot.per_row for slot in slots)
     if store.kind == SPREAD:
-        exchange = Exchange.of(store, ("all",), examples)
+        exchange = Exchange.for_examples(store, ("all",), examples)
         exchanged, width = store.num_devices * exchange.room, store.dim
     else:
         exchanged, width = store.num_devices * distinct, store.local_dim

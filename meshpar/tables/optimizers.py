@@ -1,8 +1,8 @@
 """Optimizers of tables: each updates the rows that a batch touched, and no others.
 
-A row is touched where its id is in the batch, whatever its gradient. What an optimizer
-would do to the others (momentum that goes on, weight decay) is not done, so that a step
-costs what its batch does; which dense optimizer that equals, each says.
+A row is touched if its id is in the batch, whatever its gradient. Untouched rows do not
+change (no further momentum, no weight decay), so that a step's cost depends on its
+batch alone; each optimizer says which dense optimizer it equals.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import jax.numpy as jnp
 from meshpar.errors import InputError
 
 Rate = float | Callable[[jax.Array], jax.Array | float]
-"""A learning rate, or updates done so far -> it, as optax's schedules are."""
+"""A learning rate, or a schedule as optax's: updates done so far -> learning rate."""
 
 Slots = dict[str, jax.Array]
 
 ROWS = "rows"
-"""Name of a table's rows beside those of their state."""
+"""Name of a table's rows among its arrays."""
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,16 @@ class Slot:
     """One kind of state of each row.
 
     Args:
-        of_row: Whether it is a number a row; else a number a value.
-        first: What it starts from.
+        per_row: True for one number a row, False for one a value.
+        first: Initial value.
     """
 
-    of_row: bool
+    per_row: bool
     first: float = 0.0
 
 
 class TableOptimizer(Protocol):
-    """What updates rows."""
+    """Optimizer of rows."""
 
     @property
     def slots(self) -> Mapping[str, Slot]:
@@ -56,20 +56,20 @@ class TableOptimizer(Protocol):
         count: jax.Array,
         mean_square: Callable[[jax.Array], jax.Array],
     ) -> tuple[jax.Array, Slots]:
-        """New rows and state.
+        """Return new rows and state.
 
         Args:
             rows: fp32 (rows, dim), or a device's part of each.
-            gradients: Theirs, summed over the global batch.
+            gradients: Gradients of the rows, summed over the global batch.
             slots: State of those rows.
             count: Updates done before.
-            mean_square: Of each row of `gradients`, over all its values.
+            mean_square: Mean square of each row of `gradients`, over all its values.
         """
 
 
 @dataclass(frozen=True)
 class SGD:
-    """`row - rate * gradient`: equals dense SGD without momentum.
+    """SGD, `row - rate * gradient`; it equals dense SGD without momentum.
 
     Args:
         rate: The learning rate, or a schedule of it.
@@ -82,14 +82,14 @@ class SGD:
 
     @property
     def slots(self) -> Mapping[str, Slot]:
-        """None."""
+        """No state."""
         return {}
 
     def update(
-        self, rows: jax.Array, gradients: jax.Array, slots: Slots, **of_step: Any
+        self, rows: jax.Array, gradients: jax.Array, slots: Slots, **context: Any
     ) -> tuple[jax.Array, Slots]:
-        """As `TableOptimizer` says."""
-        return rows - _rate(self.rate, of_step["count"]) * gradients, slots
+        """Return new rows and state; see `TableOptimizer`."""
+        return rows - _rate(self.rate, context["count"]) * gradients, slots
 
 
 @dataclass(frozen=True)
@@ -98,12 +98,12 @@ class RowwiseAdagrad:
 
         sum = sum + mean(gradient^2);  row - rate * gradient / (sqrt(sum) + epsilon)
 
-    It equals the dense form, for a row that has no gradient changes nothing there.
+    It equals the dense form, in which a row without a gradient does not change either.
 
     Args:
         rate: The learning rate, or a schedule of it.
         epsilon: Added to the root.
-        first: What the sums start from.
+        first: Initial value of the sums.
     """
 
     rate: Rate
@@ -118,20 +118,20 @@ class RowwiseAdagrad:
     @property
     def slots(self) -> Mapping[str, Slot]:
         """The sum of mean squares, a number a row."""
-        return {"sum": Slot(of_row=True, first=self.first)}
+        return {"sum": Slot(per_row=True, first=self.first)}
 
     def update(
-        self, rows: jax.Array, gradients: jax.Array, slots: Slots, **of_step: Any
+        self, rows: jax.Array, gradients: jax.Array, slots: Slots, **context: Any
     ) -> tuple[jax.Array, Slots]:
-        """As `TableOptimizer` says."""
-        total = slots["sum"] + of_step["mean_square"](gradients)
-        scale = _rate(self.rate, of_step["count"]) / (jnp.sqrt(total) + self.epsilon)
+        """Return new rows and state; see `TableOptimizer`."""
+        total = slots["sum"] + context["mean_square"](gradients)
+        scale = _rate(self.rate, context["count"]) / (jnp.sqrt(total) + self.epsilon)
         return rows - scale[:, None] * gradients, {"sum": total}
 
 
 @dataclass(frozen=True)
 class LazyAdam:
-    """Adam whose moments wait until their row is touched again.
+    """Adam whose moments change only when their row is touched.
 
     It equals dense Adam (Kingma and Ba 2015; `optax.adam`) whose untouched rows keep
     value and moments at every step: `where(touched, new, old)` of all three. The bias
@@ -139,8 +139,8 @@ class LazyAdam:
 
     Args:
         rate: The learning rate, or a schedule of it.
-        b1: How much of the first moment stays.
-        b2: How much of the second.
+        b1: Decay of the first moment.
+        b2: Decay of the second moment.
         epsilon: Added to the root.
     """
 
@@ -158,27 +158,27 @@ class LazyAdam:
     @property
     def slots(self) -> Mapping[str, Slot]:
         """Both moments, a number a value."""
-        return {"mu": Slot(of_row=False), "nu": Slot(of_row=False)}
+        return {"mu": Slot(per_row=False), "nu": Slot(per_row=False)}
 
     def update(
-        self, rows: jax.Array, gradients: jax.Array, slots: Slots, **of_step: Any
+        self, rows: jax.Array, gradients: jax.Array, slots: Slots, **context: Any
     ) -> tuple[jax.Array, Slots]:
-        """As `TableOptimizer` says."""
-        done = of_step["count"].astype(jnp.float32) + 1
+        """Return new rows and state; see `TableOptimizer`."""
+        done = context["count"].astype(jnp.float32) + 1
         mu = self.b1 * slots["mu"] + (1 - self.b1) * gradients
         nu = self.b2 * slots["nu"] + (1 - self.b2) * gradients * gradients
         first, second = mu / (1 - self.b1**done), nu / (1 - self.b2**done)
         step = first / (jnp.sqrt(second) + self.epsilon)
-        rows = rows - _rate(self.rate, of_step["count"]) * step
+        rows = rows - _rate(self.rate, context["count"]) * step
         return rows, {"mu": mu, "nu": nu}
 
 
 def array_structs(
     optimizer: TableOptimizer, rows: int, dim: int
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape and dtype of an array of rows, and of each of their state."""
+    """Return shape and dtype of an array of rows, and of each array of their state."""
     shapes = {ROWS: (rows, dim)} | {
-        name: (rows,) if slot.of_row else (rows, dim)
+        name: (rows,) if slot.per_row else (rows, dim)
         for name, slot in optimizer.slots.items()
     }
     return {
@@ -190,11 +190,7 @@ OPTIMIZERS = (SGD, RowwiseAdagrad, LazyAdam)
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Refuses any other optimizer.
-
-    Raises:
-        InputError: It is none of `OPTIMIZERS`.
-    """
+    """Raise InputError unless the optimizer is one of `OPTIMIZERS`."""
     if not isinstance(optimizer, OPTIMIZERS):
         names = ", ".join(f"meshpar.tables.{kind.__name__}" for kind in OPTIMIZERS)
         raise InputError(

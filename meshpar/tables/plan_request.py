@@ -155,7 +155,7 @@ class TableRequest:
     def _plan(self, layout: Layout) -> TablePlan:
         step = self._step(layout)
         device, devices = self.cluster.device, self.cluster.num_devices
-        inputs = step.tables.inputs_beside(self.model.known_inputs)
+        inputs = step.tables.batch_inputs(self.model.known_inputs)
         batch = shapes_of(inputs, {BATCH_DIM: self.global_batch})
         placements, memory = step.placements, step.predicted_memory(batch)
         run = TableRun(

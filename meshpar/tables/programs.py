@@ -1,27 +1,28 @@
-"""What a step with tables computes: global arrays in, global arrays out."""
+"""Functions of a step with tables: global arrays in, global arrays out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.layout import BATCH_AXES, MESH_AXES
-from meshpar.tables.initial import first_arrays
-from meshpar.tables.lookup import LocalTables, Shares
+from meshpar.tables.exchange import positions
+from meshpar.tables.lookup import LocalTables, Shares, first_arrays
 from meshpar.tables.optimizers import array_structs
-from meshpar.tables.stores import Store, stores_of
+from meshpar.tables.placement import COLUMNS, SPREAD, Store, make_stores
 from meshpar.tables.tables import EmbeddingTables
 from meshpar.train.state import TrainState
 from meshpar.train.step_functions import Batch, Metrics, StepFunctions
 
 TABLES = "embedding_tables"
-"""Where in a state's `model_state` they are: store -> its arrays."""
+"""Key in a state's `model_state` of the tables: store -> its arrays."""
 
 Tables = dict[str, dict[str, Any]]
 _BATCH, _WHOLE = PartitionSpec(BATCH_AXES), PartitionSpec()
@@ -32,7 +33,7 @@ class TableFunctions:
     """The functions of a step, tables included.
 
     Args:
-        dense: Those of the model.
+        dense: Functions of the model's step.
         tables: The tables.
     """
 
@@ -41,41 +42,39 @@ class TableFunctions:
 
     @property
     def mesh(self) -> Any:
-        """That of the model."""
+        """Mesh of the model."""
         return self.dense.placement.mesh
 
     @cached_property
     def stores(self) -> tuple[Store, ...]:
-        """What holds the tables."""
-        return stores_of(self.tables.placements(self.mesh.size))
+        """Stores that hold the tables."""
+        return make_stores(self.tables.placements(self.mesh.size))
 
     @cached_property
     def shardings(self) -> TrainState:
-        """The sharding of every array of the state."""
-        of_tables = jax.tree.map(
-            lambda spec: NamedSharding(self.mesh, spec), self.specs
-        )
-        return joined(self.dense.shardings, of_tables)
+        """Sharding of every array of the state."""
+        tables = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs)
+        return with_arrays(self.dense.shardings, tables)
 
     @cached_property
     def state_shapes(self) -> TrainState:
         """Shape and dtype of every array of the state."""
-        return joined(self.dense.state_shapes, self._structs)
+        return with_arrays(self.dense.state_shapes, self._structs)
 
     @cached_property
     def specs(self) -> Tables:
-        """How the tables' arrays lie."""
+        """Spec of each array of the tables."""
         axes = self.shares.mesh_axes
         return {
             store.name: {
-                name: store.spec(axes, of_row=one.ndim == 1)
+                name: store.spec(axes, per_row=one.ndim == 1)
                 for name, one in self._structs[store.name].items()
             }
             for store in self.stores
         }
 
     def born(self, seed: jax.Array) -> TrainState:
-        """The first state, each device making its own part."""
+        """Return the first state, each device making its own part."""
 
         def local(seed: jax.Array) -> Tables:
             axes = self.shares.mesh_axes
@@ -86,19 +85,19 @@ class TableFunctions:
             }
 
         tables = self.on_shards(local, (_WHOLE,), self.specs)(seed)
-        return joined(self.dense.born(seed), tables)
+        return with_arrays(self.dense.born(seed), tables)
 
     def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """The next state, and scalars.
+        """Return the next state, and scalars.
 
-        A step whose loss or gradients, those of what is looked up among them, are not
-        finite leaves model and tables as they are.
+        If the loss, a gradient, or the gradient of a vector that was looked up is not
+        finite, model and tables do not change.
         """
-        dense, tables = parts(state)
-        of_model, ids = self._split(batch)
+        dense, tables = split_state(state)
+        own, ids = self._split(batch)
         looked_up, kept = self._look_up(tables, ids)
         new, metrics, gradients = self.dense.update_and_inputs(
-            dense, {**of_model, **looked_up}
+            dense, {**own, **looked_up}
         )
         updated = self.on_shards(
             self._local.updated,
@@ -112,18 +111,18 @@ class TableFunctions:
             dense.step - dense.skipped,
             new.skipped == dense.skipped,
         )
-        return joined(new, tables), metrics
+        return with_arrays(new, tables), metrics
 
     def evaluated(self, state: TrainState, batch: Batch) -> Any:
-        """Summed loss and weights, without dropout and auxiliary losses."""
+        """Return summed loss and weights, without dropout and auxiliary losses."""
         return self.dense.evaluated(*self._dense_arguments(state, batch))
 
     def logits(self, state: TrainState, batch: Batch) -> Any:
-        """What the model's `logits` gives."""
+        """Return the model's `logits`."""
         return self.dense.logits(*self._dense_arguments(state, batch))
 
     def on_shards(self, local: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        """`local` of this device's part over all mesh axes."""
+        """Return `jax.shard_map` of `local` over all mesh axes."""
         return jax.shard_map(
             local,
             mesh=self.mesh,
@@ -142,9 +141,9 @@ class TableFunctions:
     def _dense_arguments(
         self, state: TrainState, batch: Batch
     ) -> tuple[TrainState, dict[str, Any]]:
-        dense, tables = parts(state)
-        of_model, ids = self._split(batch)
-        return dense, {**of_model, **self._look_up(tables, ids)[0]}
+        dense, tables = split_state(state)
+        own, ids = self._split(batch)
+        return dense, {**own, **self._look_up(tables, ids)[0]}
 
     def _look_up(self, tables: Tables, ids: Batch) -> tuple[dict[str, Any], Any]:
         look_up = self.on_shards(
@@ -155,10 +154,10 @@ class TableFunctions:
         return look_up(tables, ids)
 
     def _split(self, batch: Batch) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The model's own arrays of a batch, and those of the tables."""
+        """Return the model's own arrays of a batch, and those of the tables."""
         names = self.tables.inputs
-        of_model = {name: one for name, one in batch.items() if name not in names}
-        return of_model, {name: one for name, one in batch.items() if name in names}
+        own = {name: one for name, one in batch.items() if name not in names}
+        return own, {name: one for name, one in batch.items() if name in names}
 
     @cached_property
     def _local(self) -> LocalTables:
@@ -171,24 +170,63 @@ class TableFunctions:
 
     @cached_property
     def shares(self) -> Shares:
-        """How the devices share a batch."""
+        """Shares of a batch among the devices."""
         sizes = dict(self.mesh.shape)
         axes = tuple(axis for axis in MESH_AXES if sizes[axis] > 1)
-        beside = tuple(axis for axis in axes if axis not in BATCH_AXES)
-        return Shares(mesh_axes=axes, beside=beside, sizes=sizes)
+        replicas = tuple(axis for axis in axes if axis not in BATCH_AXES)
+        return Shares(mesh_axes=axes, replica_axes=replicas, sizes=sizes)
 
     @property
     def _kept_spec(self) -> PartitionSpec:
         return PartitionSpec(self.shares.mesh_axes)
 
 
-def joined(dense: TrainState, tables: Mapping[str, Any]) -> TrainState:
-    """A model's state, or a tree like it, with the tables."""
+def with_arrays(dense: TrainState, tables: Mapping[str, Any]) -> TrainState:
+    """Return a model's state, or a tree like it, with the tables' arrays."""
     return replace(dense, model_state={**dense.model_state, TABLES: dict(tables)})
 
 
-def parts(state: TrainState) -> tuple[TrainState, Tables]:
-    """A model's own state, and the tables."""
+def split_state(state: TrainState) -> tuple[TrainState, Tables]:
+    """Return a model's own state, and the tables' arrays."""
     own = dict(state.model_state)
     tables = own.pop(TABLES)
     return replace(state, model_state=own), tables
+
+
+def rows_looked_up(
+    stores: Sequence[Store], shares: Shares, batch: Mapping[str, Any]
+) -> np.ndarray:
+    """Return the rows that each device looks up for a batch, (devices,).
+
+    In each share of the examples every id counts once. A device looks up a part of each
+    row of a store that is split by columns, which counts as that part.
+
+    Args:
+        stores: Stores that hold the tables.
+        shares: Shares of the batch.
+        batch: Ids of the global batch, on the host.
+    """
+    num_devices = stores[0].num_devices
+    counts = np.zeros(num_devices)
+    for store in stores:
+        codes = _codes(store, batch)
+        for device, at in enumerate(shares.device_examples(len(codes))):
+            local = codes[at]
+            distinct = np.unique(local[local < store.num_codes])
+            if store.kind == SPREAD:
+                counts += np.bincount(distinct // store.rows, minlength=num_devices)
+            elif store.kind == COLUMNS:
+                counts += len(distinct) / num_devices
+            else:
+                counts[device] += len(distinct)
+    return counts
+
+
+def _codes(store: Store, batch: Mapping[str, Any]) -> np.ndarray:
+    """Return the codes of a batch, (examples, ids of a store's features)."""
+    codes, _ = positions(store, batch)
+    shapes = [np.shape(batch[feature]) for feature, _ in store.features]
+    ends = np.cumsum([examples * bag for examples, bag in shapes])[:-1]
+    parts = np.split(np.asarray(codes), ends)
+    pairs = zip(parts, shapes, strict=True)
+    return np.concatenate([part.reshape(shape) for part, shape in pairs], axis=1)

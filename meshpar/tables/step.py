@@ -13,15 +13,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from meshpar.audit.subject import Subject
-from meshpar.tables.checks import check_arrays, check_parts
-from meshpar.tables.host import host_tables, rows_looked_up
-from meshpar.tables.ids import check_ids
+from meshpar.errors import InputError
 from meshpar.tables.memory import TableMemory, predicted_memory
-from meshpar.tables.placement import Placements
-from meshpar.tables.portable import PortableTables
-from meshpar.tables.programs import TABLES, TableFunctions
-from meshpar.tables.stores import tpu_notes
-from meshpar.tables.tables import EmbeddingTables
+from meshpar.tables.placement import Placements, tpu_notes
+from meshpar.tables.portable import PortableTables, host_tables
+from meshpar.tables.programs import TABLES, TableFunctions, rows_looked_up
+from meshpar.tables.tables import EmbeddingTables, check_arrays, check_ids
 from meshpar.train.batch_placement import BatchPlacement, batch_structs
 from meshpar.train.given_values import check_seed
 from meshpar.train.refusals import check_logits
@@ -37,7 +34,7 @@ Batch = Mapping[str, Any]
 
 
 def with_tables(step: TrainStep, tables: EmbeddingTables) -> TableStep:
-    """The training step of a model whose inputs are looked up in tables.
+    """Return the training step of a model whose inputs are looked up in tables.
 
     One compiled program looks rows up by all-to-all, runs the model's forward and
     backward under its layout, stages included, sends the rows' gradients back and
@@ -45,12 +42,13 @@ def with_tables(step: TrainStep, tables: EmbeddingTables) -> TableStep:
     allocated. `max_grad_norm` and `grad_norm` are of the model's own parameters.
 
     Args:
-        step: Of a model that declares what is looked up as an input with a gradient.
-        tables: The tables.
+        step: Step of a model that declares each input that is looked up, with a
+            gradient.
+        tables: The tables, from `embedding_tables`.
 
     Raises:
         InputError: The model does not take what is looked up, a placement does not
-            fit, or step or tables are none.
+            fit, or `step` or `tables` is of another type.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np, optax
@@ -66,7 +64,18 @@ def with_tables(step: TrainStep, tables: EmbeddingTables) -> TableStep:
         >>> batch |= {"numbers": np.ones((8, 4)), "clicks": np.ones(8)}
         >>> state, metrics = step(step.init(0), batch)
     """
-    check_parts(step, tables)
+    if not isinstance(step, TrainStep):
+        raise InputError(
+            f"with_tables was given a {type(step).__name__}; give what make_train_step "
+            "returned, and all tables at once",
+            key="tables.not_train_step",
+        )
+    if not isinstance(tables, EmbeddingTables):
+        raise InputError(
+            f"with_tables was given a {type(tables).__name__}; give what "
+            "embedding_tables returned",
+            key="tables.not_embedding_tables",
+        )
     tables.check_model(step.model.known_inputs)
     return TableStep(step, tables)
 
@@ -100,7 +109,7 @@ class TableStep:
         # A placement that cannot be is refused here.
         self.state_shapes, self.shardings = functions.state_shapes, functions.shardings
         self._batches = BatchPlacement(
-            inputs=tables.inputs_beside(step.model.known_inputs),
+            inputs=tables.batch_inputs(step.model.known_inputs),
             check_sequences=lambda batch, partly: None,
             layout=step.layout,
             sharding=step.batch_sharding,

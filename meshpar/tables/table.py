@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
 
 import numpy as np
 
@@ -31,21 +30,20 @@ MOST_COLUMNS = 2**16
 class Table:
     """A table of `rows` vectors, whose rows the ids of one feature or more choose.
 
-    A batch has under each feature's name int32 ids (batch, bag), -1 where a bag has
-    fewer, and where it has `NAME_weights` of the same shape, what each counts.
+    Under each feature's name a batch has int32 ids (batch, bag), -1 to fill up a bag;
+    an optional `NAME_weights` of the same shape has the weight of each id.
 
     Args:
-        name: What it is called.
-        rows: How many.
+        name: Name of the table.
+        rows: Number of rows.
         dim: Values of a row.
         features: Arrays of a batch that look up in it; the one of its name when empty.
         bag: Most ids that an example has of a feature.
-        pooling: `sum` of weight times row over a bag, or that over the sum of weights,
-            `mean`; zeros for an empty bag.
-        hashed: Whether any int32 id but -1, which is none here too, is hashed to a
-            row; else ids are rows' numbers.
-        bucket: The row that ids outside of 0 to `rows - 1` mean; they are an error when
-            absent.
+        pooling: `sum` of weight times row over a bag, or `mean`, that sum over the sum
+            of weights; zeros for an empty bag.
+        hashed: If True, any int32 id but -1 is hashed to a row; else ids are rows'
+            numbers.
+        bucket: Row for ids outside of 0 to `rows - 1`; without it they are an error.
         scale: First values are uniform within plus and minus this; `1 / sqrt(rows)`
             when 0 (Naumov et al. 2019).
         into: Name of the model's input, (batch, features, dim), that all tables of that
@@ -107,13 +105,13 @@ class Table:
                 key="tables.features_not_tuple",
             )
         given = self.features
-        named = tuple(given) if isinstance(given, Iterable) else (given,)
-        if not all(isinstance(one, str) for one in named):
+        names = tuple(given) if isinstance(given, Iterable) else (given,)
+        if not all(isinstance(name, str) for name in names):
             raise InputError(
                 f"table {self.name!r} has features={given!r}: must be a tuple of texts",
                 key="tables.features_not_texts",
             )
-        object.__setattr__(self, "features", named or (self.name,))
+        object.__setattr__(self, "features", names or (self.name,))
 
     def _check_kinds(self) -> None:
         if not isinstance(self.hashed, bool | np.bool_):
@@ -122,7 +120,8 @@ class Table:
                 "False",
                 key="tables.hashed_not_bool",
             )
-        if not _is_finite(self.scale):
+        is_number = isinstance(self.scale, Real) and not isinstance(self.scale, bool)
+        if not (is_number and 0 <= self.scale < math.inf):
             raise InputError(
                 f"table {self.name!r} has scale={self.scale!r}: must be a finite "
                 "number of at least 0",
@@ -147,8 +146,8 @@ class Table:
             )
 
     @property
-    def first_values_within(self) -> float:
-        """First values are within plus and minus this."""
+    def initial_bound(self) -> float:
+        """Bound of the absolute first values."""
         return self.scale or 1 / math.sqrt(self.rows)
 
     @property
@@ -157,24 +156,6 @@ class Table:
         return self.bag * len(self.features)
 
 
-def _is_finite(value: Any) -> bool:
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    return is_number and 0 <= value < math.inf
-
-
-def weights_of(feature: str) -> str:
-    """Name of the array with the weights of a feature's ids."""
+def weights_name(feature: str) -> str:
+    """Return the name of the array with the weights of a feature's ids."""
     return f"{feature}_weights"
-
-
-def check_kind(kind: str, table: str) -> None:
-    """Refuses what is no placement.
-
-    Raises:
-        InputError: There is none of that name.
-    """
-    if kind not in KINDS:
-        raise InputError(
-            f"table {table!r} has no placement {kind!r}; {nearest(str(kind), KINDS)}",
-            key="tables.unknown_placement",
-        )

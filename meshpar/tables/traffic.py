@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from meshpar.planner.machine.collective_cost import all_to_all_s
 from meshpar.planner.machine.link import Link
 from meshpar.tables.exchange import Exchange
-from meshpar.tables.placement import Placements
-from meshpar.tables.stores import SPREAD, Store
+from meshpar.tables.placement import SPREAD, Placements, Store
 
 _VALUE_BYTES, _ID_BYTES = 4, 4
 
@@ -89,4 +88,5 @@ def _exchanged(store: Store, examples: int) -> float:
     """Rows of a store that a device sends in a round; replicas gather as many."""
     if store.kind != SPREAD:
         return float(store.distinct(examples))
-    return store.num_devices * float(Exchange.of(store, ("all",), examples).room)
+    exchange = Exchange.for_examples(store, ("all",), examples)
+    return store.num_devices * float(exchange.room)
