@@ -32,7 +32,7 @@ _HOMES = {
     "FSDP_TENSOR_SEQUENCE": "meshpar.rules.presets",
     "Finding": "meshpar.lint.lint",
     "HSDP": "meshpar.rules.presets",
-    "IdleMeshAxisWarning": "meshpar.train.idle_axes",
+    "IdleMeshAxisWarning": "meshpar.train.refusals",
     "Input": "meshpar.model.inputs",
     "Layout": "meshpar.layout",
     "LintReport": "meshpar.lint.lint",
@@ -61,7 +61,7 @@ _HOMES = {
     "initial_key": "meshpar.model.values",
     "lint": "meshpar.lint.lint",
     "make_mesh": "meshpar.mesh",
-    "make_train_step": "meshpar.train.make_step",
+    "make_train_step": "meshpar.train.step",
     "memory_report": "meshpar.train.memory_report",
     "nnx_shardings": "meshpar.rules.sharding",
     "pipeline_value_and_grad": "meshpar.parallel.pipeline.value_and_grad",
@@ -100,11 +100,10 @@ if TYPE_CHECKING:
     from meshpar.rules.table import RuleError
     from meshpar.tables.tables import embedding_tables
     from meshpar.topology import Topology, TopologyWarning
-    from meshpar.train.idle_axes import IdleMeshAxisWarning
-    from meshpar.train.make_step import make_train_step
     from meshpar.train.memory_report import MemoryReport, memory_report
+    from meshpar.train.refusals import IdleMeshAxisWarning
     from meshpar.train.state import TrainState
-    from meshpar.train.step import TrainStep
+    from meshpar.train.step import TrainStep, make_train_step
 
     __version__: str
 else:

@@ -15,9 +15,8 @@ from typing import Any
 from meshpar import InputError, Layout
 from meshpar.layout import BATCH_AXES, MESH_AXES
 from meshpar.recipes.config import RunConfig
-from meshpar.train.checkpoint_contents import steps_of
-from meshpar.train.folders import read_run
-from meshpar.train.run_description import check_description
+from meshpar.train.checkpoint.contents import check_description, steps_of
+from meshpar.train.checkpoint.files import read_run
 
 
 def fitted(config: RunConfig, num_devices: int, num_processes: int) -> tuple[str, str]:

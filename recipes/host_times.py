@@ -14,8 +14,8 @@ from rich.console import Console
 from meshpar.recipes import report
 from meshpar.recipes.data_waits import DataWaits
 from meshpar.recipes.run import Run
+from meshpar.train.faults import probe_s, slow_ones
 from meshpar.train.metrics import JsonLines
-from meshpar.train.stragglers import probe_s, slow_ones
 
 NAME = "processes.jsonl"
 """The file in a run's folder: a row for each process at each look."""

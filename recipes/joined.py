@@ -14,8 +14,8 @@ from typing import Any
 from meshpar import InputError, distributed, emulate
 from meshpar.distributed import Processes
 from meshpar.recipes.config import RunConfig
+from meshpar.train.faults import StopRequest
 from meshpar.train.folder_in_use import FolderInUse, folder_in_use
-from meshpar.train.interrupt import StopRequest
 
 _OWN = ("process_id",)
 """Options that differ from process to process."""

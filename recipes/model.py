@@ -21,7 +21,7 @@ from meshpar.models.presets import (
 from meshpar.planner.workload.shapes import SHAPES
 from meshpar.recipes.config import PRESET, RunConfig
 from meshpar.recipes.tokenizer import vocab_needed, vocab_of_default
-from meshpar.train.local_steps.outer_optimizer import nesterov
+from meshpar.train.local_steps import nesterov
 
 
 def model_of(config: RunConfig) -> Model:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Literal
 
-from meshpar.train.watchdog import STEP, Watchdog
+from meshpar.train.faults import STEP, Watchdog
 
 Phase = Literal[
     "starting", "restoring", "compiling", "step", "data", "saving", "validating", "end"

@@ -66,12 +66,10 @@ from meshpar.recipes.started import started
 from meshpar.recipes.step import audited, check_intervals, make_step, timed_step
 from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.data import ordered_batches, padded_batches
-from meshpar.train.faults import BadStepError, StepWatch
+from meshpar.train.faults import BadStepError, StepWatch, StopRequest, Watchdog
 from meshpar.train.heap import share_heaps
-from meshpar.train.interrupt import StopRequest
 from meshpar.train.same_step import check_same_step
 from meshpar.train.sample import sample_tokens
-from meshpar.train.watchdog import Watchdog
 
 __all__ = ["RunConfig", "RunResult", "audited", "main", "make_step", "pretrain"]
 

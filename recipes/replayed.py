@@ -8,7 +8,7 @@ from meshpar import TrainState
 from meshpar.recipes import report
 from meshpar.recipes.run import Run
 from meshpar.train.faults import BadStepError
-from meshpar.train.replay import replay
+from meshpar.train.same_step import replay
 
 
 def check_replay(

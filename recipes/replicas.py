@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshpar import TrainState
 from meshpar.recipes.run import Run
-from meshpar.train.local_steps.metrics import (
+from meshpar.train.replica_metrics import (
     num_replicas_here,
     of_processes,
     of_replicas_here,

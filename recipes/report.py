@@ -25,7 +25,7 @@ from meshpar.recipes.bubble import Bubble
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.corpus import Corpus
 from meshpar.recipes.resume import Position
-from meshpar.train.baselines import bigram_loss, unigram_loss
+from meshpar.train.data import bigram_loss, unigram_loss
 from meshpar.train.faults import BadStepError
 from meshpar.train.slow_links import slow_links
 

@@ -10,7 +10,7 @@ from meshpar import InputError, Layout
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.model import learning_rate_of
 from meshpar.train.checkpoint import Checkpoints
-from meshpar.train.run_description import check_description
+from meshpar.train.checkpoint.contents import check_description
 
 Description = Mapping[str, Any]
 """What a checkpoint says of its run."""

@@ -15,7 +15,7 @@ CHECKED = [
     "meshpar.parallel.head_loss",
     "meshpar.parallel.norm",
     "meshpar.parallel.tensor",
-    "meshpar.train.precision",
+    "meshpar.train.optimizer_state",
     "meshpar.models.layers.attention",
     "meshpar.models.layers.causal_attention",
     "meshpar.models.layers.latent_attention",

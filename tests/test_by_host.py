@@ -92,7 +92,7 @@ def two_hosts(monkeypatch):
         return tuple(device.id // 4 for device in mesh.devices.flat)
 
     monkeypatch.setattr("meshpar.train.step.hosts_of", hosts_of)
-    monkeypatch.setattr("meshpar.train.reduction_refusal.hosts_of", hosts_of)
+    monkeypatch.setattr("meshpar.train.refusals.hosts_of", hosts_of)
 
 
 def step_of(line, **options):

@@ -28,9 +28,8 @@ from meshpar.train.checkpoint import (
     DamagedCheckpointWarning,
     UncheckedCheckpointWarning,
 )
-from meshpar.train.checkpoint_arrays import read_arrays
-from meshpar.train.checkpoint_contents import read_contents
-from meshpar.train.checkpoint_errors import reason_of
+from meshpar.train.checkpoint.choice import reason_of
+from meshpar.train.checkpoint.contents import read_arrays, read_contents
 from meshpar.train.layer_order import model_order_structs
 from tests import warm
 from tests.marks import slow

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from meshpar.train.checkpoint import Checkpoints
-from meshpar.train.precision import Mastered
+from meshpar.train.optimizer_state import Mastered
 from tests.marks import slow
 from tests.states import drawn
 from tests.test_precision import BATCH, PARAM_DTYPES, SEQ, batch_of, model_of, step_of

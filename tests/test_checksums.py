@@ -7,7 +7,7 @@ import zlib
 import pytest
 
 from meshpar.train import checksums
-from meshpar.train.checksums import damage, has_checksums, write_checksums
+from meshpar.train.checkpoint.files import damage, has_checksums, write_checksums
 from tests.refusals import names
 
 

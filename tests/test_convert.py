@@ -26,7 +26,7 @@ from meshpar.parallel.pipeline.program import arranged_for
 from meshpar.parallel.placement import Placement
 from meshpar.rules.sharding import path_name
 from meshpar.train.checkpoint import Checkpoints
-from meshpar.train.given_values import values_at
+from meshpar.train.layer_order import values_at
 from tests.marks import slow
 from tests.transformers_cases import CONFIGS, inputs_of, stored, write_model
 

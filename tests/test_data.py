@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshpar.train.baselines import bigram_loss, unigram_loss
 from meshpar.train.data import (
     DataError,
     TokenWindows,
+    bigram_loss,
     byte_tokens,
     padded_batches,
     read_texts,
     shuffled_batches,
+    unigram_loss,
 )
 
 SEQ = 3

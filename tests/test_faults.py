@@ -25,10 +25,9 @@ from meshpar.train.checkpoint import (
     Checkpoints,
     UncheckedCheckpointWarning,
 )
-from meshpar.train.faults import BadStepError, StepWatch
+from meshpar.train.faults import BadStepError, StepWatch, Watchdog
 from meshpar.train.memory_report import estimated_bytes
-from meshpar.train.replay import replay
-from meshpar.train.watchdog import Watchdog
+from meshpar.train.same_step import replay
 from tests import warm
 from tests.conftest import rows
 from tests.run_steps import SMALL, compute_nothing, counted_step
@@ -350,7 +349,7 @@ def test_a_replay_that_differs_is_a_bad_step(
 
 HANG = """
 import time
-from meshpar.train.watchdog import Watchdog
+from meshpar.train.faults import Watchdog
 with Watchdog(0.2) as watchdog:
     watchdog.phase("step")
     time.sleep(60)

@@ -37,7 +37,7 @@ from meshpar.recipes.finetune import (
 from meshpar.recipes.loaded import WithoutTokenizer, load
 from meshpar.recipes.options import with_values
 from meshpar.train.checkpoint import Checkpoints
-from meshpar.train.checkpoint_arrays import read_arrays
+from meshpar.train.checkpoint.contents import read_arrays
 from meshpar.train.data import TokenWindows
 from meshpar.train.folder_in_use import folder_in_use
 from tests.bpe import write_bpe

@@ -25,8 +25,8 @@ from meshpar.models.convert.chat_template import read_template
 from meshpar.models.convert.gguf_file import GGUFFile
 from meshpar.models.convert.gguf_header import check_header
 from meshpar.models.convert.weights import read_weights
-from meshpar.train.folders import read_run
-from meshpar.train.late_answers import hide_late_answers
+from meshpar.train.checkpoint.choice import hide_late_answers
+from meshpar.train.checkpoint.files import read_run
 
 KEY = "weights.unreadable_json"
 DEEP = b"[" * 100_000

@@ -15,7 +15,7 @@ from meshpar.recipes.config import RunConfig
 from meshpar.recipes.finetune import FinetuneConfig
 from meshpar.recipes.loaded import load
 from meshpar.train.checkpoint import Checkpoints
-from meshpar.train.checkpoint_contents import read_contents
+from meshpar.train.checkpoint.contents import read_contents
 
 CONTROLS = [
     character

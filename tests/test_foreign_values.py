@@ -19,9 +19,8 @@ from meshpar.planner.machine.execution import load_execution
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.finetune import FinetuneConfig, template_date
 from meshpar.train.checkpoint import CheckpointError, Checkpoints
-from meshpar.train.checkpoint_contents import read_contents
-from meshpar.train.checksums import NAME, damage
-from meshpar.train.run_description import check_description
+from meshpar.train.checkpoint.contents import check_description, read_contents
+from meshpar.train.checkpoint.files import NAME, damage
 from tests.chat_cases import write_folder
 from tests.test_checkpoint import small_state
 from tests.transformers_cases import CONFIGS

@@ -26,7 +26,7 @@ from meshpar.recipes import pretrain
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.loaded import _said, load
 from meshpar.train.checkpoint import Checkpoints
-from meshpar.train.checkpoint_arrays import StoredArray
+from meshpar.train.checkpoint.contents import StoredArray
 from meshpar.train.step import TrainStep
 from tests.bpe import write_bpe
 from tests.run_steps import compute_nothing, counted_step

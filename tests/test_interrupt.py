@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from meshpar.train.interrupt import StopRequest
+from meshpar.train.faults import StopRequest
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 

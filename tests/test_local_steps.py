@@ -19,8 +19,7 @@ from meshpar.rules.presets import DATA_PARALLEL
 from meshpar.testing.batches import random_batch
 from meshpar.testing.quick_compile import quick_compile_options
 from meshpar.train.checkpoint import CheckpointError, Checkpoints
-from meshpar.train.local_steps.outer_optimizer import nesterov
-from meshpar.train.local_steps.state import outer_of
+from meshpar.train.local_steps import nesterov, outer_of
 from tests.marks import slow
 from tests.states import zeros_of
 

@@ -20,8 +20,8 @@ from meshpar.recipes.pretrain import pretrain
 from meshpar.recipes.resume import refuse_other_replicas
 from meshpar.recipes.step import check_intervals, make_step
 from meshpar.train.checkpoint import Checkpoints
-from meshpar.train.checkpoint_arrays import read_arrays
-from meshpar.train.local_steps.metrics import of_processes
+from meshpar.train.checkpoint.contents import read_arrays
+from meshpar.train.replica_metrics import of_processes
 from tests.conftest import rows
 from tests.marks import slow
 from tests.multiprocess.test_train import train

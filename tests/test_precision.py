@@ -12,7 +12,7 @@ import pytest
 from meshpar import Layout, lint, make_train_step
 from meshpar.model.parameter import is_parameter
 from meshpar.testing.quick_compile import quick_compile_options
-from meshpar.train.precision import full_dtype, stochastic_round
+from meshpar.train.optimizer_state import full_dtype, stochastic_round
 from tests.kept_gradients import keeping_gradients
 from tests.marks import slow
 from tests.pipelined import mlp_of

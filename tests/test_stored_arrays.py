@@ -12,7 +12,7 @@ import tensorstore
 
 from meshpar import Layout, make_mesh
 from meshpar.train import chunks, stored_arrays
-from meshpar.train.stored_arrays import blocks_of, handler, read, save_args
+from meshpar.train.checkpoint.stored_arrays import blocks_of, handler, read, save_args
 
 SHAPE = (6, 8, 12)
 VALUES = np.arange(math.prod(SHAPE), dtype=np.float32).reshape(SHAPE)

@@ -11,8 +11,8 @@ import tensorstore
 
 from meshpar import Layout, make_mesh
 from meshpar.train import stored_arrays
-from meshpar.train.checkpoint_arrays import StoredArray
-from meshpar.train.chunks import _asking, chunk_bytes, chunk_shape
+from meshpar.train.checkpoint.contents import StoredArray
+from meshpar.train.checkpoint.stored_arrays import _asking, chunk_bytes, chunk_shape
 
 SHAPE = (4, 512, 512)
 VALUES = np.random.default_rng(0).standard_normal(SHAPE).astype(np.float32)

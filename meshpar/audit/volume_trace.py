@@ -102,7 +102,7 @@ def _recomputed_flops(
 
 
 def _traced(model: Model, layout: Layout, examples: int) -> Any:
-    from meshpar.train.make_step import make_train_step
+    from meshpar.train.step import make_train_step
 
     step = make_train_step(model, optax.adamw(1e-3), layout, mesh=absent_mesh(layout))
     batch: Mapping[str, Any] = shapes_of(model.inputs or {}, {"batch": examples})

@@ -184,7 +184,7 @@ def adamw_step(
     """The step that is looked at where none is given: AdamW's, gradients clipped."""
     import optax
 
-    from meshpar.train.make_step import make_train_step
+    from meshpar.train.step import make_train_step
 
     optimizer = optax.adamw(1e-3)
     return make_train_step(

@@ -11,7 +11,7 @@ from meshpar.cli.parsing import add_checkpoint_argument, not_negative
 from meshpar.errors import local_path, printable
 
 if TYPE_CHECKING:
-    from meshpar.train.checkpoint_contents import Contents
+    from meshpar.train.checkpoint.contents import Contents
 
 EXAMPLE = "meshpar inspect runs/mine"
 STATUSES = "0 done, 1 it is damaged, 2 bad input"
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Reads and prints; 1 where the files are not as they were written."""
-    from meshpar.train.checkpoint_contents import read_contents
+    from meshpar.train.checkpoint.contents import read_contents
 
     found = read_contents(local_path("checkpoint", args.checkpoint), args.step)
     if args.json:

@@ -23,8 +23,7 @@ from meshpar.model.contract import Model
 from meshpar.parallel.pipeline.program import arranged_for
 from meshpar.parallel.resharding import Lying, moved
 from meshpar.rules.rules import Rules
-from meshpar.train.constants import take_out
-from meshpar.train.state import TrainState
+from meshpar.train.state import TrainState, take_out
 
 Prompt = str | Sequence[int]
 

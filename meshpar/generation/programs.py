@@ -37,7 +37,7 @@ from meshpar.parallel.sequence_checks import tokens_joined
 from meshpar.rules.presets import default_rules
 from meshpar.rules.rules import Rules, check_rules
 from meshpar.rules.sharding import path_name
-from meshpar.train.given_values import placed_values
+from meshpar.train.layer_order import placed_values
 
 
 @dataclass(frozen=True, kw_only=True)

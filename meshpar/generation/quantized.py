@@ -25,8 +25,7 @@ from meshpar.model.parameter import Parameter, Params, flat
 from meshpar.model.rebuilt import rebuilt
 from meshpar.parallel.placement import DTYPES
 from meshpar.rules.sharding import insert, path_name
-from meshpar.train.constants import put_in, take_out
-from meshpar.train.state import TrainState
+from meshpar.train.state import TrainState, put_in, take_out
 
 KINDS = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 _FP8_CAPABILITY = 8.9

@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec
 from meshpar.layout import BATCH_AXES, Layout
 from meshpar.lint.rows import ParameterRow
 from meshpar.rules.rules import Rules, spec_axes
-from meshpar.train.idle_axes import idle_message
 from meshpar.train.layout_refusals import layout_errors
+from meshpar.train.refusals import idle_message
 
 
 @dataclass(frozen=True, kw_only=True)

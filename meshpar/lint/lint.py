@@ -40,8 +40,12 @@ from meshpar.rules.table import (
     shadowed_message,
 )
 from meshpar.train.layout_refusals import layout_errors
-from meshpar.train.refusals import batch_refusal, experts_refusal, inputs_refusal
-from meshpar.train.rule_refusals import rule_refusals
+from meshpar.train.refusals import (
+    batch_refusal,
+    experts_refusal,
+    inputs_refusal,
+    rule_refusals,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ from meshpar.tables.step import TableStep, with_tables
 from meshpar.tables.table import Table
 from meshpar.tables.tables import embedding_tables
 from meshpar.tables.traffic import table_traffic
-from meshpar.train.make_step import make_train_step
+from meshpar.train.step import make_train_step
 
 _VALUE_BYTES, _GRADIENT_BYTES, _UPDATE_BYTES = 4, 4, 28
 """Of a value, of a parameter's gradient, and of what Adam's update of it moves."""

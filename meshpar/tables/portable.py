@@ -34,9 +34,9 @@ from meshpar.tables.optimizers import array_structs
 from meshpar.tables.placement import COLUMNS, Member, Store
 from meshpar.tables.programs import TABLES, TableFunctions, split_state, with_arrays
 from meshpar.tables.table import Table
+from meshpar.train.checkpoint.stored_arrays import opened, stored
 from meshpar.train.layer_order import LayerOrder
 from meshpar.train.state import TrainState
-from meshpar.train.stored_arrays import opened, stored
 
 BLOCK = 4096
 """Rows come in multiples of this, which numbers of devices divide."""

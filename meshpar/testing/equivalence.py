@@ -40,7 +40,7 @@ from meshpar.testing.reference import (
 from meshpar.testing.report import Report, Result
 from meshpar.testing.resumption import resumed
 from meshpar.testing.shrink import shrink
-from meshpar.train.constants import take_out
+from meshpar.train.state import take_out
 
 DEFAULT_SEQ = 16
 DEFAULT_BATCH = 8

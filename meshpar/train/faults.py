@@ -1,12 +1,22 @@
-"""Steps that went wrong: losses that are not finite, or far above those before."""
+"""What can go wrong in a run: bad steps, hanging or slow devices, a request to stop."""
 
 from __future__ import annotations
 
+import functools
 import math
+import signal
 import statistics
+import threading
+import time
 from collections import deque
-from typing import Literal
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
+
+from meshpar.distributed import Processes
 from meshpar.errors import InputError
 
 Policy = Literal["skip", "rollback", "stop"]
@@ -127,3 +137,165 @@ class StepWatch:
                 f"loss {loss:g} is {loss / usual:.2g} times the usual {usual:g}",
                 key="run.loss_spike",
             )
+
+
+SLOW = 1.5
+"""Times the median of all that a device may take unmentioned."""
+
+_ROUNDS = 5
+_MATMULS = 4
+_SIZE = {"cpu": 256, "gpu": 8192, "tpu": 8192}
+
+
+def probe_s(devices: Sequence[jax.Device]) -> list[float]:
+    """Seconds that each device takes for some matmuls: the least of five rounds.
+
+    Nothing else may run on them meanwhile.
+
+    Example:
+        >>> len(probe_s(jax.local_devices()[:1]))
+        1
+    """
+    work = _work(devices[0].platform)
+    size = _SIZE.get(devices[0].platform, 1024)
+    return [_least_s(work, jnp.ones((size, size), device=one)) for one in devices]
+
+
+def slow_ones(times_s: Sequence[Sequence[float]], hosts: Sequence[str]) -> list[str]:
+    """A line on each device that takes over 1.5 times the (lower) median of all.
+
+    Args:
+        times_s: Of the devices of each process, `probe_s`.
+        hosts: Of each process.
+
+    Example:
+        >>> slow_ones([[0.010, 0.011], [0.010, 0.025]], hosts=["a", "b"])
+        ['device 1 of process 1 on b takes 2.5 times the median of all for the same \
+matmuls: 25.0 ms, not 10.0 ms']
+    """
+    usual = statistics.median_low(one for times in times_s for one in times)
+    return [
+        f"device {device} of process {process}"
+        + (f" on {hosts[process]}" if hosts[process] else "")
+        + f" takes {taken / usual:.1f} times the median of all for the same matmuls: "
+        f"{1e3 * taken:.1f} ms, not {1e3 * usual:.1f} ms"
+        for process, times in enumerate(times_s)
+        for device, taken in enumerate(times)
+        if taken > SLOW * usual
+    ]
+
+
+def _least_s(work: Callable[[jax.Array], jax.Array], matrix: jax.Array) -> float:
+    work(matrix).block_until_ready()  # Compiled, once for each device.
+    times = []
+    for _ in range(_ROUNDS):
+        start = time.perf_counter()
+        work(matrix).block_until_ready()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+@functools.cache
+def _work(platform: str) -> Callable[[jax.Array], jax.Array]:
+    def matmuls(matrix: jax.Array) -> jax.Array:
+        product = matrix
+        for _ in range(_MATMULS):
+            product = product @ matrix / len(matrix)
+        return product
+
+    return jax.jit(matmuls)
+
+
+STEP = "step"
+"""The phase that comes back again and again."""
+
+_OF_COMPILING = 4
+"""Times the limit that a phase has in which a program is compiled."""
+
+
+class Watchdog:
+    """While active, a limit on the time that each phase of a run takes.
+
+    A phase is over when the next one begins. Beyond the limit every
+    process of the job writes the stacks of its threads to standard error, and all end
+    with status 75 (`meshpar.distributed.LOST`): a collective that hangs does so for
+    ever.
+
+    Args:
+        limit_s: Seconds; 0 for none. While something is compiled, four times that.
+        processes: Of this job.
+    """
+
+    def __init__(self, limit_s: float, processes: Processes | None = None) -> None:
+        self._limit_s = limit_s
+        self._processes = processes or Processes()
+        self._is_over = threading.Event()
+        self._now = (STEP, _OF_COMPILING * limit_s, time.monotonic())
+
+    def phase(self, name: str, *, compiles: bool = False) -> None:
+        """What begins now, with time of its own.
+
+        Args:
+            name: As the line at its end is to call it, such as `saving`.
+            compiles: Whether it may compile programs.
+        """
+        limit_s = self._limit_s * (_OF_COMPILING if compiles else 1)
+        self._now = (name, limit_s, time.monotonic())
+
+    def __enter__(self) -> Watchdog:
+        if self._limit_s:
+            threading.Thread(target=self._watch, daemon=True).start()
+        return self
+
+    def __exit__(self, *of_error: object) -> None:
+        self._is_over.set()
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(min(self._limit_s / 4, 1.0)):
+            name, limit_s, since = self._now
+            if time.monotonic() > since + limit_s:
+                what = "no step has ended" if name == STEP else f"{name} has not ended"
+                self._processes.end_all(f"{what} for {limit_s:g} s", with_stacks=True)
+                return
+
+
+class StopRequest:
+    """While active, SIGINT and SIGTERM are noted; a second one ends the program.
+
+    Attributes:
+        signal: Which; None before. A shell's status of what it ends is 128 more.
+
+    Example:
+        >>> with StopRequest() as stop:
+        ...     signal.raise_signal(signal.SIGTERM)
+        ...     stop.requested
+        True
+    """
+
+    _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._before: dict[int, Any] = {}
+
+    @property
+    def requested(self) -> bool:
+        """Whether the program is to stop."""
+        return self.signal is not None
+
+    def __enter__(self) -> StopRequest:
+        for number in self._SIGNALS:
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *of_error: object) -> None:
+        self._restore()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.signal = number
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}

@@ -1,36 +1,45 @@
-"""What the training step refuses of a layout and a model, for the lint to say too."""
+"""Errors of `make_train_step` for a layout, a model and rules, which lint reports."""
 
 from __future__ import annotations
 
+import itertools
+import warnings
+from collections.abc import Iterator
 from dataclasses import replace
-from numbers import Real
+from operator import attrgetter
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from meshpar.errors import InputError
-from meshpar.layout import Layout
+from meshpar.layout import BATCH_AXES, ZERO_AXES, Layout
+from meshpar.mesh import hosts_of
+from meshpar.model.activations import traced_activations
 from meshpar.model.contract import BlockGroup, Model
 from meshpar.model.parameter import flat
 from meshpar.model.tracing import traced_batch, traced_forward, tracing
-from meshpar.parallel.placement import DTYPES
+from meshpar.parallel.by_host import host_groups
+from meshpar.parallel.placement import Placement
 from meshpar.parallel.remat import HOST_MEMORY
+from meshpar.parallel.storage import split_axes_of
+from meshpar.rules.rules import Rules, spec_axes
+from meshpar.rules.spatial import SPATIAL
 from meshpar.rules.table import RuleError
-from meshpar.train.layout_refusals import PLAIN, layout_errors
-from meshpar.train.rule_refusals import rule_refusals
-from meshpar.train.step_options import StepOptions
+from meshpar.train.layout_refusals import PLAIN, layout_errors, zero_refusals
 
 
-def refuse(options: StepOptions) -> None:
-    """Refuses what `make_train_step` cannot make a step of.
+def refuse(
+    layout: Layout, rules: Rules, mesh: Mesh | AbstractMesh, platform: str
+) -> None:
+    """Raise the first error of a layout and rules on a mesh of a platform.
 
     Raises:
-        InputError: A value of the layout or an option is not supported, or the mesh is
-            not the layout's.
-        RuleError: A rule is not.
+        InputError: A value of the layout is not supported, or the mesh is not the
+            layout's.
+        RuleError: A rule is not supported.
     """
-    layout, mesh = options.layout, options.mesh
     if dict(mesh.shape) != layout.mesh_shape:
         raise InputError(
             f"layout {str(layout)!r} has mesh axes {layout.mesh_shape}, but the mesh "
@@ -41,22 +50,10 @@ def refuse(options: StepOptions) -> None:
         raise error
     if layout.optimizer_memory == "host" and isinstance(mesh, Mesh):
         _check_host_memory(layout, mesh)
-    refused = offload_refusal(layout, options.platform)
+    refused = offload_refusal(layout, platform)
     if refused is not None and isinstance(mesh, Mesh):
         raise refused
-    if options.gradient_dtype not in DTYPES:
-        raise InputError(
-            f"gradient_dtype={options.gradient_dtype!r}: must be one of "
-            f"{', '.join(DTYPES)}",
-            key="step.unknown_gradient_dtype",
-        )
-    norm = options.max_grad_norm
-    if norm is not None and not (isinstance(norm, Real) and norm > 0):
-        raise InputError(
-            f"max_grad_norm={norm!r}: must be positive, or None for no limit",
-            key="value.not_positive",
-        )
-    for _, error in rule_refusals(options.rules, layout):
+    for _, error in rule_refusals(rules, layout):
         raise error
 
 
@@ -218,3 +215,251 @@ def check_logits(model: Model) -> None:
             "the model has no logits function; give Model logits=",
             key="model.missing_logits",
         )
+
+
+def rule_refusals(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError]]:
+    """Each logical axis whose rule `make_train_step` refuses, with the error."""
+    if "layers" in rules.stored.table:
+        error = _layers_error(rules.stored.table["layers"], layout)
+        if error is not None:
+            yield "layers", error
+    for logical_axis, mesh_axes in rules.stored.table.items():
+        if "stage" in mesh_axes and logical_axis != "layers" and layout.stage > 1:
+            yield logical_axis, _stage_error(logical_axis)
+    for logical_axis, mesh_axes in rules.stored.table.items():
+        shared = logical_axis in ("experts", "batch") or "expert" in layout.split_axes
+        if "expert" in mesh_axes and not shared and layout.expert > 1:
+            yield logical_axis, _expert_error(logical_axis)
+    yield from _unused_zero_keys(rules, layout)
+    yield from _split_replicas(rules, layout)
+    yield from _batch_rule(rules, layout)
+    for logical_axis, mesh_axes in rules.table.items():
+        if (
+            "context" in mesh_axes
+            and layout.context > 1
+            and logical_axis not in SPATIAL
+        ):
+            yield logical_axis, _context_error(logical_axis)
+        if logical_axis == "experts" and mesh_axes == ("expert",):
+            continue
+        for mesh_axis in mesh_axes:
+            if logical_axis != "batch" and mesh_axis in _split_by(layout):
+                yield logical_axis, _batch_axis_error(logical_axis, mesh_axis)
+
+
+def _split_by(layout: Layout) -> tuple[str, ...]:
+    """The mesh axes that split its batch."""
+    if layout.expert > 1:
+        return BATCH_AXES
+    return tuple(axis for axis in BATCH_AXES if axis != "expert")
+
+
+def _batch_rule(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError]]:
+    batch = rules.table.get("batch", ())
+    if batch not in (BATCH_AXES, _split_by(layout)):
+        error = RuleError(
+            "unknown",
+            f"logical axis 'batch' is mapped to {batch or None}; the training step "
+            f"splits the batch over {BATCH_AXES}: map it to all (a mesh axis of "
+            "size 1 costs nothing)",
+            key="rules.wrong_batch_axes",
+        )
+        yield "batch", error
+
+
+def _unused_zero_keys(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError]]:
+    """Keys of ZeRO that the rules for stored parameters leave without effect."""
+    if layout.zero != 3 or "zero_axes" in zero_refusals(layout):
+        return
+    split, text = split_axes_of(layout, rules), repr(str(layout))
+    if layout.zero_axes and set(split) != set(layout.zero_axes):
+        error = RuleError(
+            "dead",
+            f"layout {text}: the rules split stored parameters over "
+            f"{'/'.join(split) or 'nothing'}, not over "
+            f"zero_axes={'/'.join(layout.zero_axes)}; leave the key out, or map a "
+            "logical axis to them in Rules(..., parameters=...)",
+            key="layout.zero_axes_without_effect",
+        )
+        yield "zero_axes", error
+    for key in ("fsdp_gather", "fsdp_prefetch"):
+        value = getattr(layout, key)
+        if value != getattr(PLAIN, key) and not split:
+            error = RuleError(
+                "dead",
+                f"layout {text}: {key}={value} changes nothing, as the rules split "
+                "no stored parameter; leave it out, or give 'fsdp' a size",
+                key=f"layout.{key}_without_effect",
+            )
+            yield key, error
+
+
+def _split_replicas(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError]]:
+    """Local steps of replicas that have no parameters of their own."""
+    for logical_axis, mesh_axes in rules.stored.table.items():
+        shares = layout.sync_every > 1 and logical_axis != "batch"
+        if shares and "data" in mesh_axes:
+            error = RuleError(
+                "claimed_twice",
+                f"layout {str(layout)!r}: stored parameters are split over 'data' "
+                f"along {logical_axis!r}, but sync_every={layout.sync_every} has a "
+                "replica of them there each; split them over 'fsdp', or set "
+                "sync_every=1",
+                key="rules.split_replicas",
+            )
+            yield logical_axis, error
+
+
+def _context_error(logical_axis: str) -> RuleError:
+    return RuleError(
+        "claimed_twice",
+        f"mesh axis 'context' is claimed by {logical_axis!r}, but it splits the "
+        f"sequence of every array of tokens by itself; map {logical_axis!r} elsewhere, "
+        "or stored parameters alone by "
+        f"Rules(..., parameters={{{logical_axis!r}: 'context'}})",
+        key="rules.claimed_twice",
+    )
+
+
+def _layers_error(mesh_axes: tuple[str, ...], layout: Layout) -> RuleError | None:
+    at_work = tuple(axis for axis in mesh_axes if layout.mesh_shape[axis] > 1)
+    if set(mesh_axes) & (set(ZERO_AXES) - {"expert"}) or set(at_work) - {"stage"}:
+        return RuleError(
+            "claimed_twice",
+            f"logical axis 'layers' is mapped to {mesh_axes}, but every device runs "
+            "every layer of its stage: map another dim of the parameters, such as "
+            "'embed', and 'layers' to 'stage' or nothing",
+            key="rules.split_layers",
+        )
+    if layout.stage > 1 and not at_work:
+        return RuleError(
+            "unknown",
+            f"logical axis 'layers' is mapped to {mesh_axes or None}, but "
+            f"stage={layout.stage} splits the layers: pass "
+            "Rules(..., parameters={'layers': 'stage'}), or set stage=1",
+            key="rules.layers_not_on_stage",
+        )
+    return None
+
+
+def _stage_error(logical_axis: str) -> RuleError:
+    return RuleError(
+        "claimed_twice",
+        f"logical axis {logical_axis!r} is mapped to 'stage', which splits the layers; "
+        "map 'layers' alone to it",
+        key="rules.claimed_twice",
+    )
+
+
+def _expert_error(logical_axis: str) -> RuleError:
+    return RuleError(
+        "claimed_twice",
+        f"logical axis {logical_axis!r} is mapped to 'expert', which splits the batch "
+        "and the experts; map 'experts' alone to it",
+        key="rules.claimed_twice",
+    )
+
+
+def _batch_axis_error(logical_axis: str, mesh_axis: str) -> RuleError:
+    if mesh_axis == "expert":
+        return _expert_error(logical_axis)
+    return RuleError(
+        "claimed_twice",
+        f"mesh axis {mesh_axis!r} is claimed by both 'batch' and {logical_axis!r} in "
+        f"activations; if {logical_axis!r} is meant for stored parameters, pass "
+        f"Rules(..., parameters={{{logical_axis!r}: {mesh_axis!r}}})",
+        key="rules.claimed_twice",
+    )
+
+
+def refuse_by_host(
+    gradient_reduction: str, layout: Layout, mesh: Mesh | AbstractMesh, platform: str
+) -> None:
+    """Refuses sums by host where they are not to be had, or nothing would change.
+
+    Raises:
+        InputError: They are asked for there.
+    """
+    if gradient_reduction == "flat":
+        return
+    asked = f"gradient_reduction={gradient_reduction!r}"
+    if gradient_reduction != "by_host":
+        raise InputError(
+            f"{asked}: must be 'flat' or 'by_host'",
+            key="step.unknown_gradient_reduction",
+        )
+    if not isinstance(mesh, Mesh) or platform != "cpu":
+        raise InputError(
+            f"{asked} is for CPUs that are there: GPUs and TPUs sum inside a host "
+            "first by themselves; leave it out",
+            key="step.by_host_not_on_cpu",
+        )
+    hosts = np.array(hosts_of(mesh)).reshape(mesh.devices.shape)
+    # Under local steps nothing is summed over `data`.
+    is_local = layout.sync_every > 1
+    over = [
+        axis
+        for axis in BATCH_AXES
+        if layout.mesh_shape[axis] > 1 and not (is_local and axis == "data")
+    ]
+    sums = [
+        axes
+        for number in range(1, len(over) + 1)
+        for axes in itertools.combinations(over, number)
+    ]
+    if all(host_groups(hosts, axes) is None for axes in sums):
+        raise InputError(
+            f"layout {str(layout)!r}: {asked} changes nothing, as no sum of gradients "
+            "goes over several devices of each of several hosts (there are "
+            f"{len(set(hosts.flat))} here); leave it out",
+            key="step.by_host_without_effect",
+        )
+
+
+class IdleMeshAxisWarning(UserWarning):
+    """A mesh axis of several devices splits neither a parameter nor an activation."""
+
+
+def idle_message(axis: str, size: int) -> str:
+    """Say that a mesh axis splits nothing, and the ways out."""
+    return (
+        f"mesh axis {axis!r} of size {size} shards nothing: its devices repeat each "
+        f"other's work; set {axis}=1 or map a logical axis to it"
+    )
+
+
+def warn_of_idle_tensor(model: Model, placement: Placement) -> None:
+    """Warn where a layout has `tensor`, and the model names nothing that it splits.
+
+    Every other mesh axis splits examples, tokens, layers or experts by itself.
+    """
+    size = placement.layout.tensor
+    if size == 1 or _splits_parameters(placement):
+        return
+    if _splits_inputs(model, placement.rules):
+        return
+    if _splits_activations(model, placement.rules):
+        return
+    warnings.warn(idle_message("tensor", size), IdleMeshAxisWarning, stacklevel=3)
+
+
+def _splits_parameters(placement: Placement) -> bool:
+    specs = jax.tree.leaves(
+        placement.specs(attrgetter("spec")),
+        is_leaf=lambda node: isinstance(node, PartitionSpec),
+    )
+    return any("tensor" in spec_axes(spec) for spec in specs)
+
+
+def _splits_inputs(model: Model, rules: Rules) -> bool:
+    names = {name for one in model.known_inputs.values() for name in one.logical_axes}
+    return any("tensor" in (rules.table.get(name) or ()) for name in names if name)
+
+
+def _splits_activations(model: Model, rules: Rules) -> bool:
+    try:
+        activations = traced_activations(model, 1, 8)
+    except (InputError, RuntimeError):
+        return True  # Unknown: it cannot be traced, or names mesh axes of its own.
+    names = {name for activation in activations for name in activation.logical_axes}
+    return any("tensor" in (rules.table.get(name) or ()) for name in names if name)

@@ -1,4 +1,4 @@
-"""Check that all processes are about to run the same step on the same parameters."""
+"""Checks that processes and devices compute the same: one step, the same bits twice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshpar.distributed import Processes
 from meshpar.errors import InputError
 from meshpar.rules.sharding import path_name
 from meshpar.train.state import TrainState
-from meshpar.train.step import TrainStep
+from meshpar.train.step import Batch, TrainStep
 
 _CALLBACK = re.compile(r"custom_call @\w*callback.*")
 """A Python callback in StableHLO; its address differs between processes."""
@@ -92,3 +92,53 @@ def _place(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
     if all(bound == (0, size) for bound, size in zip(bounds, shape, strict=True)):
         return ""
     return f"[{', '.join(f'{start}:{end}' for start, end in bounds)}]"
+
+
+DeviceSums = dict[tuple[str, str], int]
+"""(path of an array, device) -> CRC-32 of the bytes that the device holds of it."""
+
+
+def replay(step: TrainStep, state: TrainState, batch: Batch) -> str | None:
+    """What two computations of the same loss and gradients differ in, one line.
+
+    One program on one state and one batch gives the same bits again, as long as its
+    devices are sound. It takes twice the gradients' time, and their memory once. An
+    error spreads through reductions, so that the device that made it is one of those
+    named. None where nothing differs on this process's devices.
+
+    Args:
+        step: The compiled step.
+        state: From `init` or a step; it is not donated.
+        batch: As a step takes it.
+    """
+    placed = step.place(batch)
+    first, second = (_array_sums(step, state, placed) for _ in range(2))
+    return difference(first, second)
+
+
+def difference(first: DeviceSums, second: DeviceSums) -> str | None:
+    """The arrays and devices whose bits are others.
+
+    Example:
+        >>> difference({("loss", "cpu:0"): 1}, {("loss", "cpu:0"): 2})
+        'computed twice, loss is not the same on cpu:0'
+    """
+    differing = [key for key in first if first[key] != second[key]]
+    if not differing:
+        return None
+    paths = sorted({path for path, _ in differing})
+    devices = sorted({device for _, device in differing})
+    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+    return f"computed twice, {paths[0]}{more} is not the same on {', '.join(devices)}"
+
+
+def _array_sums(step: TrainStep, state: TrainState, batch: Batch) -> DeviceSums:
+    loss, gradients = step.loss_and_gradients(state, batch)
+    arrays: Any = {"loss": loss, "gradients": gradients}
+    return {
+        (path_name(path), str(shard.device)): zlib.crc32(
+            np.asarray(shard.data).tobytes()
+        )
+        for path, array in jax.tree.leaves_with_path(arrays)
+        for shard in array.addressable_shards
+    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -17,13 +17,15 @@ from meshpar.model.contract import Model
 from meshpar.model.parameter import Params
 from meshpar.model.values import Specs, initial_values
 from meshpar.parallel.remat import HOST_MEMORY
-from meshpar.rules.sharding import path_name
+from meshpar.rules.sharding import insert, path_name
 from meshpar.train.optimizer_state import (
     check_unowned,
     follow_sharding,
+    in_full,
+    initial_optimizer_state,
     map_states,
+    stored,
 )
-from meshpar.train.precision import in_full, initial_optimizer_state, stored
 
 Leaf = TypeVar("Leaf")
 """What stands in an array's place: it, its shape, its sharding."""
@@ -42,8 +44,8 @@ class TrainState(Generic[Leaf]):
         skipped: Steps that changed nothing, as their gradients were not finite or all
             weights 0.
         params: Nested dict, in the layout's `param_dtype`.
-        opt_state: As the optimizer made it, beside a master copy in
-            `meshpar.train.precision.Mastered` where parameters are stored in bf16.
+        opt_state: As the optimizer made it, in `optimizer_state.Mastered` with a master
+            copy where parameters are stored in bf16.
         model_state: The model's arrays that are no parameters (`Model.state`).
     """
 
@@ -265,3 +267,38 @@ def _check_kind(state: TrainState) -> None:
 def _is_gone(array: Any) -> bool:
     is_here = isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)
     return is_here and array.is_deleted()
+
+
+def take_out(model: Model, state: TrainState) -> TrainState:
+    """A state with its constants among the model's state."""
+    trained, constants = _parted(state.params, set(model.constants))
+    others = merged(state.model_state, constants)
+    return replace(state, params=trained, model_state=others)
+
+
+def put_in(model: Model, state: TrainState) -> TrainState:
+    """Undoes `take_out`; the arrays may be anything, shapes and shardings too."""
+    others, constants = _parted(state.model_state, set(model.constants))
+    return replace(state, params=merged(state.params, constants), model_state=others)
+
+
+def merged(one: Params, other: Params) -> Params:
+    """The arrays of two nested dicts that share no path."""
+    if not other:
+        return one
+    both: Params = {}
+    for tree in (one, other):
+        for path, value in jax.tree.leaves_with_path(tree):
+            insert(both, tuple(key.key for key in path), value)
+    return both
+
+
+def _parted(tree: Params, paths: set[str]) -> tuple[Params, Params]:
+    """What is not at the paths, and what is."""
+    if not paths:
+        return tree, {}
+    parts: tuple[Params, Params] = ({}, {})
+    for path, value in jax.tree.leaves_with_path(tree):
+        keys = tuple(key.key for key in path)
+        insert(parts[path_name(path) in paths], keys, value)
+    return parts

@@ -18,8 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshpar.model.parameter import is_parameter
 from meshpar.parallel.zero import Stored
 from meshpar.rules.rules import spec_axes
-from meshpar.train.local_steps.state import WithOuter
-from meshpar.train.precision import Mastered, inner_state
+from meshpar.train.local_steps import WithOuter
+from meshpar.train.optimizer_state import Mastered, inner_state
 from meshpar.train.step import TrainStep
 
 

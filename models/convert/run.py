@@ -12,10 +12,8 @@ from meshpar.data.sources import OF_TOKENS, DataSource
 from meshpar.model.parameter import flat
 from meshpar.models.convert.stored_config import config_of_sizes, lora_of
 from meshpar.models.presets import build_config
-from meshpar.train.checkpoint_arrays import read_arrays
-from meshpar.train.checkpoint_contents import Contents
-from meshpar.train.checkpoint_errors import CheckpointError
-from meshpar.train.run_description import check_description
+from meshpar.train.checkpoint.choice import CheckpointError
+from meshpar.train.checkpoint.contents import Contents, check_description, read_arrays
 
 
 @dataclass(frozen=True, kw_only=True)

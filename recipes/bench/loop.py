@@ -41,7 +41,7 @@ from meshpar.recipes.step import make_step
 from meshpar.recipes.texts import SHAKESPEARE
 from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.data import read_texts
-from meshpar.train.interrupt import StopRequest
+from meshpar.train.faults import StopRequest
 
 _END = "<|endoftext|>"
 

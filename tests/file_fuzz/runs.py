@@ -34,8 +34,8 @@ from meshpar.recipes.resume import (
 )
 from meshpar.recipes.step import make_step
 from meshpar.train.checkpoint import Checkpoints
-from meshpar.train.checkpoint_contents import read_contents
-from meshpar.train.checksums import NAME, write_checksums
+from meshpar.train.checkpoint.contents import read_contents
+from meshpar.train.checkpoint.files import NAME, write_checksums
 from meshpar.train.step import TrainStep
 from tests.bpe import write_bpe
 from tests.file_fuzz.cases import captured

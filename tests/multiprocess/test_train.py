@@ -10,7 +10,7 @@ import pytest
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.joined import agreed, agreed_stop, refuse_different
 from meshpar.recipes.pretrain import pretrain
-from meshpar.train.interrupt import StopRequest
+from meshpar.train.faults import StopRequest
 from tests.conftest import rows
 from tests.multiprocess.children import (
     COLD,

@@ -24,7 +24,7 @@ from meshpar.train.optimizer.layers import Layers
 from meshpar.train.optimizer.proof import refusal
 from meshpar.train.optimizer.stacked import refusal_of_stacked
 from meshpar.train.optimizer.traced import Traced, traced, update_of
-from meshpar.train.precision import full_dtype
+from meshpar.train.optimizer_state import full_dtype
 
 _WAY_OUT = (
     "take an optimizer that treats each parameter by itself, such as adamw or muon, "

@@ -6,7 +6,7 @@ MUTANTS = (
     Mutant(
         name="skipped-step-moves-moments",
         effect="a step that is skipped still changes the optimizer state",
-        file="meshpar/train/update.py",
+        file="meshpar/train/step_functions.py",
         old="opt_state=jax.tree.map(keep, new_opt_state, state.opt_state),",
         new="opt_state=new_opt_state,",
         tests=(
@@ -29,7 +29,7 @@ MUTANTS = (
     Mutant(
         name="first-layer-not-restored",
         effect="the first layer of a device is restored as zeros",
-        file="meshpar/train/stored_arrays.py",
+        file="meshpar/train/checkpoint/stored_arrays.py",
         old="if first <= self.places[place] < last",
         new="if first < self.places[place] < last",
         tests=(
@@ -40,7 +40,7 @@ MUTANTS = (
     Mutant(
         name="checksum-of-the-last-chunk",
         effect="a checksum covers only the last chunk of a file",
-        file="meshpar/train/checksums.py",
+        file="meshpar/train/checkpoint/files.py",
         old="zlib.crc32(chunk, crc), left - len(chunk)",
         new="zlib.crc32(chunk), left - len(chunk)",
         tests=("tests/test_checksums.py::test_every_byte_is_noted_once_and_read_once",),
@@ -61,7 +61,7 @@ MUTANTS = (
     Mutant(
         name="masters-not-averaged",
         effect="local steps go on from masters that were not averaged",
-        file="meshpar/train/local_steps/functions.py",
+        file="meshpar/train/local_steps.py",
         old="opt_state = Mastered(jax.tree.map(lift, start), opt_state.inner)",
         new="opt_state = Mastered(opt_state.master, opt_state.inner)",
         tests=(
@@ -95,7 +95,7 @@ MUTANTS = (
     Mutant(
         name="random-rounding-is-biased",
         effect="stochastic rounding to bf16 rounds down too often",
-        file="meshpar/train/precision.py",
+        file="meshpar/train/optimizer_state.py",
         old="jax.random.bits(key, x.shape, jnp.uint32) >> 16",
         new="jax.random.bits(key, x.shape, jnp.uint32) >> 17",
         tests=(
@@ -106,7 +106,7 @@ MUTANTS = (
     Mutant(
         name="late-save-is-no-copy",
         effect="the next step overwrites a state that is still being saved",
-        file="meshpar/train/checkpoint.py",
+        file="meshpar/train/checkpoint/checkpoints.py",
         old="if on_host and not wait:",
         new="if on_host and wait:",
         tests=(

@@ -1,23 +1,113 @@
-"""Which checkpoint is read: the newest that every process can read."""
+"""The choice of the checkpoint that is read: the newest that every process can read."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import orbax.checkpoint as ocp
 
 from meshpar.distributed import Processes
-from meshpar.train.checkpoint_errors import (
-    CheckpointError,
-    DamagedCheckpointWarning,
-    explained,
-    warn_unchecked,
-)
-from meshpar.train.checksums import damage, has_checksums
-from meshpar.train.folders import move_aside
+from meshpar.errors import InputError
+from meshpar.train.checkpoint.files import damage, has_checksums, move_aside
+
+
+class CheckpointError(InputError, RuntimeError):
+    """A checkpoint that could not be written or read."""
+
+
+class DamagedCheckpointWarning(UserWarning):
+    """A checkpoint that was passed over for the one before it."""
+
+
+class UncheckedCheckpointWarning(UserWarning):
+    """A checkpoint without checksums: nothing tells whether its files have changed."""
+
+
+def warn_unchecked(step: int, directory: Path | str) -> None:
+    """Warns that a checkpoint which is read has no checksums."""
+    warnings.warn(
+        f"checkpoint of step {step} in {str(directory)!r} has no checksums, so "
+        "damage to its files cannot be detected",
+        UncheckedCheckpointWarning,
+        stacklevel=3,
+    )
+
+
+@contextlib.contextmanager
+def explained(directory: Path, what: str) -> Iterator[None]:
+    """Whatever goes wrong inside as a `CheckpointError` that begins with `what`.
+
+    Args:
+        directory: Of the checkpoints, whose disk may be full.
+        what: Could not be done.
+    """
+    hide_late_answers()
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:  # Orbax and TensorStore raise kinds of their own.
+        raise CheckpointError(
+            f"{what}: {reason_of(error, directory)}", key="checkpoint.unreadable"
+        ) from error
+
+
+def reason_of(error: Exception, directory: Path) -> str:
+    """The first telling line of an error, or that the disk is full where it is."""
+    text = str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    # Orbax introduces what it found by a line of its own that ends in a colon.
+    telling = [line for line in lines if not line.endswith(":")] or lines
+    try:
+        space = os.statvfs(directory)
+    except OSError as gone:
+        return f"no folder {str(directory)!r} any more: {gone.strerror}"
+    free_bytes = space.f_bavail * space.f_frsize
+    if free_bytes < 1 << 20 or "No space left" in text:
+        return (
+            f"the disk is full: {free_bytes:,} free bytes are too few; free some or "
+            "name another"
+        )
+    return telling[0] if telling else type(error).__name__
+
+
+_CLOSED = "Event loop is closed"
+
+
+def hide_late_answers() -> None:
+    """Print no trace of a call to a closed event loop; all other traces stay."""
+    if not isinstance(sys.unraisablehook, _Hook):
+        sys.unraisablehook = _Hook(_print_unless_late, sys.unraisablehook)
+
+
+class _Hook(functools.partial[None]):
+    """meshpar's hook, of a class of its own to tell it from others."""
+
+
+def _print_unless_late(before: Callable[[Any], Any], raised: Any) -> None:
+    is_closed = raised.exc_type is RuntimeError and str(raised.exc_value) == _CLOSED
+    if not (is_closed and _only_asyncio(raised.exc_traceback)):
+        before(raised)
+
+
+def _only_asyncio(trace: TracebackType | None) -> bool:
+    """Return whether all frames are asyncio's: a thread of TensorStore made the call.
+
+    The first frame of a program that calls a closed loop is its own.
+    """
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("__name__") != "asyncio.base_events":
+            return False
+        trace = trace.tb_next
+    return True
 
 
 class Choice:

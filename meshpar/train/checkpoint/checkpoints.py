@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
+import threading
+import traceback
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import orbax.checkpoint as ocp
 
 from meshpar.distributed import Processes
 from meshpar.errors import local_path
-from meshpar.train.checkpoint_choice import Choice
-from meshpar.train.checkpoint_errors import (
+from meshpar.train.checkpoint.choice import (
     CheckpointError,
-    DamagedCheckpointWarning,
-    UncheckedCheckpointWarning,
+    Choice,
     explained,
+    hide_late_answers,
     reason_of,
 )
-from meshpar.train.folders import read_run, remove_parts
+from meshpar.train.checkpoint.files import read_run, remove_parts, write_checksums
+from meshpar.train.checkpoint.portable import portable, unported
+from meshpar.train.checkpoint.stored_arrays import (
+    handler,
+    read,
+    save_args,
+    shapes_by_path,
+)
 from meshpar.train.layer_order import (
     LayerOrder,
     arranged_within,
@@ -30,17 +40,7 @@ from meshpar.train.layer_order import (
     in_model_order,
     model_order_structs,
 )
-from meshpar.train.portable import portable, unported
-from meshpar.train.saving import Saving
 from meshpar.train.state import TrainState
-from meshpar.train.stored_arrays import handler, read, save_args, shapes_by_path
-
-__all__ = [
-    "CheckpointError",
-    "Checkpoints",
-    "DamagedCheckpointWarning",
-    "UncheckedCheckpointWarning",
-]
 
 
 class Checkpoints:
@@ -370,3 +370,117 @@ class Checkpoints:
 
 def _struct(shape: Any, sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+
+class Saving:
+    """One checkpoint until it stands whole on the disk.
+
+    Args:
+        manager: Orbax's, which writes it.
+        directory: Where it lies in a folder of its step.
+        step: Of its state.
+        processes: Of the run; each notes checksums of its share of the files.
+    """
+
+    def __init__(
+        self,
+        manager: ocp.CheckpointManager,
+        directory: Path,
+        step: int,
+        processes: Processes,
+    ) -> None:
+        self.step = step
+        self._processes = processes
+        self._manager, self._folder = manager, directory / str(step)
+        self._is_begun = threading.Event()
+        self._save: Callable[[], bool] | None = None
+        self._log = _Withheld()
+
+    def begin(self, args: Any, writer: Executor) -> None:
+        """Starts to save; errors are for `end` to return.
+
+        Args:
+            args: What Orbax saves. Its arrays must not change before
+                `wait_until_begun`.
+            writer: One thread for all saves and for closing the manager: Orbax tells
+                each thread that waits for a save once what it failed of.
+        """
+        self._save = functools.partial(self._manager.save, self.step, args=args)
+        logging.getLogger("absl").addFilter(self._log)
+        hide_late_answers()
+        self._written = writer.submit(self._write)
+
+    def wait_until_begun(self) -> None:
+        """Until Orbax has taken the arrays, or could not."""
+        self._is_begun.wait()
+
+    def end(self) -> Exception | None:
+        """Waits until all is written; what went wrong, if something did."""
+        error = cast(Exception | None, self._written.exception())
+        logging.getLogger("absl").removeFilter(self._log)
+        if error is None:
+            self._log.tell()
+        else:
+            # What is left of it would fill the disk for those that follow.
+            remove_parts(self._folder.parent, str(self.step))
+        return error
+
+    def _write(self) -> None:
+        try:
+            self._write_whole()
+        except Exception as error:
+            _clear_frames(error)
+            raise
+
+    def _write_whole(self) -> None:
+        try:
+            is_taken = self._start()
+        finally:
+            self._is_begun.set()
+        if not is_taken:
+            newest = self._manager.latest_step()
+            raise RuntimeError(f"skipped, as there is one of step {newest}")
+        self._manager.wait_until_finished()
+        if self._folder.is_dir():
+            self._seal()
+
+    def _start(self) -> bool:
+        """Keeps no array: what Orbax needs it holds itself, as long as it does."""
+        save, self._save = self._save, None
+        return save is not None and save() is not False
+
+    def _seal(self) -> None:
+        with contextlib.suppress(OSError):  # It is as good as one without checksums.
+            write_checksums(
+                self._folder,
+                part=self._processes.process_id,
+                num_parts=self._processes.num_processes,
+            )
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Lets go of the arrays in the frames of an error, and of what caused it."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+class _Withheld(logging.Filter):
+    """Keeps back the tracebacks that Orbax's threads log.
+
+    They log what ends them before the error comes to whoever waits for them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._records: list[logging.LogRecord] = []
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.exc_info:
+            self._records.append(record)
+        return not record.exc_info
+
+    def tell(self) -> None:
+        """Logs them: no error came of them, so that nobody else tells."""
+        for record in self._records:
+            logging.getLogger("absl").handle(record)

@@ -1,22 +1,21 @@
-"""Checksums of a folder's files, by which one finds what a disk has changed since.
-
-Files are cut into pieces, so that threads and processes share large ones too. Each of
-several processes notes its pieces in a file of its own: none waits for another.
-"""
+"""Files of a checkpoint: checksums that find damage, and the description of the run."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
+import shutil
 import stat
 import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from meshpar.foreign_files import open_file, read_json, reason_of
+from meshpar.foreign_files import open_file, read_json, read_json_object, reason_of
 
 NAME = "checksums.json"
 _OF_PART = re.compile(r"checksums-\d+-of-(\d{1,6})\.json")
@@ -188,3 +187,36 @@ def _inside(name: str) -> str:
     if path.is_absolute() or ".." in path.parts:
         raise ValueError(f"{name!r} is outside")
     return str(name)
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """What the checkpoint of a folder says of its run.
+
+    Raises:
+        InputError: It says nothing that can be read.
+    """
+    return read_json_object(
+        folder / "run" / "metadata",
+        key="checkpoint.unreadable",
+        shape_key="checkpoint.unreadable",
+    )
+
+
+def move_aside(folder: Path) -> None:
+    """Renames a step's folder to `damaged-STEP`, or -2 and so on after that."""
+    if not folder.exists():
+        return
+    aside = folder.with_name(f"damaged-{folder.name}")
+    others = (aside.with_name(f"{aside.name}-{n}") for n in itertools.count(2))
+    folder.rename(next(p for p in itertools.chain([aside], others) if not p.exists()))
+
+
+def remove_parts(directory: Path, step: str = "*") -> None:
+    """Deletes what is there of checkpoints that never got whole.
+
+    Args:
+        directory: Of the checkpoints of a run that is saving none of those steps.
+        step: Of which step; of every one when absent.
+    """
+    for path in directory.glob(f"{step}.orbax-checkpoint-tmp*"):
+        shutil.rmtree(path, ignore_errors=True)

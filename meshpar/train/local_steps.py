@@ -1,37 +1,145 @@
-"""What local steps compute: functions of global arrays, for `jax.jit` to trace."""
+"""Local steps: replicas that train by themselves and average their parameters.
+
+For devices whose link between the parts of `data` is slow, as between sites. Each part
+holds a whole replica, with parameters and optimizer state of its own, and takes
+`sync_every` = H steps on its share of each batch. Nothing crosses `data` meanwhile.
+Then all take the step of an outer optimizer from where they started together, `start`:
+
+    outer gradient = start - mean over replicas of their parameters
+    start = outer optimizer(start, outer gradient)
+
+which is one all-reduce of the parameters in fp32 in H steps, instead of one of the
+gradients in each. All replicas go on from `start`; their optimizer states stay theirs.
+A model's own state, of each replica's share of the batch, is averaged too.
+
+With H = 1 a layout is plain data parallel, whose gradients are averaged before the
+optimizer sees them, and there is no outer optimizer: the program is the same one. (The
+formula above with H = 1 is another algorithm for any inner optimizer but SGD, whose
+step is linear in the gradient; with an outer SGD of rate 1 it is then the same.)
+
+Reference: Douillard et al. 2023, DiLoCo: Distributed Low-Communication Training of
+Language Models, algorithm 1; outer optimizer of its section 3.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.collectives import asked
+from meshpar.layout import Layout
 from meshpar.model.contract import Model
-from meshpar.train.constants import put_in, take_out
 from meshpar.train.layer_order import LayerOrder
-from meshpar.train.local_steps.state import (
-    MAPPED,
-    REPLICA_AXES,
-    joined,
-    lifted,
-    lifted_order,
-    lifted_sharding,
-    of_replicas,
-    outer_of,
-    repeated,
+from meshpar.train.optimizer_state import (
+    Mastered,
+    follow_sharding,
+    in_full,
+    inner_state,
+    map_states,
+    master_values,
+    with_inner,
 )
-from meshpar.train.optimizer_state import follow_sharding, map_states
-from meshpar.train.precision import Mastered, in_full, master_values
-from meshpar.train.state import TrainState, without_optimizer
+from meshpar.train.state import TrainState, put_in, take_out, without_optimizer
 from meshpar.train.step_functions import Batch, Metrics, StepFunctions
+
+REPLICA_AXES = ("data",)
+"""The mesh axes along which a layout with local steps has a replica each."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class WithOuter:
+    """Optimizer state of replicas, beside the outer optimizer's.
+
+    Args:
+        inner: Of the replicas' own optimizer, a leading dim of all of them.
+        start: Parameters that all replicas last had in common, fp32.
+        outer: The outer optimizer's state.
+    """
+
+    inner: Any
+    start: Any
+    outer: Any
+
+
+def outer_of(state: TrainState) -> WithOuter:
+    """What the replicas have in common."""
+    return inner_state(state.opt_state)
+
+
+def of_replicas(state: TrainState) -> TrainState:
+    """What the replicas have each of their own, without what is in common."""
+    inner = with_inner(state.opt_state, outer_of(state).inner)
+    return dataclasses.replace(state, opt_state=inner)
+
+
+def joined(own: TrainState, start: Any, outer: Any) -> TrainState:
+    """Undoes `of_replicas`.
+
+    Args:
+        own: What the replicas have each of their own.
+        start: Parameters in common.
+        outer: The outer optimizer's state.
+    """
+    common = WithOuter(inner_state(own.opt_state), start, outer)
+    opt_state = with_inner(own.opt_state, common)
+    return dataclasses.replace(own, opt_state=opt_state)
+
+
+def lifted(state: TrainState, lift: Callable[[Any], Any]) -> TrainState:
+    """A state of one replica, or a tree like it, each array of its own lifted.
+
+    Args:
+        state: What one has of its own.
+        lift: Array -> an array, or what stands for it, with a dim of all replicas.
+    """
+    return dataclasses.replace(
+        state,
+        skipped=lift(state.skipped),
+        params=jax.tree.map(lift, state.params),
+        opt_state=jax.tree.map(lift, state.opt_state),
+        model_state=jax.tree.map(lift, state.model_state),
+    )
+
+
+def repeated(num_replicas: int) -> Callable[[jax.Array], jax.Array]:
+    """An array -> the same for every replica."""
+    return lambda array: jnp.broadcast_to(array, (num_replicas, *array.shape))
+
+
+def lifted_sharding(sharding: NamedSharding) -> NamedSharding:
+    """The sharding of an array of one replica -> of all of them."""
+    return NamedSharding(
+        sharding.mesh,
+        PartitionSpec(REPLICA_AXES, *sharding.spec),
+        memory_kind=sharding.memory_kind,
+    )
+
+
+def lifted_order(order: LayerOrder) -> LayerOrder:
+    """Where layers lie in an array of one replica -> in that of all of them."""
+    return dataclasses.replace(order, dim=order.dim + 1)
+
+
+MAPPED: TrainState[int | None] = TrainState(
+    step=None,
+    seed=None,
+    skipped=0,
+    params=cast(Any, 0),
+    opt_state=0,
+    model_state=0,
+)
+"""The leading dims of `of_replicas`, as `jax.vmap` takes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,3 +340,89 @@ def _mean(array: jax.Array) -> jax.Array:
     if not _is_real(array):
         return array[0]
     return jnp.mean(array.astype(jnp.float32), 0).astype(array.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncPrograms:
+    """The average of replicas; nothing is compiled before its first call.
+
+    Args:
+        functions: What they compute.
+        compiler_options: XLA's, of every program.
+    """
+
+    functions: LocalStepFunctions
+    compiler_options: dict[str, Any]
+
+    @cached_property
+    def sync(self) -> Any:
+        """State -> the state after the outer optimizer's step; it is donated."""
+        shardings = self.functions.shardings
+        return jax.jit(
+            self.functions.sync,
+            in_shardings=(shardings,),
+            out_shardings=shardings,
+            donate_argnums=0,
+            compiler_options=self.compiler_options,
+        )
+
+    @cached_property
+    def agreed(self) -> Any:
+        """State -> what the programs that update nothing take."""
+        return jax.jit(
+            self.functions.agreed,
+            in_shardings=(self.functions.shardings,),
+            out_shardings=without_optimizer(self.functions.whole.shardings),
+            compiler_options=self.compiler_options,
+        )
+
+
+def sync_notes(functions: LocalStepFunctions, layout: Layout) -> tuple[str, ...]:
+    """What a reader of a local step's audit should know of the average."""
+    common = outer_of(functions.state_shapes).start, functions.replica.of_states
+    parts = jax.tree.map(
+        lambda shape, sharding: math.prod(sharding.shard_shape(shape.shape)), *common
+    )
+    num_bytes = 4 * sum(jax.tree.leaves(parts))
+    return (
+        f"sync_every={layout.sync_every}: nothing of this program crosses 'data'; "
+        f"after every {layout.sync_every} steps another all-reduces {num_bytes:,} "
+        "bytes of each device there (step.sync_program)",
+    )
+
+
+class StepCount:
+    """The number of the last state that was noted; of others it is read.
+
+    Reading it waits until the device has made the state, so that steps would no longer
+    be sent ahead.
+    """
+
+    def __init__(self) -> None:
+        self._noted: Any = None
+        self._steps = 0
+
+    def of(self, state: TrainState) -> int:
+        """Steps that a state has done."""
+        return self._steps if state.step is self._noted else int(state.step)
+
+    def note(self, state: TrainState, steps: int) -> None:
+        """Remembers a state's."""
+        self._noted, self._steps = state.step, steps
+
+
+LEARNING_RATE = 0.7
+MOMENTUM = 0.9
+"""Douillard et al. 2023, section 3: the best of those tried for Nesterov momentum."""
+
+
+def nesterov(
+    learning_rate: float = LEARNING_RATE, momentum: float = MOMENTUM
+) -> optax.GradientTransformation:
+    """SGD with Nesterov momentum (Sutskever et al. 2013).
+
+    Args:
+        learning_rate: What the outer gradient is multiplied by.
+        momentum: What is kept of the earlier ones.
+    """
+    return optax.sgd(learning_rate, momentum=momentum, nesterov=True)

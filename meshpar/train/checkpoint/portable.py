@@ -15,7 +15,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from meshpar.parallel.remat import HOST_MEMORY
-from meshpar.train.precision import Mastered
+from meshpar.train.optimizer_state import Mastered
 from meshpar.train.state import TrainState
 
 

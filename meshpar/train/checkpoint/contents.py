@@ -1,0 +1,329 @@
+"""The contents of a checkpoint, read without a model, its arrays part by part."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from meshpar.errors import local_path
+from meshpar.foreign_files import json_type
+from meshpar.layout import Layout
+from meshpar.rules.sharding import insert
+from meshpar.train.checkpoint.choice import (
+    CheckpointError,
+    explained,
+    warn_unchecked,
+)
+from meshpar.train.checkpoint.files import damage, has_checksums, read_run
+from meshpar.train.checkpoint.stored_arrays import chunk_cache, opened, stored
+
+_DATA = ("data", "windows", "text", "seq", "global_batch")
+"""What a run's description says of where its data stand."""
+
+_NO_CONFIG = ("layout", "data", "windows")
+"""What of it is no option."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrayFound:
+    """One array of a checkpoint.
+
+    Args:
+        path: Such as params.blocks.mlp.down.
+        shape: Global, layers first to last.
+        dtype: As stored.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        """Of all its values."""
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """A checkpoint but for the values of its arrays.
+
+    Args:
+        directory: Of the run's checkpoints.
+        step: Steps done.
+        steps: Of all checkpoints there.
+        layout: That wrote it; None where nobody said.
+        config: Options of its run.
+        data: Where the run stood in its data.
+        arrays: All of them.
+        damage: What is wrong with its files; None where they are as written.
+        has_checksums: Whether it has checksums; without them damage is not found.
+    """
+
+    directory: str
+    step: int
+    steps: list[int]
+    layout: str | None
+    config: dict[str, Any]
+    data: dict[str, Any]
+    arrays: list[ArrayFound]
+    damage: str | None
+    has_checksums: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+def read_contents(path: Path, step: int | None = None) -> Contents:
+    """What is in a checkpoint.
+
+    Args:
+        path: The folder of a run, of its checkpoints, or of one of them.
+        step: Which; the newest when absent.
+
+    Raises:
+        CheckpointError: There is none, or it cannot be read.
+    """
+    directory, named = _found(local_path("checkpoint", path))
+    steps = steps_of(directory)
+    chosen = next(one for one in (step, named, steps[-1]) if one is not None)
+    if chosen not in steps:
+        raise CheckpointError(
+            f"no checkpoint of step {chosen} in {str(directory)!r}; there are "
+            f"{', '.join(map(str, steps))}",
+            key="checkpoint.no_such_step",
+        )
+    folder = directory.absolute() / str(chosen)
+    what = f"checkpoint of step {chosen} in {str(directory)!r} cannot be read"
+    with explained(directory, what):
+        # Not by a manager, which logs warnings of what it cannot write here.
+        run, arrays = read_run(folder), stored(folder / "state")
+        layout = run.get("layout")
+        if not isinstance(layout, str | None):
+            raise ValueError(f"its layout is {json_type(layout)}, not a text")
+    return Contents(
+        directory=str(directory),
+        step=chosen,
+        steps=steps,
+        layout=layout,
+        config={name: run[name] for name in run if name not in _NO_CONFIG},
+        data={name: run[name] for name in _DATA if name in run},
+        arrays=[
+            ArrayFound(path=path, shape=tuple(one.shape), dtype=str(one.dtype))
+            for path, one in arrays.items()
+        ],
+        damage=damage(directory / str(chosen)),
+        has_checksums=has_checksums(directory / str(chosen)),
+    )
+
+
+def _found(path: Path) -> tuple[Path, int | None]:
+    """The folder of checkpoints, and the step that the path itself names."""
+    if not path.is_dir():
+        raise CheckpointError(
+            f"no folder {str(path)!r}; name a run's or a checkpoint's",
+            key="checkpoint.missing_folder",
+        )
+    if path.name.isdecimal() and (path / "state").is_dir():
+        return path.parent, int(path.name)
+    for directory in (path / "checkpoints", path):
+        if directory.is_dir() and steps_of(directory):
+            return directory, None
+    raise CheckpointError(
+        f"no checkpoint in {str(path)!r}; name the folder of a run (--out), of its "
+        "checkpoints, or of one of them",
+        key="checkpoint.none_in_folder",
+    )
+
+
+def steps_of(directory: Path) -> list[int]:
+    """Of the checkpoints of a folder, in order."""
+    return sorted(
+        int(path.name)
+        for path in directory.iterdir()
+        if path.name.isdecimal() and path.is_dir()
+    )
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """One array of a checkpoint, of which any part can be read.
+
+    Args:
+        folder: Of the checkpoint's state.
+        path: Of the array, such as `("params", "blocks", "mlp", "down")`.
+        shape: Global, layers first to last.
+        of_replicas: Whether the file has one of each replica of local steps, of which
+            this is the mean, or the first one's where it counts.
+        cache: Keeps chunks that were read; None for none.
+    """
+
+    folder: Path
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    of_replicas: bool = False
+    cache: Any = field(default=None, compare=False, repr=False)
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        """A part, as NumPy's: a slice for each of the first dims.
+
+        No chunk of the file is read that has nothing of it, and none again that the
+        cache has.
+        """
+        index = index if isinstance(index, tuple) else (index,)
+        index = tuple(one for one in index if one is not Ellipsis)
+        parts = zip(index, self.shape, strict=False)
+        spans = [slice(*one.indices(size)[:2]) for one, size in parts]
+        if self.of_replicas:
+            spans = [slice(None), *spans]
+        with self._explained():
+            found = np.asarray(self._source[tuple(spans)].read().result())
+        return _mean(found) if self.of_replicas else found
+
+    @cached_property
+    def _source(self) -> Any:
+        with self._explained():
+            return opened(self.folder, ".".join(self.path), self.cache)
+
+    def _explained(self) -> AbstractContextManager[None]:
+        what = f"{'.'.join(self.path)} in {str(self.folder)!r} cannot be read"
+        return explained(self.folder, what)
+
+
+def _mean(array: np.ndarray) -> np.ndarray:
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        return array[0]
+    return np.mean(array.astype(np.float32), 0).astype(array.dtype)
+
+
+def read_arrays(path: Path, step: int | None = None) -> tuple[Contents, dict[str, Any]]:
+    """What a checkpoint says of itself, and its arrays as a tree, none read yet.
+
+    Of local steps the parameters are those that the replicas last had in common, as
+    `TrainStep.parameters` has them, and the model's state is the replicas' mean.
+
+    Args:
+        path: The folder of a run, of its checkpoints, or of one of them.
+        step: Which; the newest when absent.
+
+    Raises:
+        CheckpointError: There is none, or its files are not as they were written.
+    """
+    contents = read_contents(path, step)
+    if contents.damage:
+        raise CheckpointError(
+            f"checkpoint of step {contents.step} in {contents.directory!r} is damaged: "
+            f"{contents.damage}",
+            key="checkpoint.damaged",
+        )
+    if not contents.has_checksums:
+        warn_unchecked(contents.step, contents.directory)
+    folder = (Path(contents.directory) / str(contents.step) / "state").absolute()
+    tree: dict[str, Any] = {}
+    for place, array in _model_arrays(contents, folder):
+        insert(tree, place, array)
+    return contents, tree
+
+
+def _model_arrays(
+    contents: Contents, folder: Path
+) -> Iterator[tuple[tuple[str, ...], StoredArray]]:
+    """Parameters and state of the model, and where in the tree each is."""
+    cache = chunk_cache()
+    shapes = {tuple(one.path.split(".")): one.shape for one in contents.arrays}
+    layout = contents.layout
+    is_local = layout is not None and Layout.parse(layout).sync_every > 1
+    start = _start(contents, shapes) if is_local else ()
+    for keys, shape in shapes.items():
+        if keys[0] == "model_state" and is_local:
+            yield keys, StoredArray(folder, keys, shape[1:], True, cache)
+        elif keys[0] == "model_state" or keys[0] == "params" and not is_local:
+            yield keys, StoredArray(folder, keys, shape, cache=cache)
+        elif is_local and keys[: len(start)] == start:
+            place = ("params", *keys[len(start) :])
+            yield place, StoredArray(folder, keys, shape, cache=cache)
+
+
+def _start(contents: Contents, paths: Collection[tuple[str, ...]]) -> tuple[str, ...]:
+    """Where an optimizer state has what replicas have in common (`WithOuter.start`)."""
+    params = {path[1:] for path in paths if path[0] == "params"}
+    # The second is beside parameters that are kept in fp32 (`Mastered`).
+    for above in (("opt_state", "start"), ("opt_state", "inner", "start")):
+        found = {path[len(above) :] for path in paths if path[: len(above)] == above}
+        if found == params:
+            return above
+    raise CheckpointError(
+        f"checkpoint of step {contents.step} in {contents.directory!r} is of local "
+        f"steps ({contents.layout}), and has no parameters that its replicas have in "
+        "common; go on with its run, and save it anew",
+        key="checkpoint.no_common_parameters",
+    )
+
+
+_TEXT, _WHOLE, _NUMBER = (str,), (int,), (int, float)
+_OBJECT = (dict,)
+_MOST = 1 << 63
+"""Limit of a whole number, which counts something."""
+
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(("layout", "layout_asked", "data", "chat_date"), _TEXT),
+    **dict.fromkeys(("tokenizer", "eos", "from_weights"), (*_TEXT, type(None))),
+    **dict.fromkeys(("seed", "steps", "global_batch", "seq", "windows"), _WHOLE),
+    "decay_steps": (*_WHOLE, type(None)),
+    "learning_rate": _NUMBER,
+    "model_sizes": _OBJECT,
+    "lora": (*_OBJECT, type(None)),
+}
+"""Name -> what it may be, where it is there."""
+
+_LISTS: Mapping[str, type] = {
+    **dict.fromkeys(("text", "sources", "validation_data", "formats"), str),
+    "stop_tokens": int,
+}
+"""Name -> of what it is a list, where it is there."""
+
+
+def check_description(said: Mapping[str, Any], where: str) -> None:
+    """Check that what a checkpoint says of its run has the types that a run writes.
+
+    A checkpoint may come from anybody, and may lack a name that this version writes.
+
+    Args:
+        said: By name; others than a recipe writes may have any type.
+        where: The checkpoint, for the error.
+
+    Raises:
+        CheckpointError: A value is of another type.
+    """
+    for name, value in said.items():
+        if name in _TYPES:
+            is_right = _is_one_of(value, _TYPES[name])
+        elif name in _LISTS:
+            kind = (_LISTS[name],)
+            is_list = isinstance(value, list | tuple)
+            is_right = is_list and all(_is_one_of(one, kind) for one in value)
+        else:
+            is_right = True
+        if not is_right:
+            raise CheckpointError(
+                f"{where} says of its run {name}={reprlib.repr(value)} "
+                f"({json_type(value)}), which no run writes: its file run/metadata is "
+                "of something else, or was changed",
+                key="checkpoint.unreadable",
+            )
+
+
+def _is_one_of(value: Any, kinds: tuple[type, ...]) -> bool:
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        return False
+    return not isinstance(value, int) or 0 <= value < _MOST
