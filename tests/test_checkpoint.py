@@ -21,13 +21,13 @@ from meshpar import Layout, TrainState, make_train_step
 from meshpar.cli.main import main
 from meshpar.models.presets import build
 from meshpar.rules.rules import spec_axes
-from meshpar.train import checkpoint
 from meshpar.train.checkpoint import (
     CheckpointError,
     Checkpoints,
     DamagedCheckpointWarning,
     UncheckedCheckpointWarning,
 )
+from meshpar.train.checkpoint import checkpoints as module
 from meshpar.train.checkpoint.choice import reason_of
 from meshpar.train.checkpoint.contents import read_arrays, read_contents
 from meshpar.train.layer_order import model_order_structs
@@ -290,7 +290,7 @@ def test_the_reason_of_an_error_is_its_first_line_that_tells_one(
 
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(small_state(5), RUN)
-        monkeypatch.setattr(checkpoint, "read_run", fail)
+        monkeypatch.setattr(module, "read_run", fail)
         told = "checkpoint.unreadable", 5, f"{reason};"
         with refuses(*told, kind=CheckpointError):
             checkpoints.run_of_latest()
@@ -514,7 +514,7 @@ def test_a_save_that_cannot_begin_loses_no_error_of_the_one_before(
     with Checkpoints(tmp_path) as checkpoints:
         monkeypatch.setattr(checkpoints._manager, "save", failing)
         checkpoints.save(small_state(1), RUN, wait=False)
-        monkeypatch.setattr(checkpoint, "copied", no_memory)
+        monkeypatch.setattr(module, "copied", no_memory)
         with pytest.raises(MemoryError):
             checkpoints.save(small_state(2), RUN, wait=False)
         with refuses(*not_written(1), kind=CheckpointError):
@@ -692,7 +692,7 @@ def test_one_whose_files_are_as_written_is_not_passed_over(
         def fail(*_, **__):
             raise MemoryError("no memory left")
 
-        monkeypatch.setattr(checkpoint, "read_run", fail)
+        monkeypatch.setattr(module, "read_run", fail)
         told = "checkpoint.unreadable", 5, "no memory left"
         with refuses(*told, kind=CheckpointError):
             checkpoints.run_of_latest()

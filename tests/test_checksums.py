@@ -6,7 +6,7 @@ import zlib
 
 import pytest
 
-from meshpar.train import checksums
+from meshpar.train.checkpoint import files
 from meshpar.train.checkpoint.files import damage, has_checksums, write_checksums
 from tests.refusals import names
 
@@ -14,8 +14,8 @@ from tests.refusals import names
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Files of 0 to 25 bytes, in pieces of 10, each read 4 at a time."""
-    monkeypatch.setattr(checksums, "_PIECE_BYTES", 10)
-    monkeypatch.setattr(checksums, "_CHUNK_BYTES", 4)
+    monkeypatch.setattr(files, "_PIECE_BYTES", 10)
+    monkeypatch.setattr(files, "_CHUNK_BYTES", 4)
     (tmp_path / "below").mkdir()
     for name, size in (("a", 25), ("below/b", 10), ("c", 0)):
         (tmp_path / name).write_bytes(bytes(range(size)))

@@ -11,7 +11,7 @@ import pytest
 import tensorstore
 
 from meshpar import Layout, make_mesh
-from meshpar.train import chunks, stored_arrays
+from meshpar.train.checkpoint import stored_arrays
 from meshpar.train.checkpoint.stored_arrays import blocks_of, handler, read, save_args
 
 SHAPE = (6, 8, 12)
@@ -38,7 +38,7 @@ def folder(request, tmp_path_factory, mesh):
     sharding = jax.NamedSharding(mesh, jax.P("data", None, "tensor"))
     tree = {"a": jax.device_put(VALUES, sharding), "n": np.float32(7)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "_CHUNK_BYTES", (64, 256))
+        patch.setattr(stored_arrays, "_CHUNK_BYTES", (64, 256))
         tree["n"] = jax.device_put(tree["n"], jax.NamedSharding(mesh, jax.P()))
         with ocp.Checkpointer(handler()) as writer:
             writer.save(path, args=request.param(tree))

@@ -10,7 +10,7 @@ import pytest
 import tensorstore
 
 from meshpar import Layout, make_mesh
-from meshpar.train import stored_arrays
+from meshpar.train.checkpoint import stored_arrays
 from meshpar.train.checkpoint.contents import StoredArray
 from meshpar.train.checkpoint.stored_arrays import _asking, chunk_bytes, chunk_shape
 

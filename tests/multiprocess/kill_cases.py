@@ -320,7 +320,7 @@ def nan_rolls_back(setting: Setting) -> Row:
 
 def slow_device(setting: Setting) -> Row:
     """One of two processes computes at a fifth of the other's speed."""
-    words = patched(once="stragglers._MATMULS *= 5")
+    words = patched(once="faults._MATMULS *= 5")
     options = ["--validate-every", "3", "--stop-after", "4"]
     with running(setting, *options, num_processes=2, words=words) as children:
         for child in children:

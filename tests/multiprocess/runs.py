@@ -32,7 +32,7 @@ PATCHED = """
 import sys, time
 import numpy as np
 from meshpar.recipes import pretrain
-from meshpar.train import stragglers
+from meshpar.train import faults
 
 plain = pretrain.timed_step
 is_last = "--process-id" not in sys.argv or (

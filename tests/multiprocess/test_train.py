@@ -223,7 +223,7 @@ import sys, warnings
 from pathlib import Path
 import jax, numpy as np
 import meshpar
-from meshpar.train import checkpoint
+from meshpar.train.checkpoint import checkpoints as checkpoint
 from meshpar.train.checkpoint import Checkpoints
 from tests.test_checkpoint import RUN, small_state
 
