@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from meshpar.layout import Layout
-from meshpar.planner.cost.block_workspace import in_chunks_bytes
-from meshpar.planner.cost.context_traffic import context_rows
-from meshpar.planner.cost.traffic_time import link_of
+from meshpar.planner.cost.memory import in_chunks_bytes
+from meshpar.planner.cost.traffic import context_rows
+from meshpar.planner.cost.traffic_row import link_of
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.search.constraints import Constraints
 from meshpar.planner.search.context_method import why_method, with_method

@@ -19,7 +19,7 @@ from meshpar.planner.inference.estimate import estimate_inference
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.execution import MESHPAR
 from meshpar.planner.search.refusals import layout_problems
-from meshpar.planner.workload.dit_workload import DIT_SHAPES
+from meshpar.planner.workload.shapes import OTHER_SHAPES
 from tests import test_zoo
 from tests.marks import slow
 from tests.states import normal_values
@@ -182,9 +182,9 @@ def test_images_of_another_size_are_refused_by_name(refuses):
         step.compile(given)
 
 
-@pytest.mark.parametrize("name", DIT_SHAPES)
+@pytest.mark.parametrize("name", OTHER_SHAPES)
 def test_the_planner_counts_the_parameters_of_a_preset(name):
-    made, known = build(name), DIT_SHAPES[name]
+    made, known = build(name), OTHER_SHAPES[name]
     assert known.num_parameters == made.num_parameters
     assert known.seq == configure(name).tokens
 
@@ -197,7 +197,7 @@ def traced_small(seq):
 @pytest.mark.parametrize("remat", ["none", "selective", "dots", "full"])
 def test_a_block_does_and_keeps_what_the_planner_says(remat):
     """As traced here, without a GPU's fused attention; the condition is left out."""
-    known = DIT_SHAPES["dit-s2"]
+    known = OTHER_SHAPES["dit-s2"]
     traced = traced_small(known.seq)
     assert traced.model_flops(global_batch=1, seq=256) == pytest.approx(
         known.model_flops(global_batch=1, seq=256), rel=0.01
@@ -216,7 +216,7 @@ def test_a_block_does_and_keeps_what_the_planner_says(remat):
 
 
 def test_a_patch_is_not_split_and_all_patches_see_each_other():
-    known = DIT_SHAPES["dit-12b"]
+    known = OTHER_SHAPES["dit-12b"]
     layout = Layout.parse("tensor=36,precision=bf16")  # 36 heads, 16 numbers a patch
     assert layout_problems(known, layout, global_batch=1, seq=known.seq) == []
     causal = dataclasses.replace(known, causal=True)
@@ -233,7 +233,7 @@ def test_a_patch_is_not_split_and_all_patches_see_each_other():
 
 
 def test_an_image_has_the_patches_that_it_has_and_no_next_token(refuses):
-    known, cluster = DIT_SHAPES["dit-xl2"], cluster_of("h100-80gb", devices=1)
+    known, cluster = OTHER_SHAPES["dit-xl2"], cluster_of("h100-80gb", devices=1)
     with refuses("plan.seq_not_patches", 512, "dit-xl2", 256):
         estimate(known, cluster, "data=1", global_batch=1, seq=512)
     with refuses("generation.not_causal", "dit-xl2"):

@@ -14,19 +14,22 @@ from meshpar.hardware.attention_kernels import (
 )
 from meshpar.hardware.devices import DEVICES
 from meshpar.layout import Layout
-from meshpar.planner.cost.attention_time import (
+from meshpar.planner.cost.block_time import (
+    _matmuls_s,
+    attention_linears,
+    block_time,
+    mlp_linears,
+)
+from meshpar.planner.cost.estimate import at_half_network_s, estimate
+from meshpar.planner.cost.kernel_time import (
     attention_backward_s,
     attention_forward_s,
 )
-from meshpar.planner.cost.block_time import _matmuls_s, block_time
-from meshpar.planner.cost.estimate import at_half_network_s, estimate
-from meshpar.planner.cost.linears import attention_linears, mlp_linears
 from meshpar.planner.cost.run import Run
-from meshpar.planner.cost.stage_time import stage_times
+from meshpar.planner.cost.step_time import stage_times
 from meshpar.planner.cost.step_traffic import step_rows
 from meshpar.planner.cost.traffic import block_rows
-from meshpar.planner.cost.traffic_row import Row
-from meshpar.planner.cost.traffic_time import exposed, row_s
+from meshpar.planner.cost.traffic_row import Row, exposed, row_s
 from meshpar.planner.machine.clusters import cluster_of, load_device
 from meshpar.planner.machine.collective_cost import all_reduce_s
 from meshpar.planner.machine.execution import (

@@ -8,13 +8,13 @@ import pytest
 from meshpar import absent_mesh, lint, make_train_step
 from meshpar.layout import Layout
 from meshpar.models.presets import build
-from meshpar.planner.cost.bounds import Bounds, held_microbatches
 from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.cost.memory import memory_of
 from meshpar.planner.cost.pipeline_time import in_flight, lock_step
 from meshpar.planner.cost.step_time import step_time
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.execution import EXECUTIONS, MESHPAR
+from meshpar.planner.search.bounds import Bounds, held_microbatches
 from meshpar.planner.search.constraints import Constraints
 from meshpar.planner.search.mesh_choices import choices_of
 from meshpar.planner.search.nearest_fit import nearest_fit
@@ -102,7 +102,7 @@ def test_bounds_are_below_the_estimate_of_every_layout(asked, each):
             step_s = step_time(run).step_s * (1 + 1e-9)
             memory_bytes = memory_of(run).total_bytes * (1 + 1e-9)
             for some in opened(choices, variant):
-                bound = bounds.of_choices(mesh, some)
+                bound = bounds.least(mesh, some)
                 assert bound.step_s <= step_s, (run.layout, some)
                 assert bound.memory_bytes <= memory_bytes, (run.layout, some)
             assert bounds.memory_bytes(run) <= memory_bytes, run.layout

@@ -6,7 +6,6 @@ import pytest
 
 from meshpar.layout import Layout
 from meshpar.planner.cost.block_time import block_time
-from meshpar.planner.cost.bounds import Bounds
 from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.cost.kernel_time import HOST_SHARE
 from meshpar.planner.cost.parameters import (
@@ -17,12 +16,18 @@ from meshpar.planner.cost.parameters import (
 from meshpar.planner.cost.pipeline_time import lock_step
 from meshpar.planner.cost.step_traffic import step_rows
 from meshpar.planner.cost.traffic import block_rows, end_rows, hop_rows, weight_rows
-from meshpar.planner.cost.traffic_row import LAST_BACKWARD, LAYER
-from meshpar.planner.cost.traffic_time import exposed, members, row_s
+from meshpar.planner.cost.traffic_row import (
+    LAST_BACKWARD,
+    LAYER,
+    exposed,
+    members,
+    row_s,
+)
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.clusters import cluster_of, device_of
 from meshpar.planner.machine.collective_cost import wire_bytes
 from meshpar.planner.machine.execution import MEGATRON_2023, MESHPAR
+from meshpar.planner.search.bounds import Bounds
 from meshpar.planner.search.space import variant_of
 from meshpar.planner.workload.activations import kept_bytes, offloaded_bytes
 from meshpar.planner.workload.recomputation import recomputation

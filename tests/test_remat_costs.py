@@ -12,7 +12,7 @@ from meshpar.audit.report import audit
 from meshpar.audit.targets import Target, compile_for
 from meshpar.mesh import absent_mesh
 from meshpar.models.presets import build
-from meshpar.planner.workload.block_activations import (
+from meshpar.planner.workload.activations import (
     BlockShape,
     block_activation_bytes,
     block_activations,

@@ -9,11 +9,11 @@ from schedule_cases import split_1f1b, v_orders
 from meshpar import Layout
 from meshpar.cli.main import main
 from meshpar.lint.lint import lint
-from meshpar.planner.cost.bounds import Bounds
 from meshpar.planner.cost.estimate import estimate, estimate_run
 from meshpar.planner.cost.pipeline_time import in_flight, lock_step, span_s
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.execution import MEGATRON_2022, MESHPAR
+from meshpar.planner.search.bounds import Bounds
 from meshpar.planner.search.constraints import Constraints
 from meshpar.planner.search.search import Request, possible_meshes, search
 from meshpar.planner.workload.shapes import SHAPES

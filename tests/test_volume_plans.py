@@ -20,8 +20,7 @@ from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.search.constraints import Constraints
 from meshpar.planner.search.volume_plans import VolumeRequest
 from meshpar.planner.workload.shapes import OTHER_SHAPES, TRACED
-from meshpar.planner.workload.space import SpaceWorkload
-from meshpar.planner.workload.volume import Kernel, VolumeWorkload
+from meshpar.planner.workload.volume import Kernel, SpaceWorkload, VolumeWorkload
 from meshpar.train.memory_report import estimated_bytes
 from tests.marks import slow
 

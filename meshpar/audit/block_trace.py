@@ -27,8 +27,7 @@ from meshpar.model.tracing import (
 from meshpar.parallel.placement import DTYPES
 from meshpar.parallel.remat import rematerialised
 from meshpar.parallel.residuals import vjp_without
-from meshpar.planner.workload.traced_block import TracedBlock
-from meshpar.planner.workload.workload import Workload
+from meshpar.planner.workload.workload import TracedBlock, Workload
 
 _POLICIES = ("none", "selective", "dots", "full")
 

@@ -16,7 +16,7 @@ from meshpar.audit.collectives import Collective
 from meshpar.audit.evidence import Evidence, local_shape, sizes_of
 from meshpar.audit.jaxprs import array_dtype, array_shape
 from meshpar.audit.traced import Operation
-from meshpar.planner.workload.space import Exchange
+from meshpar.planner.workload.volume import Exchange
 
 MATMUL = "dot_general"
 

@@ -11,7 +11,7 @@ from meshpar.audit.live_bytes import most_room
 from meshpar.audit.needs import exchanges
 from meshpar.audit.subject import FlatFunction, Subject
 from meshpar.audit.traced import operations
-from meshpar.planner.workload.space import SpaceWorkload
+from meshpar.planner.workload.volume import SpaceWorkload
 
 
 class _Traced(Protocol):

@@ -22,8 +22,7 @@ from meshpar.mesh import absent_mesh
 from meshpar.model.contract import Model
 from meshpar.model.inputs import shapes_of
 from meshpar.parallel.space import has_space
-from meshpar.planner.workload.space import SpaceWorkload
-from meshpar.planner.workload.volume import SPACE, Kernel, VolumeWorkload
+from meshpar.planner.workload.volume import SPACE, Kernel, SpaceWorkload, VolumeWorkload
 
 
 def traced_volume(

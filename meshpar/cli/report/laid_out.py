@@ -13,8 +13,8 @@ from meshpar.model.contract import Model
 from meshpar.planner.cost.estimate import Estimate
 from meshpar.planner.cost.memory import Memory, rank_memories
 from meshpar.planner.cost.run import Run
-from meshpar.planner.cost.stage_time import stage_times
-from meshpar.planner.cost.traffic_bytes import Sent
+from meshpar.planner.cost.step_time import stage_times
+from meshpar.planner.cost.step_traffic import Sent
 from meshpar.planner.machine.link import Link
 from meshpar.schedules import StageTimes, Timeline, make_schedule, simulate
 from meshpar.schedules.simulate import spans

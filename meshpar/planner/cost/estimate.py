@@ -11,7 +11,7 @@ from meshpar.layout import Layout
 from meshpar.planner.cost.memory import Memory, memory_of
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.step_time import StepTime, step_time
-from meshpar.planner.cost.traffic_bytes import Sent, sent_in_a_step
+from meshpar.planner.cost.step_traffic import Sent, sent_in_a_step
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import MESHPAR, Execution
 from meshpar.planner.search.refusals import layout_problems, stage_blocks_of

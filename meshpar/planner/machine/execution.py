@@ -96,7 +96,7 @@ MEGATRON_2023 = replace(
     name="megatron-2023",
     gradient_bytes=2,
     reduction_bytes=2,
-    reserve=0.055,  # calibrated: `published.forks.CALIBRATES_RESERVE`
+    reserve=0.055,  # calibrated: `published.others.CALIBRATES_RESERVE`
 )
 """Megatron-LM in fp16, whose gradients are fp16 too, as Qi et al. 2024 ran it."""
 
@@ -151,7 +151,7 @@ MEGATRON_CORE = replace(
     bucket_bytes=160e6,
     hop_wait_s=0.0,
     reserve=MEGATRON_2023.reserve,
-    host_s=0.08,  # calibrated: `published.megatron_core.CALIBRATES_HOST`
+    host_s=0.08,  # calibrated: `published.megatron.CALIBRATES_HOST`
 )
 """Megatron-Core on Hopper: data, tensor and pipeline parallel overlapped, attention of
 Transformer Engine. The distributed optimizer is `zero=1` of a layout.
@@ -177,7 +177,7 @@ DEEPSPEED_ZERO3 = replace(
     reduction_overlap=True,
     gather_overlap=True,
     gathers_again=True,
-    rails=1,  # calibrated: `published.zero3.CALIBRATES_RAILS`
+    rails=1,  # calibrated: `published.others.CALIBRATES_RAILS`
 )
 """DeepSpeed ZeRO-3 as Narayanan et al. 2021 ran it (section 5.2), with Megatron-LM's
 kernels: 16-bit parameters gathered for every use, a layer ahead (Rajbhandari et al.

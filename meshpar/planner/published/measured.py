@@ -1,4 +1,4 @@
-"""A published number beside the planner's, and what every publication's rows share."""
+"""Rows that compare a published number with the planner's, and helpers to make them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One published number and what the planner says.
+    """One published number and the planner's estimate of it.
 
     Args:
-        source: Which publication.
-        name: Which run.
+        source: Publication.
+        name: Run.
         quantity: `step`, `memory`, or `layer` (one block's forward or backward).
         unit: `s`, `ms` or `GB`.
         measured: As published, or what follows from the published rate.
-        predicted: The planner's.
-        calibrates: Whether an efficiency constant was got from it.
-        apart: Why it is shown, but not counted; empty if it is counted.
+        predicted: Estimate of the planner.
+        calibrates: True if an efficiency constant was fitted to it.
+        apart: Reason why it is shown but not counted; empty if it is counted.
     """
 
     source: str
@@ -43,7 +43,7 @@ class Measured:
 
     @property
     def error(self) -> float:
-        """Relative: above 0 if the planner says more."""
+        """Relative error, above 0 if the planner predicts more."""
         return self.predicted / self.measured - 1
 
 
@@ -55,7 +55,7 @@ def step_row(
     *,
     calibrates: bool = False,
 ) -> Measured:
-    """The time of a run's step."""
+    """Return a row for the step time of a run."""
     return Measured(
         source=source,
         name=name,
@@ -76,7 +76,7 @@ def memory_row(
     calibrates: bool = False,
     apart: str = "",
 ) -> Measured:
-    """Memory of a device, published in units of 2^30 bytes."""
+    """Return a row for memory of a device, published in units of 2^30 bytes."""
     return Measured(
         source=source,
         name=name,
@@ -90,13 +90,13 @@ def memory_row(
 
 
 def interleaved(chunks: int) -> dict[str, Any]:
-    """What a layout says of a pipeline whose ranks have so many chunks each."""
+    """Layout options of a pipeline with this many chunks on a rank."""
     return {"schedule": "interleaved_1f1b", "chunks": chunks} if chunks > 1 else {}
 
 
 @cache
 def published() -> dict[str, Any]:
-    """The published numbers."""
+    """Published numbers, from `published.json`."""
     return json.loads(files("meshpar.planner").joinpath("published.json").read_text())
 
 
@@ -109,7 +109,7 @@ def estimate_published(
     hardware: str = "a100-80gb",
     stage_blocks: tuple[int, ...] | None = None,
 ) -> Estimate:
-    """The estimate of a published run, on as many devices as its layout needs."""
+    """Estimate a published run, on as many devices as its layout needs."""
     return estimate(
         workload,
         cluster_of(hardware, devices=layout.num_devices),

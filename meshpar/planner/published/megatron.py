@@ -14,7 +14,12 @@ from meshpar.planner.cost.block_time import block_time
 from meshpar.planner.cost.estimate import Estimate
 from meshpar.planner.cost.run import Run
 from meshpar.planner.machine.clusters import cluster_of
-from meshpar.planner.machine.execution import MEGATRON_2021, MEGATRON_2022
+from meshpar.planner.machine.execution import (
+    MEGATRON_2021,
+    MEGATRON_2022,
+    MEGATRON_BRIDGE,
+    MEGATRON_CORE,
+)
 from meshpar.planner.published.measured import (
     Measured,
     estimate_published,
@@ -23,7 +28,9 @@ from meshpar.planner.published.measured import (
     published,
     step_row,
 )
+from meshpar.planner.workload.hf_workload import GPT2
 from meshpar.planner.workload.shapes import SHAPES
+from meshpar.planner.workload.workload import Workload
 
 _BF16 = "precision=bf16"
 _FORMULA = "a formula, not measured"
@@ -144,3 +151,107 @@ def korthikanti_layers() -> Iterator[Measured]:
                 predicted=cost.total_s * 1e3,
                 calibrates=True,
             )
+
+
+CALIBRATES_HOST = "1.7B"
+"""The row that fixes its `host_s`: a sixth of so short a step."""
+
+_SEQ, _VOCAB = 4096, 131_072
+_REMATS = ("none", "selective", "full")
+
+
+def megatron_core() -> Iterator[Measured]:
+    """Step times of Megatron-LM's table of weak scaling, from FLOP/s of the model."""
+    for row in published()["megatron_core_h100"]["rows"]:
+        found = _fastest(row)
+        rate = row["gpus"] * row["tflops_gpu"] * 1e12
+        yield step_row(
+            "Megatron-LM README",
+            f"{row['name']} {found.run.layout}",
+            found.model_flops / rate,
+            found,
+            calibrates=row["name"] == CALIBRATES_HOST,
+        )
+
+
+def _fastest(row: dict[str, Any]) -> Estimate:
+    found = [
+        estimate_published(
+            _workload(row), layout, row["gbs"], _SEQ, MEGATRON_CORE, "h100-80gb"
+        )
+        for layout in _layouts(row)
+    ]
+    fitting = [one for one in found if one.fits]
+    return min(fitting, key=lambda one: one.step_s)
+
+
+def _layouts(row: dict[str, Any]) -> Iterator[Layout]:
+    """Every power of two as a microbatch's size, every number of whole chunks."""
+    each, stages = row["gbs"] // row["d"], row["p"]
+    blocks = row["layers"] // stages
+    chunks = [n for n in range(1, blocks + 1) if blocks % n == 0 and stages > 1]
+    for size in (1, 2, 4, 8):
+        if each % size:
+            continue
+        for count in chunks or [1]:
+            if count > 1 and each // size % stages:
+                continue
+            for remat in _REMATS:
+                yield Layout(
+                    fsdp=row["d"],
+                    stage=stages,
+                    tensor=row["t"],
+                    microbatches=each // size,
+                    zero=1,
+                    sequence_parallel=row["t"] > 1,
+                    remat=remat,
+                    precision="bf16",
+                    **interleaved(count),
+                )
+
+
+def _workload(row: dict[str, Any]) -> Workload:
+    sizes = {key: row[key] for key in ("layers", "hidden", "heads")}
+    untied = {**GPT2, "tied": False}
+    return Workload(name=row["name"], vocab=_VOCAB, seq=_SEQ, **untied, **sizes)
+
+
+def megatron_bridge() -> Iterator[Measured]:
+    """Step times from tokens a second of a GPU."""
+    data = published()["megatron_bridge_25_11"]
+    for row in data["rows"]:
+        layout = _layout(row)
+        found = estimate_published(
+            SHAPES[row["model"]],
+            layout,
+            row["gbs"],
+            data["seq"],
+            MEGATRON_BRIDGE,
+            row["hardware"],
+            stage_blocks=_blocks(row),
+        )
+        measured_s = row["gbs"] * data["seq"] / (row["tokens_s_gpu"] * row["gpus"])
+        name = f"{row['model']} on {row['gpus']} {row['hardware']}, {layout}"
+        yield step_row("Megatron Bridge 25.11", name, measured_s, found)
+
+
+def _layout(row: dict[str, Any]) -> Layout:
+    replicas = row["gpus"] // row["tp"] // row["pp"]
+    return Layout(
+        data=replicas // row["ep"],
+        stage=row["pp"],
+        expert=row["ep"],
+        tensor=row["tp"],
+        microbatches=row["gbs"] // replicas // row["mbs"],
+        zero=1,
+        precision="bf16",
+        **interleaved(row["vp"]),
+    )
+
+
+def _blocks(row: dict[str, Any]) -> tuple[int, ...]:
+    """Layers of each chunk: the first's, as many on all others but the last."""
+    chunks = row["pp"] * row["vp"]
+    first, last = row["first_layers"], row["last_layers"]
+    left = SHAPES[row["model"]].layers - first - last
+    return (first, *[left // (chunks - 2)] * (chunks - 2), last)

@@ -1,20 +1,30 @@
-"""Published runs of nanotron, and where all rows come from."""
+"""Published runs beside Megatron-LM's own, and the list of all sources.
+
+Forks of Megatron-LM (zero bubble, vocabulary parallel), DeepSpeed ZeRO-3, MaxText and
+nanotron.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from meshpar.layout import Layout
+from meshpar.planner.cost.block_time import block_time
 from meshpar.planner.cost.memory import rank_memories
-from meshpar.planner.machine.execution import NANOTRON
-from meshpar.planner.published.forks import (
-    vocab_parallel,
-    zero_bubble,
-    zero_bubble_passes,
+from meshpar.planner.cost.run import Run
+from meshpar.planner.machine.clusters import cluster_of
+from meshpar.planner.machine.execution import (
+    DEEPSPEED_ZERO3,
+    MAXTEXT,
+    MEGATRON_2023,
+    MEGATRON_2024,
+    NANOTRON,
 )
 from meshpar.planner.published.measured import (
     Measured,
     estimate_published,
+    interleaved,
     memory_row,
     published,
     step_row,
@@ -23,12 +33,181 @@ from meshpar.planner.published.megatron import (
     korthikanti_layers,
     korthikanti_memory,
     korthikanti_steps,
+    megatron_bridge,
+    megatron_core,
     megatron_sc21,
+    megatron_sc21_flops,
 )
-from meshpar.planner.published.megatron_bridge import megatron_bridge
-from meshpar.planner.published.megatron_core import megatron_core
-from meshpar.planner.published.zero3 import deepspeed_zero3, maxtext
+from meshpar.planner.workload.hf_workload import GPT2
+from meshpar.planner.workload.shapes import SHAPES
 from meshpar.planner.workload.workload import Workload
+
+_QI = "Qi et al. 2024"
+_YEUNG = "Yeung et al. 2024"
+
+CALIBRATES_RESERVE = ("1F1B", "14.6B")
+"""The row of Qi et al. 2024 that fixes what Megatron-LM's allocator holds besides."""
+
+
+def zero_bubble_passes() -> Iterator[Measured]:
+    """One stage's forward and backward, profiled by Qi et al. 2024, of three layers.
+
+    They calibrate no efficiency. What Megatron-LM waits for a hop (`hop_wait_s` of its
+    executions) is calibrated, on the column of communication beside them, which is
+    therefore no row here.
+    """
+    data = published()["zero_bubble_2401_10241"]
+    for row in data["profile_and_bubble"]:
+        size, count = row["model"], row["m"]
+        model = data["models"][size]
+        run = Run(
+            workload=_gpt(size, model, vocab=51_200, seq=data["seq"]),
+            cluster=cluster_of("a100-80gb", devices=model["p"]),
+            layout=Layout(stage=model["p"], microbatches=count, precision="bf16"),
+            execution=MEGATRON_2023,
+            global_batch=count * model["mbs"],
+            seq=data["seq"],
+            stage_blocks=_one_less_at_ends(model, model["p"]),
+        )
+        time = block_time(run, moe=False)
+        for name, cost, measured_ms in (
+            ("forward", time.forward, row["TF"]),
+            ("backward for inputs", time.input_grad, row["TB"]),
+            ("backward for weights", time.weight_grad, row["TW"]),
+        ):
+            yield Measured(
+                source=_QI,
+                name=f"{size} stage, m={count}, {name}",
+                quantity="layer",
+                unit="ms",
+                measured=measured_ms,
+                predicted=cost.total_s * run.stage_blocks[1] * 1e3,
+            )
+
+
+def zero_bubble() -> Iterator[Measured]:
+    """Step times and memory of Qi et al. 2024, of the two schedules that exist here.
+
+    Embedding and head count as a layer each, so that the first and the last stage (or
+    chunk) have one layer less than the others. Memory is in units of 2^30 bytes:
+    Megatron-LM's `report_memory`, which the authors' fork has, divides by 1024 * 1024.
+    """
+    data = published()["zero_bubble_2401_10241"]
+    for column, (size, model) in enumerate(data["models"].items()):
+        workload = _gpt(size, model, vocab=51_200, seq=data["seq"])
+        for schedule in ("1F1B", "1F1B-I"):
+            chunks = (model["layers"] + 2) // model["p"] if schedule != "1F1B" else 1
+            rates = data["samples_per_gpu_s"][schedule][size]
+            for index, (count, rate) in enumerate(zip(model["m"], rates, strict=True)):
+                layout = Layout(
+                    stage=model["p"],
+                    microbatches=count,
+                    precision="bf16",
+                    **interleaved(chunks),
+                )
+                batch = count * model["mbs"]
+                found = estimate_published(
+                    workload,
+                    layout,
+                    batch,
+                    data["seq"],
+                    MEGATRON_2023,
+                    stage_blocks=_one_less_at_ends(model, model["p"] * chunks),
+                )
+                name = f"{size} {layout}"
+                yield step_row(_QI, name, batch / (rate * model["p"]), found)
+                if index == 0:
+                    yield memory_row(
+                        _QI,
+                        name,
+                        data["memory_gb"][schedule][column],
+                        found.memory.total_bytes,
+                        calibrates=(schedule, size) == CALIBRATES_RESERVE,
+                    )
+
+
+def _one_less_at_ends(model: dict[str, Any], stages: int) -> tuple[int, ...]:
+    each = (model["layers"] + 2) // stages
+    return (each - 1, *[each] * (stages - 2), each - 1)
+
+
+def _gpt(name: str, model: dict[str, Any], *, vocab: int, seq: int) -> Workload:
+    sizes = {key: model[key] for key in ("layers", "hidden", "heads")}
+    return Workload(name=name, vocab=vocab, seq=seq, **GPT2, **sizes)
+
+
+def vocab_parallel() -> Iterator[Measured]:
+    """Step times (from MFU) and memory of the baseline of Yeung et al. 2024.
+
+    Memory is in units of 2^30 bytes, as in `zero_bubble`, whose authors' code it runs.
+    """
+    data = published()["vocab_parallel_2411_05288_table5_1f1b"]
+    for row in data["rows"]:
+        if row["method"] != "baseline":
+            continue
+        model = data["models"][str(row["gpus"])]
+        for column, words in enumerate(data["vocabs"]):
+            vocab = int(words.rstrip("k")) * 1024
+            workload = _gpt(f"vocab {words}", model, vocab=vocab, seq=row["seq"])
+            layout = Layout(stage=row["gpus"], microbatches=data["m"], precision="bf16")
+            batch = data["m"] * data["mbs"]
+            found = estimate_published(
+                workload, layout, batch, row["seq"], MEGATRON_2024
+            )
+            name = f"vocab {words}, {row['seq']} tokens, {layout}"
+            measured_s = found.step_s * found.mfu / (row["mfu_pct"][column] / 100)
+            yield step_row(_YEUNG, name, measured_s, found)
+            peak_gib = row["peak_gb"][column]
+            yield memory_row(_YEUNG, name, peak_gib, found.memory.total_bytes)
+
+
+CALIBRATES_RAILS = 768
+"""GPUs of the row that fixes how many network ports ZeRO-3's collectives use."""
+
+
+def deepspeed_zero3() -> Iterator[Measured]:
+    """Step times of Narayanan et al. 2021, table 2, from FLOP/s with recomputation."""
+    for row in published()["megatron_sc21_table2"]["rows"]:
+        layout = Layout(
+            fsdp=row["gpus"],
+            microbatches=row["gbs"] // row["gpus"] // row["mbs"],
+            remat="full",
+            precision="bf16",
+        )
+        large = row["params_b"] == 174.6  # GPT-3; the others are of their table 1
+        workload = SHAPES["gpt3-175b" if large else f"megatron-{row['params_b']}b"]
+        found = estimate_published(workload, layout, row["gbs"], 2048, DEEPSPEED_ZERO3)
+        sizes = {"hidden": workload.hidden, "layers": workload.layers}
+        flops = megatron_sc21_flops({**row, **sizes}, 2048, workload.vocab)
+        yield step_row(
+            "Narayanan et al. 2021, ZeRO-3",
+            f"{row['params_b']}B {layout}",
+            flops / (row["gpus"] * row["tflops_gpu"] * 1e12),
+            found,
+            calibrates=row["gpus"] == CALIBRATES_RAILS,
+        )
+
+
+_MAXTEXT_SIZES = ("layers", "hidden", "heads", "ffn", "head_dim")
+
+
+def maxtext() -> Iterator[Measured]:
+    """Step times of MaxText's published TPU configurations, from model FLOP/s."""
+    for row in published()["maxtext_tpu"]["rows"]:
+        layout = Layout.parse(f"{row['layout']},precision=bf16,remat={row['remat']}")
+        sizes = {key: row[key] for key in _MAXTEXT_SIZES}
+        found = estimate_published(
+            Workload(name=row["name"], vocab=32_000, seq=2048, gated=True, **sizes),
+            layout,
+            row["batch_per_chip"] * row["chips"],
+            2048,
+            MAXTEXT,
+            f"tpu-{row['chip']}:{row['topology']}",
+        )
+        rate = row["chips"] * row["tflops_chip"] * 1e12
+        name = f"{row['name']} on {row['chip']} {row['topology']}, {layout}"
+        yield step_row("MaxText README", name, found.model_flops / rate, found)
+
 
 _TAZI = "Tazi et al. 2025"
 
@@ -73,8 +252,8 @@ def nanotron() -> Iterator[Measured]:
         calibrates = (row["nodes"], row["model"]) in _CALIBRATES
         measured_s = found.step_s / at_mfu
         yield step_row(_TAZI, name, measured_s, found, calibrates=calibrates)
-        of_first = rank_memories(found.run)[0]
-        yield memory_row(_TAZI, name, row["mem_gb"], of_first.total_bytes)
+        first = rank_memories(found.run)[0]
+        yield memory_row(_TAZI, name, row["mem_gb"], first.total_bytes)
 
 
 def nanotron_splits(workload: Workload, stages: int) -> tuple[int, ...]:

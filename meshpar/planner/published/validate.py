@@ -1,4 +1,4 @@
-"""The planner's error against published runs: every row, mean and largest."""
+"""Errors of the planner against published runs: every row, their mean and maximum."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from meshpar.planner.published.others import SOURCES
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Errors of the rows of one group that are counted.
+    """Errors of the counted rows of one group.
 
     Args:
-        group: What it is of.
+        group: Name of the group.
         count: Counted rows.
-        mean_error, max_error: Of the absolute relative errors.
-        target_mean, target_max: What they should be at most; None for no target.
+        mean_error, max_error: Mean and maximum of the absolute relative errors.
+        target_mean, target_max: Largest accepted values; None for no target.
     """
 
     group: str
@@ -30,14 +30,14 @@ class Summary:
 
     @property
     def met(self) -> bool:
-        """Whether the targets are met."""
+        """True if both targets are met."""
         return (self.target_mean is None or self.mean_error <= self.target_mean) and (
             self.target_max is None or self.max_error <= self.target_max
         )
 
 
 class _Goal(NamedTuple):
-    """Sources whose step times are one group, and what its errors should be."""
+    """A group of sources of step times, with the largest accepted errors."""
 
     group: str
     sources: tuple[str, ...]
@@ -83,18 +83,27 @@ _QUANTITIES = ("layer", "step", "memory")
 
 
 def rows() -> list[Measured]:
-    """Every published number that the planner is held against."""
+    """Return every published number that the planner is compared with."""
     return [row for source in SOURCES for row in source()]
 
 
 def summaries(measured: Iterable[Measured]) -> list[Summary]:
-    """Mean and largest error of each group; calibration rows are not counted."""
+    """Summarize the errors of each group; rows that calibrate are not counted."""
     measured = list(measured)
     memory = [row for row in measured if row.quantity == "memory"]
     return [
         *_by_source(measured),
         *(
-            _summary(goal.group, _steps(measured, goal.sources), goal.mean, goal.max)
+            _summary(
+                goal.group,
+                [
+                    row
+                    for row in measured
+                    if row.quantity == "step" and row.source in goal.sources
+                ],
+                goal.mean,
+                goal.max,
+            )
             for goal in _GOALS
         ),
         _summary("memory", memory, _MEMORY_MEAN, None),
@@ -102,17 +111,13 @@ def summaries(measured: Iterable[Measured]) -> list[Summary]:
 
 
 def _by_source(measured: list[Measured]) -> Iterator[Summary]:
-    """Of each quantity and source the rows that its summary counts, without a goal."""
+    """Yield a summary without target of every quantity of every source."""
     for quantity in _QUANTITIES:
         for source in dict.fromkeys(row.source for row in measured):
             of_it = (quantity, source)
             own = [row for row in measured if (row.quantity, row.source) == of_it]
             if any(map(_counts, own)):
                 yield _summary(f"{quantity}, {source}", own, None, None)
-
-
-def _steps(measured: list[Measured], sources: tuple[str, ...]) -> list[Measured]:
-    return [row for row in measured if row.quantity == "step" and row.source in sources]
 
 
 def _counts(row: Measured) -> bool:
@@ -137,7 +142,7 @@ def _summary(
 
 
 def as_json(measured: list[Measured]) -> dict[str, Any]:
-    """The table and its summaries as one object."""
+    """Return the rows and summaries as one JSON object."""
     return {
         "rows": [{**asdict(row), "error": row.error} for row in measured],
         "summaries": [
@@ -147,10 +152,15 @@ def as_json(measured: list[Measured]) -> dict[str, Any]:
 
 
 def text(measured: list[Measured]) -> str:
-    """The table for people."""
+    """Return the table as text, grouped by quantity and source, then the summaries."""
     lines = [f"{'measured':>9} {'predicted':>9} {'error':>7}     run"]
     heading = ("", "")
-    for row in sorted(measured, key=_place):
+    sources = [source for goal in _GOALS for source in goal.sources]
+
+    def place(row: Measured) -> tuple[int, int]:
+        return _QUANTITIES.index(row.quantity), sources.index(row.source)
+
+    for row in sorted(measured, key=place):
         if (row.quantity, row.source) != heading:
             heading = (row.quantity, row.source)
             lines.append(f"{row.quantity}, {row.source}")
@@ -161,14 +171,6 @@ def text(measured: list[Measured]) -> str:
             f"{row.name}{note}"
         )
     return "\n".join([*lines, *map(_line, summaries(measured))])
-
-
-def _place(row: Measured) -> tuple[int, int]:
-    """Layers, steps, memory; of each the sources in order."""
-    return (
-        _QUANTITIES.index(row.quantity),
-        [source for goal in _GOALS for source in goal.sources].index(row.source),
-    )
 
 
 def _line(summary: Summary) -> str:

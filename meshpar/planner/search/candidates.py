@@ -9,10 +9,10 @@ from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from meshpar.layout import Layout
-from meshpar.planner.cost.bounds import Bound, Bounds
 from meshpar.planner.cost.estimate import Estimate, estimate_run
 from meshpar.planner.cost.memory import memory_of
 from meshpar.planner.cost.run import Run
+from meshpar.planner.search.bounds import Bound, Bounds
 from meshpar.planner.search.mesh_choices import MeshChoices
 from meshpar.planner.search.rejection import Rejected
 from meshpar.planner.search.space import Variant
@@ -47,7 +47,7 @@ class Leaf(NamedTuple):
         """The same layouts apart."""
         mesh = self.mesh
         for index, (choices, number) in enumerate(self.choices.parts()):
-            bound, order = bounds.of_choices(mesh, choices), (*self.order, index)
+            bound, order = bounds.least(mesh, choices), (*self.order, index)
             yield Leaf(bound, order, mesh, choices, number)
 
 

@@ -21,7 +21,7 @@ from meshpar.planner.search.space import (
     chunk_counts,
     divisors,
 )
-from meshpar.planner.workload.block_activations import OF_MATMULS
+from meshpar.planner.workload.activations import OF_MATMULS
 from meshpar.schedules import SCHEDULES, step_refusal
 from meshpar.schedules.stage_splits import split_evenly
 

@@ -9,10 +9,10 @@ from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from meshpar.layout import Layout
-from meshpar.planner.cost.bounds import Bounds
 from meshpar.planner.cost.estimate import Estimate, estimate_run, gigabytes
 from meshpar.planner.cost.memory import memory_of
 from meshpar.planner.machine.cluster import Cluster
+from meshpar.planner.search.bounds import Bounds
 from meshpar.planner.search.rejection import too_large
 from meshpar.planner.search.search import Request, possible_meshes, search
 

@@ -14,11 +14,11 @@ from typing import Any
 
 from meshpar.errors import InputError
 from meshpar.layout import Layout
-from meshpar.planner.cost.bounds import Bounds
 from meshpar.planner.cost.estimate import Estimate
 from meshpar.planner.cost.run import Run
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import MESHPAR, Execution
+from meshpar.planner.search.bounds import Bounds
 from meshpar.planner.search.candidates import FRONT_REACH, Findings, Leaf, settle
 from meshpar.planner.search.constraints import Constraints
 from meshpar.planner.search.context_method import why_method, with_method
@@ -200,7 +200,7 @@ def possible_meshes(
         elif not choices.num_variants:
             refused.append(Rejected(mesh, _NO_VARIANT, "plan.no_way_to_run"))
         else:
-            bound = bounds.of_choices(mesh, choices)
+            bound = bounds.least(mesh, choices)
             leaves.append(Leaf(bound, (order,), mesh, choices, choices.num_variants))
     if not leaves and not refused:
         raise InputError(_no_mesh(like, constraints), key="plan.no_such_layout")
@@ -279,7 +279,10 @@ def _sample(
     """Those that would have been fastest, of every kind of reason."""
     slowest = plans[-1] if plans else None
     near = [found.run for found in others[:_SAMPLE]]
-    for leaves in (_timed(findings.too_large, bounds.anew()), findings.too_slow):
+    for leaves in (
+        _timed(findings.too_large, bounds.without_capacity()),
+        findings.too_slow,
+    ):
         near += [
             bounds.run(leaf.mesh, leaf.some_variant)
             for leaf in sorted(_one_of_each(leaves), key=lambda leaf: leaf[:2])[

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from meshpar.planner.cost.run import Run
-from meshpar.planner.workload.block_activations import OF_MATMULS
+from meshpar.planner.workload.activations import OF_MATMULS
 
 # Kernels of one forward of a block (24 in Megatron-LM's layer): four matmuls with
 # weights; of attention two matmuls, softmax, dropout and a transposition; the rest.

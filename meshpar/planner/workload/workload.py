@@ -3,11 +3,35 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from meshpar.chunk_bytes import LOGITS_BYTES
 from meshpar.errors import InputError
-from meshpar.planner.workload.traced_block import TracedBlock
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedBlock:
+    """The mean block of a model; FLOPs and bytes are those of one token.
+
+    Args:
+        parameters: Of one block.
+        linear_flops: Forward, of matmuls with weights.
+        mixing_flops: Forward, of matmuls between activations, such as attention's.
+        seq: Tokens of the sequence that was traced: mixing grows with it.
+        residual_bytes: What the backward needs, by remat policy, of one token.
+        residual_dtype_bytes: Of one value in that trace.
+        other_end_parameters: Outside the blocks, beside embedding and head.
+    """
+
+    parameters: int
+    linear_flops: float
+    mixing_flops: float
+    seq: int
+    residual_bytes: Mapping[str, float]
+    residual_dtype_bytes: int
+    other_end_parameters: int
+
 
 _COUNTS = ("layers", "hidden", "heads", "vocab")
 # Beyond any model, and as far as every layer can be looked at, every size multiplied.

@@ -36,7 +36,7 @@ MUTANTS = (
     Mutant(
         name="hops-of-one-chunk-planned",
         effect="hops of an interleaved schedule are planned for one chunk",
-        file="meshpar/planner/cost/traffic_bytes.py",
+        file="meshpar/planner/cost/step_traffic.py",
         old="hops = count * layout.chunks if layout.stage > 1 else 0",
         new="hops = count if layout.stage > 1 else 0",
         tests=(
