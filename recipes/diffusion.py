@@ -26,8 +26,8 @@ import numpy as np
 import optax
 
 import meshpar
-from meshpar.emulate import num_cpu_devices
 from meshpar.internal_errors import print_end
+from meshpar.machine.emulate import num_cpu_devices
 from meshpar.models.dit import DiTConfig, dit
 from meshpar.models.dit_sampling import METHODS, sample
 from meshpar.models.layers.noise_path import PATHS

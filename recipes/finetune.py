@@ -29,9 +29,9 @@ import tyro
 
 from meshpar import InputError, Layout, TrainState, TrainStep, emulate, make_train_step
 from meshpar.data.mixture import mixed
-from meshpar.emulate import num_cpu_devices
 from meshpar.errors import local_path, whole_number
 from meshpar.internal_errors import escape_unencodable, print_end
+from meshpar.machine.emulate import num_cpu_devices
 from meshpar.model.lora import TARGETS, LoRA
 from meshpar.models.convert.chat_template import read_template
 from meshpar.models.convert.run_files import TOKENIZER, keep_files

@@ -16,7 +16,7 @@ from meshpar.hardware.attention_choice import (
     attention_choice,
     words_of_scope,
 )
-from meshpar.mesh import absent_mesh, use_mesh
+from meshpar.machine.mesh import absent_mesh, use_mesh
 from meshpar.model.tracing import batch_shapes
 from meshpar.models.layers.attention import attend
 from meshpar.models.llama import LlamaConfig, llama

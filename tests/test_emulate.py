@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import meshpar
-from meshpar.emulate import AlreadyStartedError
+from meshpar.machine.emulate import AlreadyStartedError
 from meshpar.models.presets import PRESETS
 from tests import warm
 from tests.marks import slow

@@ -19,7 +19,7 @@ from meshpar.audit.target import Target
 from meshpar.audit.targets import compile_for
 from meshpar.expert_rooms import SPARE
 from meshpar.layout import BATCH_AXES
-from meshpar.mesh import absent_mesh
+from meshpar.machine.mesh import absent_mesh
 from meshpar.model.tracing import traced_batch
 from meshpar.models.presets import build
 from meshpar.parallel.expert import tiles

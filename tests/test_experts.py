@@ -21,7 +21,7 @@ from meshpar import (
     make_train_step,
 )
 from meshpar.layout import BATCH_AXES
-from meshpar.mesh import use_mesh
+from meshpar.machine.mesh import use_mesh
 from meshpar.model.contract import BlockGroup
 from meshpar.model.parameter import Parameter
 from meshpar.model.tracing import traced_batch

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import AxisType
 
 from meshpar import MESH_AXES, Layout, Topology, make_mesh
-from meshpar.mesh import UnusedDevicesWarning
+from meshpar.machine.mesh import UnusedDevicesWarning
 
 
 @pytest.mark.parametrize("layout", [Layout(data=8), Layout(data=2, fsdp=2, tensor=2)])

@@ -13,9 +13,9 @@ import pytest
 
 from meshpar import MESH_AXES, Layout, Topology, TopologyWarning, make_mesh
 from meshpar.audit.report import _slow_axes
-from meshpar.mesh import _arrange, slow_axes_of
-from meshpar.mesh_order import full_order, in_order, slow_axes
-from meshpar.topology import domains_of
+from meshpar.machine.mesh import _arrange, slow_axes_of
+from meshpar.machine.mesh_order import full_order, in_order, slow_axes
+from meshpar.machine.topology import domains_of
 
 H100 = "NVIDIA H100 80GB HBM3"
 GB = 1e9
@@ -120,7 +120,7 @@ import json
 import numpy as np
 from meshpar.audit.child import _devices
 from meshpar.audit.target import Target
-from meshpar.mesh import hosts_of, make_mesh
+from meshpar.machine.mesh import hosts_of, make_mesh
 
 found = {}
 cases = {"tpu:v5p:2x2x2": "data=2,tensor=4", "gpu:h100:2x8": "data=2,tensor=8"}
@@ -241,7 +241,7 @@ def test_tensor_across_hosts_while_data_is_inside_one_is_named():
 def test_the_audit_knows_the_hosts_of_a_target():
     from meshpar.audit.overlap import cluster_of_target
     from meshpar.audit.target import Target
-    from meshpar.mesh import absent_mesh
+    from meshpar.machine.mesh import absent_mesh
 
     row = SimpleNamespace(mesh_axes=("fsdp",), wire_bytes=10**9, executions=1)
     mesh = absent_mesh("fsdp=8,stage=2")

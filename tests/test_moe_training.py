@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from meshpar import Layout, make_train_step
-from meshpar.mesh import use_mesh
+from meshpar.machine.mesh import use_mesh
 from meshpar.model.examples_apart import check_examples_apart
 from meshpar.model.values import initial_key
 from meshpar.models.moe import DenseBlock, MoEConfig, RoutedBlock, moe

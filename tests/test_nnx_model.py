@@ -16,7 +16,7 @@ from meshpar import (
     initial_key,
     make_train_step,
 )
-from meshpar.mesh import use_mesh
+from meshpar.machine.mesh import use_mesh
 from tests.marks import slow
 
 # XLA:CPU of jax 0.12 rounds some draws of an array of up to sixteen values in another

@@ -4,7 +4,7 @@ import optax
 import pytest
 
 from meshpar import Layout, audit, batch_shapes, make_train_step
-from meshpar.mesh import absent_mesh
+from meshpar.machine.mesh import absent_mesh
 from meshpar.models.presets import build
 from tests.test_audit_targets import needs_gpu_compiler
 

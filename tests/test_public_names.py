@@ -85,6 +85,14 @@ def test_parts_are_found_as_attributes():
     assert callable_after()[PARTS] is True
 
 
+@pytest.mark.parametrize("name", ["mesh", "mesh_order", "topology"])
+def test_a_module_that_moved_is_found_by_its_former_name(name):
+    sys.modules.pop(f"meshpar.{name}", None)
+    with pytest.warns(DeprecationWarning, match=f"meshpar.machine.{name};"):
+        former = importlib.import_module(f"meshpar.{name}")
+    assert former is importlib.import_module(f"meshpar.machine.{name}")
+
+
 def test_a_misspelt_name_is_told_with_the_nearest():
     with pytest.raises(AttributeError, match="'make_train_step'"):
         meshpar.make_trainstep  # noqa: B018

@@ -11,7 +11,7 @@ import pytest
 
 from meshpar import Input, Layout, Parameter, Scope, lint, make_train_step
 from meshpar.audit.report import audit
-from meshpar.mesh import absent_mesh
+from meshpar.machine.mesh import absent_mesh
 from meshpar.model.contract import BlockGroup
 from meshpar.model.single import loss
 from meshpar.model.tracing import batch_shapes

@@ -10,7 +10,7 @@ from meshpar import Layout, batch_shapes, make_train_step, memory_report
 from meshpar.audit.hlo import arrays_of, parse_program
 from meshpar.audit.report import audit
 from meshpar.audit.targets import Target, compile_for
-from meshpar.mesh import absent_mesh
+from meshpar.machine.mesh import absent_mesh
 from meshpar.models.presets import build
 from meshpar.planner.workload.activations import (
     BlockShape,

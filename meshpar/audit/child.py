@@ -21,10 +21,10 @@ from jax.sharding import AxisType, Mesh
 
 from meshpar.audit.memory import MemoryUse
 from meshpar.audit.target import Target
-from meshpar.emulate import emulate
 from meshpar.layout import Layout
-from meshpar.mesh import make_mesh
-from meshpar.topology import Topology
+from meshpar.machine.emulate import emulate
+from meshpar.machine.mesh import make_mesh
+from meshpar.machine.topology import Topology
 
 _PRINTING = (
     "--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=jit_call"

@@ -33,10 +33,10 @@ from meshpar.audit.targets import CompiledProgram, TargetError, compile_for
 from meshpar.audit.traced import fallbacks, operations
 from meshpar.errors import InputError
 from meshpar.layout import MESH_AXES
-from meshpar.mesh import slow_axes_of
-from meshpar.mesh_order import SlowAxis, slow_axes
+from meshpar.machine.mesh import slow_axes_of
+from meshpar.machine.mesh_order import SlowAxis, slow_axes
+from meshpar.machine.topology import Topology
 from meshpar.planner.machine.cluster import Cluster
-from meshpar.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 from meshpar.errors import InputError
 from meshpar.layout import Layout
-from meshpar.mesh import platform_of, use_mesh
+from meshpar.machine.mesh import platform_of, use_mesh
 
 
 @dataclass(frozen=True, kw_only=True)

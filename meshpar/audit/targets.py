@@ -24,7 +24,7 @@ from meshpar.audit.subject import Subject
 from meshpar.audit.target import Target
 from meshpar.errors import InputError
 from meshpar.hardware.compiler_options import SPARSE_CORE_OFFLOAD
-from meshpar.mesh import use_mesh
+from meshpar.machine.mesh import use_mesh
 
 _SPARSE_CORE = re.compile(r"\b(all-gather|all-reduce|reduce-scatter)\b.*'sc_tpu\.")
 

@@ -18,7 +18,7 @@ from meshpar.audit.live_bytes import most_room
 from meshpar.audit.traced import Operation, operations
 from meshpar.errors import InputError
 from meshpar.layout import Layout
-from meshpar.mesh import absent_mesh
+from meshpar.machine.mesh import absent_mesh
 from meshpar.model.contract import Model
 from meshpar.model.inputs import shapes_of
 from meshpar.parallel.space import has_space

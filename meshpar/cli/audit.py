@@ -21,9 +21,9 @@ from meshpar.cli.parsing import (
     model_of,
 )
 from meshpar.cli.report.destination import PAGES, check_picture
-from meshpar.emulate import emulate, num_cpu_devices
 from meshpar.errors import InputError, local_path
 from meshpar.layout import Layout
+from meshpar.machine.emulate import emulate, num_cpu_devices
 
 if TYPE_CHECKING:
     from jax import Device
@@ -155,7 +155,7 @@ def _step_of(
 ) -> tuple[TrainStep, Mapping[str, Any]]:
     import jax
 
-    from meshpar.mesh import absent_mesh
+    from meshpar.machine.mesh import absent_mesh
     from meshpar.model.tracing import traced_batch
 
     mesh = None

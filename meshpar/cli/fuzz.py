@@ -25,8 +25,8 @@ from meshpar.cli.parsing import (
     option_words,
     positive,
 )
-from meshpar.emulate import DEFAULT_DEVICES, emulate
 from meshpar.errors import InputError
+from meshpar.machine.emulate import DEFAULT_DEVICES, emulate
 from meshpar.testing.masks import MASKS
 
 if TYPE_CHECKING:

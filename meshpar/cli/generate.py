@@ -130,7 +130,7 @@ def _run(args: argparse.Namespace, layout: Layout, processes: Processes) -> int:
 
 def _num_emulated(asked: int | None, layout: Layout, num_processes: int | None) -> int:
     """Virtual devices of each process: as asked for, or what the layout needs; or 0."""
-    from meshpar.emulate import DEFAULT_DEVICES, num_cpu_devices
+    from meshpar.machine.emulate import DEFAULT_DEVICES, num_cpu_devices
 
     if asked is not None:
         return asked

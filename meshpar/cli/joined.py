@@ -18,8 +18,8 @@ from meshpar.cli.parsing import (
 )
 from meshpar.distributed import Processes, find_place, leave, start, status_of
 from meshpar.distributed.cluster import is_kubernetes_pod
-from meshpar.emulate import emulate
 from meshpar.errors import InputError
+from meshpar.machine.emulate import emulate
 
 _REFUSE = "meshpar.recipes.joined:refuse_different"
 """What compares options: looked up when several processes run."""

@@ -10,8 +10,8 @@ import json
 import sys
 from typing import Any
 
-from meshpar.emulate import emulate
 from meshpar.errors import InputError
+from meshpar.machine.emulate import emulate
 
 
 def main() -> None:

@@ -13,8 +13,8 @@ from meshpar.distributed.cluster import Place, find_place, is_kubernetes_pod
 from meshpar.distributed.errors import BAD_INPUT, LOST, DistributedError
 from meshpar.distributed.processes import Processes
 from meshpar.distributed.roll_call import Roll, call_roll, free_port
-from meshpar.emulate import prepare
 from meshpar.errors import InputError
+from meshpar.machine.emulate import prepare
 
 _OF_NUMBERS = (
     *("jax_threefry_partitionable", "jax_default_prng_impl", "jax_enable_x64"),

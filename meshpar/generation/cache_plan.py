@@ -19,7 +19,7 @@ from meshpar.generation.texts import (
     reads_source,
 )
 from meshpar.layout import BATCH_AXES, Layout
-from meshpar.mesh import absent_mesh
+from meshpar.machine.mesh import absent_mesh
 from meshpar.model.contract import Model
 from meshpar.model.inputs import Batch
 from meshpar.model.scope import Scope

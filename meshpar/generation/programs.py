@@ -26,7 +26,7 @@ from meshpar.generation.layer_by_layer import given_up, layer_by_layer, layer_sp
 from meshpar.generation.layouts import PLAIN, generation_layout, with_whole_heads
 from meshpar.generation.sampling import Draws, Sampling, drawn
 from meshpar.layout import Layout
-from meshpar.mesh import absent_mesh, make_mesh, platform_of
+from meshpar.machine.mesh import absent_mesh, make_mesh, platform_of
 from meshpar.model.contract import Model, check_model
 from meshpar.model.parameter import Parameter, is_parameter
 from meshpar.model.values import initial_values

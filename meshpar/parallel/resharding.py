@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from meshpar.errors import InputError
 from meshpar.layout import Layout
-from meshpar.mesh import make_mesh, platform_of
+from meshpar.machine.mesh import make_mesh, platform_of
 from meshpar.model.contract import Model, check_model
 from meshpar.model.parameter import Parameter, Params, flat
 from meshpar.parallel.array_move import ArrayMove

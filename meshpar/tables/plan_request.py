@@ -15,7 +15,7 @@ from meshpar.audit.traced import operations
 from meshpar.errors import InputError
 from meshpar.hardware import device as matmul_time
 from meshpar.layout import MESH_AXES, Layout
-from meshpar.mesh import absent_mesh
+from meshpar.machine.mesh import absent_mesh
 from meshpar.model.contract import Model
 from meshpar.model.inputs import BATCH_DIM, shapes_of
 from meshpar.model.scope import Scope

@@ -25,9 +25,9 @@ from meshpar import (
     lint,
     make_train_step,
 )
-from meshpar.emulate import DEFAULT_DEVICES
 from meshpar.errors import InputError, whole_number
 from meshpar.layout import nearest
+from meshpar.machine.emulate import DEFAULT_DEVICES
 from meshpar.model.inputs import shapes_of
 from meshpar.parallel.pipeline.program import arranged_for
 from meshpar.parallel.sequence_checks import context_errors

@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
             f"meshpar_emulate = {number}: must be a number of devices, such as 8"
         )
     if number:
-        from meshpar.emulate import emulate
+        from meshpar.machine.emulate import emulate
 
         emulate(int(number))
 
@@ -42,7 +42,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     numbers = [number for item in session.items if (number := _wanted(item))]
     if not numbers or session.config.getini("meshpar_emulate"):
         return
-    from meshpar.emulate import AlreadyStartedError, emulate, num_cpu_devices
+    from meshpar.machine.emulate import AlreadyStartedError, emulate, num_cpu_devices
 
     if num_cpu_devices() < max(numbers):
         # What has started too early is told to each test that has too few.
@@ -128,7 +128,7 @@ def emulated_devices() -> Callable[[int], list[Any]]:
 
     import jax
 
-    from meshpar.emulate import emulate, num_cpu_devices
+    from meshpar.machine.emulate import emulate, num_cpu_devices
 
     def devices(num_devices: int) -> list[jax.Device]:
         if num_cpu_devices() < num_devices:

@@ -8,7 +8,7 @@ import jax
 
 from meshpar.audit.block_trace import traced_workload
 from meshpar.hardware.devices import DEVICES
-from meshpar.mesh import platform_of
+from meshpar.machine.mesh import platform_of
 from meshpar.model.inputs import open_size
 from meshpar.model.token_order import TokenOrder
 from meshpar.planner.cost.run import Run

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from meshpar import InputError
-from meshpar.deadline import OverdueError, deadline
+from meshpar.machine.deadline import OverdueError, deadline
 from meshpar.models.convert.stored_chat import DEFAULT, WITH_TOOLS, stored_templates
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")

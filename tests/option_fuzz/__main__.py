@@ -23,8 +23,8 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # Before JAX is imported.
 
-from meshpar.emulate import emulate
 from meshpar.errors import InputError
+from meshpar.machine.emulate import emulate
 from tests.file_fuzz.cases import Outcome, limit_memory, note, run_case
 from tests.file_fuzz.guard import Guard
 from tests.option_fuzz.commands import (

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from meshpar.errors import InputError
-from meshpar.mesh import platform_of
+from meshpar.machine.mesh import platform_of
 from meshpar.model.contract import BlockGroup, Stream
 from meshpar.parallel.block import Block, Known
 from meshpar.parallel.pipeline.ends import Shares

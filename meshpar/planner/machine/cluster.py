@@ -94,7 +94,7 @@ class Cluster:
         """What a collective over these mesh axes of any mesh together runs on.
 
         Devices are numbered row-major over the mesh axes, the last innermost (`tensor`
-        of a layout), hosts filled one after another, as `meshpar.mesh` does it.
+        of a layout), hosts filled one after another, as `meshpar.machine.mesh` does it.
 
         Args:
             mesh_shape: Size of each mesh axis, outermost first.

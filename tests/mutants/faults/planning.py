@@ -172,7 +172,7 @@ MUTANTS = (
     Mutant(
         name="threads-of-one-device",
         effect="virtual devices have too few threads and can hang",
-        file="meshpar/emulate.py",
+        file="meshpar/machine/emulate.py",
         old="max(usual, _THREADS_PER_DEVICE * num_devices)",
         new="max(usual, _THREADS_PER_DEVICE)",
         tests=(

@@ -17,7 +17,7 @@ import numpy as np
 
 from meshpar.errors import InputError, nearest
 from meshpar.layout import MESH_AXES
-from meshpar.topology import Topology
+from meshpar.machine.topology import Topology
 
 Sent = Mapping[tuple[str, ...], float]
 """Mesh axes of collectives -> bytes that a device sends for them in a step."""

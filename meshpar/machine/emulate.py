@@ -83,7 +83,7 @@ def prepare(num_devices: int) -> None:
         InputError: `num_devices` is not at least 1, or beyond `MOST_DEVICES`.
         AlreadyStartedError: JAX has already started with other devices.
     """
-    from meshpar.collective_channels import give_own_channels
+    from meshpar.machine.collective_channels import give_own_channels
 
     whole = isinstance(num_devices, int) and not isinstance(num_devices, bool)
     if not whole or num_devices < 1:

@@ -16,8 +16,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from meshpar.errors import InputError
 from meshpar.layout import MESH_AXES, Layout
-from meshpar.mesh_order import Sent, SlowAxis, full_order, in_order, slow_axes
-from meshpar.topology import Topology, domains_of
+from meshpar.machine.mesh_order import Sent, SlowAxis, full_order, in_order, slow_axes
+from meshpar.machine.topology import Topology, domains_of
 
 _ALL_AUTO = (AxisType.Auto,) * len(MESH_AXES)
 
@@ -45,7 +45,7 @@ def make_mesh(
         devices: Devices to use; JAX's by default, as many as the layout needs.
         topology: Hosts and links; read from the devices by default.
         order: Mesh axes, outermost first, the last on neighbouring devices, where
-            another than `MESH_AXES` suits what they send (`meshpar.mesh_order`).
+            another than `MESH_AXES` suits what they send (`machine.mesh_order`).
 
     Raises:
         InputError: The layout needs another number of devices, or the topology
