@@ -11,7 +11,8 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar import Layout, collective_channels, make_train_step
+from meshpar import Layout, make_train_step
+from meshpar.machine import collective_channels
 from meshpar.models.presets import build
 from meshpar.testing.batches import random_batch
 from meshpar.testing.quick_compile import quick_compile_options
