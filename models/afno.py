@@ -26,7 +26,7 @@ from meshpar.models.field_types import (
 from meshpar.models.layers.attention import depth_scaled_std, normal
 from meshpar.models.layers.norm import LayerNorm
 from meshpar.models.layers.spectral import GRID, SpectralMixing
-from meshpar.parallel.grid_convolution import grid_convolution
+from meshpar.parallel.grids.convolution import grid_convolution
 
 _SIZES = ("layers", "embed", "height", "width", "patch", "channels", "blocks", "window")
 _FIELDS = ("batch", "height", "width", None)

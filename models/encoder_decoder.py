@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshpar import Blocks, Input, InputError, Model, Scope, from_nnx
-from meshpar.chunk_bytes import LOGITS_BYTES
 from meshpar.model.inputs import Batch
 from meshpar.models.family import Family
 from meshpar.models.field_types import (
@@ -31,6 +30,7 @@ from meshpar.models.layers.cross_attention import CrossAttention
 from meshpar.models.layers.mlp import ACTIVATIONS, Activation, GatedMLP, PlainMLP
 from meshpar.models.layers.norm import RMSNorm
 from meshpar.parallel.head_loss import head_cross_entropy
+from meshpar.parallel.sizes import LOGITS_BYTES
 from meshpar.parallel.tensor import vocab_lookup
 
 _RESIDUAL = ("batch", "residual_seq", "embed")

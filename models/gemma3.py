@@ -13,7 +13,6 @@ import jax
 from flax import nnx
 
 from meshpar import Blocks, InputError, Model, Scope, from_nnx
-from meshpar.chunk_bytes import LOGITS_BYTES
 from meshpar.models.family import Family
 from meshpar.models.field_types import (
     check_field_types,
@@ -29,6 +28,7 @@ from meshpar.models.layers.mlp import GatedMLP
 from meshpar.models.layers.norm import RMSNorm
 from meshpar.models.layers.rope import rope_frequencies
 from meshpar.models.llama import RESIDUAL, LlamaEnds
+from meshpar.parallel.sizes import LOGITS_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)

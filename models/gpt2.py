@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshpar import InputError, Model, Scope, from_nnx
-from meshpar.chunk_bytes import LOGITS_BYTES
 from meshpar.model.inputs import Batch
 from meshpar.models.family import Family
 from meshpar.models.field_types import (
@@ -23,6 +22,7 @@ from meshpar.models.inputs import language_inputs
 from meshpar.models.layers.layer_norm_block import RESIDUAL, LayerNormBlock
 from meshpar.models.layers.norm import LayerNorm
 from meshpar.parallel.head_loss import head_cross_entropy
+from meshpar.parallel.sizes import LOGITS_BYTES
 from meshpar.parallel.tensor import vocab_lookup
 
 WHOLE = ("batch", "seq", "embed")

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshpar import InputError, Model, Scope, from_nnx
-from meshpar.chunk_bytes import LOGITS_BYTES
 from meshpar.model.inputs import Batch
 from meshpar.models.family import Family
 from meshpar.models.field_types import (
@@ -30,6 +29,7 @@ from meshpar.models.layers.mlp import GatedMLP
 from meshpar.models.layers.norm import RMSNorm
 from meshpar.models.layers.rope import RopeScaling, rope_frequencies
 from meshpar.parallel.head_loss import head_cross_entropy
+from meshpar.parallel.sizes import LOGITS_BYTES
 from meshpar.parallel.tensor import vocab_lookup
 
 RESIDUAL = ("batch", "residual_seq", "embed")

@@ -15,7 +15,6 @@ import jax
 from flax import nnx
 
 from meshpar import Blocks, InputError, Model, Scope, from_nnx
-from meshpar.chunk_bytes import LOGITS_BYTES
 from meshpar.model.parameter import flat
 from meshpar.model.sums import Sums
 from meshpar.models.family import Family
@@ -36,6 +35,7 @@ from meshpar.models.layers.rope import RopeScaling, YarnScaling, rope_frequencie
 from meshpar.models.layers.routed_mlp import RoutedMLP
 from meshpar.models.layers.router import RouterConfig
 from meshpar.models.llama import RESIDUAL, LlamaEnds
+from meshpar.parallel.sizes import LOGITS_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,10 +10,10 @@ from beartype import BeartypeConf, FrozenDict, beartype
 from jaxtyping import install_import_hook
 
 CHECKED = [
-    "meshpar.parallel.column",
+    "meshpar.parallel.tensor",
     "meshpar.parallel.expert.experts",
     "meshpar.parallel.head_loss",
-    "meshpar.parallel.norm",
+    "meshpar.parallel.reduction",
     "meshpar.parallel.tensor",
     "meshpar.train.optimizer_state",
     "meshpar.models.layers.attention",

@@ -13,7 +13,7 @@ from meshpar.model.inputs import default_inputs
 from meshpar.model.scope import Scope
 from meshpar.model.single import forward, loss
 from meshpar.models.presets import build
-from meshpar.parallel.mean_loss import random_key
+from meshpar.parallel.reduction import random_key
 from meshpar.testing.batches import random_batch, steps_of
 from meshpar.testing.quick_compile import quick_compile_options
 

@@ -17,7 +17,7 @@ from meshpar.model.parameter import is_parameter
 from meshpar.model.scope import Scope
 from meshpar.model.single import loss
 from meshpar.models.presets import build
-from meshpar.parallel.mean_loss import random_key
+from meshpar.parallel.reduction import random_key
 from meshpar.rules.presets import DATA_PARALLEL, TENSOR_SEQUENCE
 from tests import pipelined
 from tests.test_audit_targets import needs_gpu_compiler, needs_tpu_compiler

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from meshpar import Layout, make_mesh, make_train_step
 from meshpar.audit.report import audit
-from meshpar.parallel.by_host import host_groups, sum_by_host
+from meshpar.parallel.reduction import host_groups, sum_by_host
 from tests.conftest import rows
 from tests.marks import slow
 from tests.multiprocess.test_train import train

@@ -273,8 +273,8 @@ def test_a_window_below_one_is_refused(refuses):
 
 @pytest.mark.parametrize("seq", [37, slow(200)])
 def test_sequences_that_no_tile_divides_are_padded(seq, monkeypatch):
-    monkeypatch.setattr("meshpar.attention_tiles.LARGEST_TILE", 16)
-    monkeypatch.setattr("meshpar.attention_tiles.SMALLEST_TILE", 16)
+    monkeypatch.setattr("meshpar.parallel.sizes.LARGEST_TILE", 16)
+    monkeypatch.setattr("meshpar.parallel.sizes.SMALLEST_TILE", 16)
     q, k, v, _ = numbers(seq, 4)
     found = jax.jit(functools.partial(shard_attention, mask=Mask()))(q, k, v)
     wanted = jax.jit(lambda *qkv: dense(*qkv, Mask(), None, None, None))(q, k, v)

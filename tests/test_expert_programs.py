@@ -17,13 +17,13 @@ from meshpar.audit.report import audit
 from meshpar.audit.subject import subject_of
 from meshpar.audit.target import Target
 from meshpar.audit.targets import compile_for
-from meshpar.expert_rooms import SPARE
 from meshpar.layout import BATCH_AXES
 from meshpar.machine.mesh import absent_mesh
 from meshpar.model.tracing import traced_batch
 from meshpar.models.presets import build
 from meshpar.parallel.expert import tiles
 from meshpar.parallel.expert.experts import routed_mlp
+from meshpar.parallel.sizes import SPARE
 from tests.marks import slow
 from tests.test_audit_targets import needs_gpu_compiler, needs_tpu_compiler
 

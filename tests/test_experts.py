@@ -29,7 +29,7 @@ from meshpar.models.layers.router import Router, RouterConfig
 from meshpar.models.presets import build, configure
 from meshpar.parallel.expert import tiles
 from meshpar.parallel.expert.experts import routed_mlp
-from meshpar.parallel.expert.routes import most_for_one, routes_of, sent, slots
+from meshpar.parallel.expert.rounds import most_for_one, routes_of, sent, slots
 from meshpar.parallel.tensor import vocab_lookup
 from meshpar.train.refusals import experts_refusal
 from tests.marks import slow

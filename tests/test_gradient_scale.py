@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh
 
 from meshpar import pipeline_value_and_grad
 from meshpar.parallel.context.splash import over_root
-from meshpar.parallel.mean_loss import scaled
+from meshpar.parallel.reduction import scaled
 from tests.marks import slow
 from tests.pipelined import BATCH, QUICK, SEQ, batch_of, mlp_of, state_of, step_of
 

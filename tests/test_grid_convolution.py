@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meshpar import Layout, Rules, Scope, audit, make_mesh
-from meshpar.parallel.grid_convolution import grid_convolution
+from meshpar.parallel.grids.convolution import grid_convolution
 from tests.marks import slow
 
 AXES = ("batch", "height", "width", "embed")

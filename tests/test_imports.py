@@ -13,8 +13,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     ("meshpar.errors",),
     ("meshpar.foreign_files", "meshpar.internal_errors"),
-    ("meshpar.chunk_bytes", "meshpar.expert_rooms", "meshpar.key_values"),
-    ("meshpar.attention_method", "meshpar.attention_tiles"),
+    ("meshpar.key_values", "meshpar.attention_method"),
     ("meshpar.residual_names", "meshpar.collective_kinds", "meshpar.schedules"),
     ("meshpar.layout", "meshpar.hardware", "meshpar.machine"),
     ("meshpar.collectives", "meshpar.distributed"),
@@ -150,8 +149,12 @@ def test_every_module_of_the_library_has_a_layer():
         ("meshpar.rules.rules", "from meshpar import model", {"meshpar.model"}),
         ("meshpar.rules.rules", "from .. import model", {"meshpar.model"}),
         ("meshpar.rules.rules", "from meshpar import Layout", {"meshpar"}),
-        ("meshpar.parallel.norm", "import meshpar.train.step", {"meshpar.train.step"}),
-        ("meshpar.parallel.norm", "from ..train import step", {"meshpar.train"}),
+        (
+            "meshpar.parallel.reduction",
+            "import meshpar.train.step",
+            {"meshpar.train.step"},
+        ),
+        ("meshpar.parallel.reduction", "from ..train import step", {"meshpar.train"}),
         (
             "meshpar.lint",
             "def f():\n    import meshpar.models.llama",

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshpar import Layout, make_mesh
-from meshpar.parallel.norm import global_norm
+from meshpar.parallel.reduction import global_norm
 
 TREES = {
     "replicated": {"a": P(), "b": {"c": P(None, None)}},

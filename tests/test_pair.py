@@ -16,7 +16,7 @@ from meshpar import (
     make_train_step,
 )
 from meshpar.models.presets import build, configure
-from meshpar.parallel.pairs import (
+from meshpar.parallel.grids.pairs import (
     triangle_attention,
     triangle_product,
     whole_lines,

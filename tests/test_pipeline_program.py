@@ -23,7 +23,7 @@ from meshpar.mesh import absent_mesh
 from meshpar.model.equations import equations
 from meshpar.models.presets import build
 from meshpar.parallel.pipeline.ends import Shares
-from meshpar.parallel.scopes import stream_specs
+from meshpar.parallel.placement import stream_specs
 from meshpar.schedules import make_schedule, tick_table
 from tests.marks import slow
 from tests.pipelined import mlp_of

@@ -9,8 +9,8 @@ import pytest
 
 from meshpar import BlockGroup, Parameter
 from meshpar.audit.block_trace import traced_workload
-from meshpar.chunk_bytes import LOGITS_BYTES
 from meshpar.models.presets import build
+from meshpar.parallel.sizes import LOGITS_BYTES
 from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.execution import MESHPAR

@@ -19,7 +19,7 @@ from meshpar import (
 )
 from meshpar.models.presets import build
 from meshpar.parallel import zero
-from meshpar.parallel.prefetch_choice import prefetch_notes
+from meshpar.parallel.prefetch import prefetch_notes
 from meshpar.parallel.zero import Stored, gradient_in_loop, reduce_scatter
 from meshpar.testing import assert_overlapped
 from tests.pipelined import assert_equal_to_plain, mlp_of, model_of, step_of

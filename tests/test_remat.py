@@ -16,8 +16,8 @@ from meshpar.model.contract import BlockGroup
 from meshpar.model.single import loss
 from meshpar.model.tracing import batch_shapes
 from meshpar.models.presets import build
+from meshpar.parallel.blocks import restore_vjp, vjp_without
 from meshpar.parallel.remat import rematerialised, residuals_of
-from meshpar.parallel.residuals import restore_vjp, vjp_without
 from meshpar.residual_names import ResidualNames
 from tests import pipelined
 from tests.marks import slow

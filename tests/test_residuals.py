@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshpar.parallel.residuals import restore_vjp, vjp_without
+from meshpar.parallel.blocks import restore_vjp, vjp_without
 
 
 def normal(seed, *shape):

@@ -28,7 +28,7 @@ from meshpar.audit.traced import operations
 from meshpar.models.layers.volume import VOLUME, Conv
 from meshpar.models.presets import build
 from meshpar.models.unet3d import UNet3DConfig
-from meshpar.parallel.space import space_errors
+from meshpar.parallel.grids.space import space_errors
 from tests.refusals import names
 
 BEAMS = {"depth": "context", "height": "tensor"}

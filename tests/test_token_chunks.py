@@ -6,9 +6,10 @@ import numpy as np
 import optax
 import pytest
 
-from meshpar import Layout, Scope, audit, chunk_bytes, make_train_step
+from meshpar import Layout, Scope, audit, make_train_step
 from meshpar.model.tracing import batch_shapes
 from meshpar.models.presets import build
+from meshpar.parallel import sizes
 from meshpar.parallel.token_chunks import in_token_chunks
 from meshpar.testing import check_layouts
 from tests.pipelined import assert_equal_to_plain
@@ -22,7 +23,7 @@ SEQ = 24
 @pytest.fixture
 def few_bytes(monkeypatch):
     """Room for the hidden values of a few tokens."""
-    monkeypatch.setattr(chunk_bytes, "HIDDEN_BYTES", 10_000)
+    monkeypatch.setattr(sizes, "HIDDEN_BYTES", 10_000)
 
 
 def in_chunks(function, weights, x, scope):
@@ -81,7 +82,7 @@ def test_chunks_of_tokens_train_as_whole_sequences_do(few_bytes, model, line):
 def test_chunks_send_the_bytes_of_whole_sequences(monkeypatch):
     sent, runs = [], []
     for room in (2**30, 10_000):
-        monkeypatch.setattr(chunk_bytes, "HIDDEN_BYTES", room)
+        monkeypatch.setattr(sizes, "HIDDEN_BYTES", room)
         layout = Layout.parse("context=2,tensor=2,remat=full")
         devices = jax.devices()[: layout.num_devices]
         step = make_train_step(SWIGLU, optax.sgd(0.1), layout, devices=devices)

@@ -18,7 +18,7 @@ from meshpar import (
 from meshpar.model.scope import Scope
 from meshpar.model.single import forward, loss
 from meshpar.models.presets import build
-from meshpar.parallel.mean_loss import random_key
+from meshpar.parallel.reduction import random_key
 from tests import pipelined
 from tests.kept_gradients import KEEPING
 from tests.marks import slow

@@ -108,7 +108,7 @@ def run_estimate(args: argparse.Namespace, request: OtherRequest) -> int:
 
 def _is_planned(model: Model) -> bool:
     """Return whether the planner can plan the model: it has volumes or tables."""
-    from meshpar.parallel.space import has_space
+    from meshpar.parallel.grids.space import has_space
 
     looked_up = any(one.has_gradient for one in (model.inputs or {}).values())
     return has_space(model) or looked_up
@@ -138,7 +138,7 @@ def _check(args: argparse.Namespace, name: str) -> None:
 def _request(
     args: argparse.Namespace, name: str, model: Model, shared: dict[str, Any]
 ) -> OtherRequest:
-    from meshpar.parallel.space import has_space
+    from meshpar.parallel.grids.space import has_space
 
     kept = shared["constraints"].kept
     if has_space(model):

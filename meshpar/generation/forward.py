@@ -32,13 +32,11 @@ from meshpar.model.contract import Stream
 from meshpar.model.inputs import Batch
 from meshpar.model.parameter import Params
 from meshpar.model.scope import Scope
-from meshpar.parallel.block import where
-from meshpar.parallel.blocks import Stack
+from meshpar.parallel.blocks import Stack, where
 from meshpar.parallel.paged_cache import PagedCache, Pools, Rows, Source
 from meshpar.parallel.pipeline.ends import STAGE
 from meshpar.parallel.pipeline.stages import Arrangement, cut, merge, part
-from meshpar.parallel.placement import BATCH, Placement
-from meshpar.parallel.scopes import Scopes
+from meshpar.parallel.placement import BATCH, Placement, Scopes
 from meshpar.parallel.zero import before_loop, gather
 
 

@@ -7,13 +7,11 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from meshpar.model.parameter import Params
-from meshpar.parallel.block import Block
-from meshpar.parallel.blocks import Stack
+from meshpar.parallel.blocks import Block, Stack
 from meshpar.parallel.pipeline.rank_layers import layers_here
 from meshpar.parallel.pipeline.stages import Arrangement
-from meshpar.parallel.placement import Placement
+from meshpar.parallel.placement import Placement, Scopes
 from meshpar.parallel.program import one_layer
-from meshpar.parallel.scopes import Scopes
 
 
 def stacks_of(

@@ -19,12 +19,12 @@ from meshpar.lint.large_bytes import LARGE_BYTES
 from meshpar.lint.rows import ParameterRow, replicated_row, row_of
 from meshpar.model.activations import Activation, traced_activations
 from meshpar.model.contract import Model, check_model
+from meshpar.parallel.grids.space import space_errors, splits_tokens
 from meshpar.parallel.pipeline.program import arranged_for
 from meshpar.parallel.remat import check_residual_names
 from meshpar.parallel.sequence import token_order
 from meshpar.parallel.sequence_checks import context_errors
-from meshpar.parallel.space import space_errors, splits_tokens
-from meshpar.parallel.storage import (
+from meshpar.parallel.zero import (
     moved_because,
     parameter_specs,
     unsplit_axes,

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from meshpar.layout import Layout
 from meshpar.model.parameter import Parameter
 from meshpar.parallel.placement import PARAM_DTYPES
-from meshpar.parallel.storage import parameter_specs
+from meshpar.parallel.zero import parameter_specs
 from meshpar.rules.rules import LogicalAxes, Rules, entry_axes
 
 

@@ -12,7 +12,7 @@ from meshpar.layout import Layout
 from meshpar.lint.rows import ParameterRow, row_of
 from meshpar.model.contract import Model
 from meshpar.parallel.pipeline.program import arranged_for
-from meshpar.parallel.storage import parameter_specs
+from meshpar.parallel.zero import parameter_specs
 from meshpar.rules.presets import default_rules
 from meshpar.rules.rules import Rules, entry_axes
 

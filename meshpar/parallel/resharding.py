@@ -1,30 +1,38 @@
 """Parameters from one layout to another, on the same devices or on others.
 
-Array by array, and of stacked arrays layer by layer, each gone where it was as soon as
-it is where it is to be. What has no room beside all others (`resharding_order`) goes by
-way of the host's memory.
+Arrays move one after another, stacked arrays layer by layer, and each is freed once it
+has moved. While an array moves, a device holds it twice: as it was and as it is to be.
+First go those that become smaller, the smallest first, then those that grow, the
+largest first (Johnson 1954: two machines in a row, by time on each, here bytes). An
+array that even so has no room below
+
+    max(all before, all after) + one layer
+
+is copied into the host's memory, freed, and read from there: no device then holds it
+twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from meshpar.errors import InputError
-from meshpar.layout import Layout
+from meshpar.layout import MESH_AXES, Layout
 from meshpar.machine.mesh import make_mesh, platform_of
 from meshpar.model.contract import Model, check_model
 from meshpar.model.parameter import Parameter, Params, flat
-from meshpar.parallel.array_move import ArrayMove
+from meshpar.parallel.array_move import ArrayMove, DeviceBytes
 from meshpar.parallel.pipeline.program import arranged_for
 from meshpar.parallel.placement import PARAM_DTYPES, Placement
-from meshpar.parallel.resharding_bytes import NOTHING, MovedBytes, moved_bytes
-from meshpar.parallel.resharding_order import MovingMemory, ordered
 from meshpar.rules.presets import default_rules
 from meshpar.rules.rules import Rules
 from meshpar.rules.sharding import path_name
@@ -285,3 +293,210 @@ def _check_stages(params: Params, num_stages: int) -> None:
                 f"own, of {num_stages}; say from_layout=, such as step.layout",
                 key="layout.parameter_of_other_stages",
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MovingMemory:
+    """Bytes of a device while parameters move.
+
+    Args:
+        before: As they lie.
+        after: As they are to lie.
+        layer: One layer of all of them, in the layout where that is more.
+        peak: Most at any time, programs' temporary memory among them.
+        by_host: Of what goes by way of the host's memory, as it is to lie.
+    """
+
+    before: int
+    after: int
+    layer: int
+    peak: int
+    by_host: int
+
+    @property
+    def limit(self) -> int:
+        """What `peak` is to stay below."""
+        return max(self.before, self.after) + self.layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """Arrays as they move, one after another.
+
+    Args:
+        steps: Each array, and whether it goes by way of the host.
+        memory: What that takes.
+    """
+
+    steps: tuple[tuple[ArrayMove, bool], ...]
+    memory: MovingMemory
+
+
+def ordered(moves: Sequence[ArrayMove], *, by_host: bool = True) -> Order:
+    """The order of some arrays that are given up as they move.
+
+    Args:
+        moves: Of all parameters.
+        by_host: Whether what has no room may go by way of the host's memory.
+    """
+    sizes = [one.bytes for one in moves]
+    before = sum(size.before for size in sizes)
+    after = sum(size.after for size in sizes)
+    memory = MovingMemory(
+        before=before,
+        after=after,
+        layer=_layer_bytes(sizes),
+        peak=max(before, after),
+        by_host=0,
+    )
+    if not any(one.meets_itself for one in moves):
+        extra = max((one.extra_bytes for one in moves), default=0)
+        memory = replace(memory, peak=memory.peak + extra)
+        return Order(steps=tuple((one, False) for one in moves), memory=memory)
+    held = peak = before
+    of_host = 0
+    steps = []
+    for one in sorted(moves, key=_urgency):
+        size = one.bytes
+        needed = held + size.after + one.extra_bytes
+        parks = by_host and needed > memory.limit and one.can_park
+        if parks:
+            needed, of_host = held + max(size.growth, 0), of_host + size.after
+        steps.append((one, parks))
+        held += size.growth
+        peak = max(peak, needed)
+    memory = replace(memory, peak=peak, by_host=of_host)
+    return Order(steps=tuple(steps), memory=memory)
+
+
+def _layer_bytes(sizes: Sequence[DeviceBytes]) -> int:
+    layers = (size.layer_before for size in sizes), (size.layer_after for size in sizes)
+    return max(map(sum, layers))
+
+
+def _urgency(one: ArrayMove) -> tuple[bool, int]:
+    size = one.bytes
+    grows = size.growth > 0
+    return grows, -size.before if grows else size.after
+
+
+Box = tuple[range, ...]
+"""Of each dim, the places that a device has."""
+
+ELSEWHERE = "other devices"
+"""In a mesh axis' place, of what comes from devices outside the new mesh's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MovedBytes:
+    """Bytes that devices receive, none of which they had.
+
+    Args:
+        total: Of all devices.
+        by_axis: The outermost mesh axis of the old layout that each byte crosses, from
+            the nearest device that has it.
+        by_link: `host` between devices of one process, `network` between processes.
+    """
+
+    total: int
+    by_axis: dict[str, int]
+    by_link: dict[str, int]
+
+    def __add__(self, other: MovedBytes) -> MovedBytes:
+        return MovedBytes(
+            total=self.total + other.total,
+            by_axis=dict(Counter(self.by_axis) + Counter(other.by_axis)),
+            by_link=dict(Counter(self.by_link) + Counter(other.by_link)),
+        )
+
+
+NOTHING = MovedBytes(total=0, by_axis={}, by_link={})
+
+
+def moved_bytes(
+    shape: Sequence[int],
+    itemsize: int,
+    source: NamedSharding,
+    target: NamedSharding,
+    places: tuple[Sequence[int], Sequence[int]] | None = None,
+) -> MovedBytes:
+    """What laying one array out otherwise sends at least.
+
+    Args:
+        shape: Of the array as `target` splits it.
+        itemsize: Bytes of a value.
+        source: How it lies.
+        target: How it is to lie.
+        places: The layer at each place of the leading dim, before and after; None where
+            both are alike.
+    """
+    before, after = places or (range(shape[0] if shape else 0),) * 2
+    first = (len(before), *shape[1:]) if shape else ()
+    holders = _holders(source, first)
+    coordinates = _coordinates(source)
+    found = NOTHING
+    for device, box in _boxes(target, shape):
+        own_layers = {after[at] for at in box[0]} - {-1} if box else set()
+        for there, devices in holders.items():
+            values = _common(box, there, own_layers, before)
+            if device in devices or not values:
+                continue
+            axis, holder = _nearest(device, devices, coordinates)
+            link = "host" if holder.process_index == device.process_index else "network"
+            size = values * itemsize
+            found += MovedBytes(total=size, by_axis={axis: size}, by_link={link: size})
+    return found
+
+
+def _boxes(
+    sharding: NamedSharding, shape: Sequence[int]
+) -> Iterator[tuple[jax.Device, Box]]:
+    for device, index in sharding.devices_indices_map(tuple(shape)).items():
+        parts = zip(index or (), shape, strict=True)
+        yield device, tuple(range(*part.indices(size)) for part, size in parts)
+
+
+def _holders(
+    sharding: NamedSharding, shape: Sequence[int]
+) -> dict[Box, list[jax.Device]]:
+    found: dict[Box, list[jax.Device]] = {}
+    for device, box in _boxes(sharding, shape):
+        found.setdefault(box, []).append(device)
+    return found
+
+
+def _common(box: Box, there: Box, layers: set[int], before: Sequence[int]) -> int:
+    if not box:
+        return 1
+    here = len(layers & {before[at] for at in there[0]})
+    others = (
+        max(0, min(one.stop, other.stop) - max(one.start, other.start))
+        for one, other in zip(box[1:], there[1:], strict=True)
+    )
+    return here * math.prod(others)
+
+
+def _coordinates(sharding: NamedSharding) -> dict[jax.Device, tuple[int, ...]]:
+    devices: Any = sharding.mesh.devices
+    return {device: at for at, device in np.ndenumerate(devices)}
+
+
+def _nearest(
+    device: jax.Device,
+    holders: Sequence[jax.Device],
+    coordinates: dict[jax.Device, tuple[int, ...]],
+) -> tuple[str, jax.Device]:
+    """The outermost mesh axis that a byte crosses, and the device that it comes from.
+
+    Of several devices that have it, the one that differs in inner axes only.
+    """
+    if device not in coordinates:
+        return ELSEWHERE, holders[0]
+    own = coordinates[device]
+
+    def outermost(holder: jax.Device) -> int:
+        pairs = zip(own, coordinates[holder], strict=True)
+        return next(at for at, (one, other) in enumerate(pairs) if one != other)
+
+    holder = max(holders, key=outermost)
+    return MESH_AXES[outermost(holder)], holder

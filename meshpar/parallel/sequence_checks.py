@@ -12,11 +12,11 @@ from meshpar.layout import Layout
 from meshpar.model.contract import Model
 from meshpar.model.inputs import MissingInputError, logical_sizes
 from meshpar.model.tracing import traced_batch
+from meshpar.parallel.grids.space import splits_tokens
 from meshpar.parallel.sequence import is_sequence
 from meshpar.parallel.sequence_halves import tokens_joined_backward
 from meshpar.parallel.sequence_lengths import check_sequences
 from meshpar.parallel.sequence_probe import Probe, what_joins
-from meshpar.parallel.space import splits_tokens
 from meshpar.rules.rules import Rules
 
 _TRACED_TOKENS = (16, 8, 4, 2)

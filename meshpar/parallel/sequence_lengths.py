@@ -14,9 +14,9 @@ from meshpar.layout import Layout
 from meshpar.model.contract import Model
 from meshpar.model.token_order import TokenOrder
 from meshpar.model.tracing import traced_forward, tracing
+from meshpar.parallel.grids.space import splits_tokens
 from meshpar.parallel.sequence import sequence_dims, token_order
 from meshpar.parallel.sequence_probe import Probe, what_joins
-from meshpar.parallel.space import splits_tokens
 from meshpar.rules.rules import Rules
 
 

@@ -1,6 +1,6 @@
-"""Tensor parallel: what GSPMD cannot be left to do over the vocabulary's mesh axes.
+"""Tensor parallel: vocabulary lookup, cross-entropy and column-parallel matmuls.
 
-Matmuls need nothing here: the rules lay out the weights and `Scope.constrain` the
+Other matmuls need nothing here: the rules lay out the weights and `Scope.constrain` the
 activations, and GSPMD inserts one all-reduce per row-parallel output (or, with the
 residual stream split along its sequence, one all-gather and one reduce-scatter).
 Reference: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.
@@ -23,7 +23,7 @@ from meshpar.collectives import asked, on_parts, sum_dtype
 from meshpar.errors import InputError
 from meshpar.model.scope import Scope
 from meshpar.parallel.moves import split_of
-from meshpar.rules.rules import spec_axes
+from meshpar.rules.rules import LogicalAxes, spec_axes
 
 AnyArray = Array | np.ndarray
 """An array, which outside of a program may be NumPy's."""
@@ -203,3 +203,56 @@ def shard_index(mesh_axes: tuple[str, ...]) -> jax.Array | int:
         lax.axis_index(axis) * math.prod(sizes[position + 1 :])
         for position, axis in enumerate(mesh_axes)
     )
+
+
+_WHOLE = ("batch", "seq", "embed")
+
+
+def column_parallel(
+    dims: str,
+    x: Float[AnyArray, "batch seq embed"],
+    weight: Float[AnyArray, "*weight"],
+    out_axes: LogicalAxes,
+    scope: Scope,
+) -> Float[Array, "batch seq *out"]:
+    """`einsum(dims, x, weight)` with the sequence of `x` whole on every device.
+
+    Where the residual stream is split along its sequence, GSPMD makes it whole with an
+    all-gather of batch x seq x embed values over those mesh axes, once more in the
+    backward, and only the split one is kept in between; the gradient of `x` takes a
+    reduce-scatter of as many. Reference: Korthikanti et al. 2022, section 4.2.2.
+
+    Args:
+        dims: Of the einsum; `x` is (batch, seq, embed).
+        x: The input, laid out as the residual stream.
+        weight: Its output dims are split, not `embed`.
+        out_axes: Logical axes of the result.
+        scope: Where the function runs.
+    """
+    if scope.rules is None:
+        return jnp.einsum(dims, x, weight)
+    return scope.constrain(_matmul(dims, scope.rules, x, weight), out_axes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _matmul(dims: str, rules: Any, x: jax.Array, weight: jax.Array) -> jax.Array:
+    return jnp.einsum(dims, rules.constrain(x, _WHOLE), weight)
+
+
+# Not by `_matmul`, in which a remat policy of dots would not see this one.
+def _forward(
+    dims: str, rules: Any, x: jax.Array, weight: jax.Array
+) -> tuple[jax.Array, tuple]:
+    return jnp.einsum(dims, rules.constrain(x, _WHOLE), weight), (x, weight)
+
+
+def _backward(
+    dims: str, rules: Any, kept: tuple, dy: jax.Array
+) -> tuple[jax.Array, Any]:
+    x, weight = kept
+    x = rules.constrain(x, _WHOLE)
+    _, vjp = jax.vjp(lambda x, weight: jnp.einsum(dims, x, weight), x, weight)
+    return vjp(dy)
+
+
+_matmul.defvjp(_forward, _backward)

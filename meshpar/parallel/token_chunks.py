@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar import chunk_bytes
 from meshpar.model.scope import Scope
+from meshpar.parallel import sizes
 from meshpar.parallel.moves import degree, ruled_degree, split_of
 from meshpar.rules.rules import LogicalAxes
 
@@ -76,7 +76,7 @@ def _num_chunks(
     seq = x.shape[1]
     num_shards = math.prod(map(degree, split_of(scope, axes, widest)))
     bytes_here = math.prod(widest) * x.dtype.itemsize // num_shards
-    return equal_chunks(min(-(-bytes_here // chunk_bytes.HIDDEN_BYTES), seq), seq)
+    return equal_chunks(min(-(-bytes_here // sizes.HIDDEN_BYTES), seq), seq)
 
 
 def equal_chunks(least: int, num_tokens: int) -> int:

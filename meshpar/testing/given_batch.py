@@ -10,8 +10,8 @@ import numpy as np
 from meshpar.layout import Layout
 from meshpar.model.contract import Model
 from meshpar.model.inputs import BATCH_DIM, Input
+from meshpar.parallel.grids.space import splits_tokens
 from meshpar.parallel.sequence import sequence_dims
-from meshpar.parallel.space import splits_tokens
 from meshpar.rules.rules import Rules
 
 _KINDS = {"b": "bool", "i": "int", "u": "int", "c": "complex"}

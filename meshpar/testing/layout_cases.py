@@ -29,10 +29,10 @@ from meshpar.errors import InputError, whole_number
 from meshpar.layout import nearest
 from meshpar.machine.emulate import DEFAULT_DEVICES
 from meshpar.model.inputs import shapes_of
+from meshpar.parallel.grids.space import has_pairs, has_space, space_errors
 from meshpar.parallel.pipeline.program import arranged_for
 from meshpar.parallel.sequence_checks import context_errors
-from meshpar.parallel.space import has_pairs, has_space, space_errors
-from meshpar.parallel.storage import parameter_specs
+from meshpar.parallel.zero import parameter_specs
 from meshpar.rules.spatial import SPATIAL
 from meshpar.rules.table import MeshAxes
 from meshpar.testing.layout_draws import (

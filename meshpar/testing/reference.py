@@ -24,7 +24,7 @@ from meshpar.model.parameter import Params, is_parameter
 from meshpar.model.scope import Scope
 from meshpar.model.single import loss_and_state
 from meshpar.model.values import ENDS, initial_key, initial_values
-from meshpar.parallel.mean_loss import random_key
+from meshpar.parallel.reduction import random_key
 from meshpar.rules.sharding import path_name
 from meshpar.testing.batches import Arrays
 from meshpar.testing.bounds import rounding_chains

@@ -13,7 +13,7 @@ import numpy as np
 from meshpar.errors import InputError
 from meshpar.layout import Layout, nearest
 from meshpar.model.contract import Model
-from meshpar.parallel.space import splits_tokens
+from meshpar.parallel.grids.space import splits_tokens
 from meshpar.rules.rules import Rules
 from meshpar.testing.batches import Arrays
 

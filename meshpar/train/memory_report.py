@@ -17,7 +17,7 @@ from meshpar.audit.space_trace import traced_space
 from meshpar.audit.target import Target
 from meshpar.errors import InputError
 from meshpar.layout import STAGE_REMATS
-from meshpar.parallel.space import has_space, space_degree
+from meshpar.parallel.grids.space import has_space, space_degree
 from meshpar.planner.cost.memory import Memory, memory_of
 from meshpar.planner.cost.run import Run
 from meshpar.planner.workload.activations import kept_bytes, stage_input_bytes

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
-from meshpar.parallel.mean_loss import safe_inverse
+from meshpar.parallel.reduction import safe_inverse
 
 SUMMED = ("weight_sum", "skipped")
 """What is added up over replicas. Of `grad_norm` they have a mean; of all else, the

@@ -25,7 +25,6 @@ from meshpar.models.layers.causal_attention import causal_attention, full_attent
 from meshpar.models.layers.norm import RMSNorm
 from meshpar.models.layers.recomputed import recomputed
 from meshpar.models.layers.rope import apply_rope
-from meshpar.parallel.column import column_parallel
 from meshpar.parallel.context.attention import (
     blockwise,
     kernel_ring,
@@ -33,8 +32,8 @@ from meshpar.parallel.context.attention import (
 )
 from meshpar.parallel.context.mask import Mask
 from meshpar.parallel.context.splash import splash_attention
-from meshpar.parallel.mean_loss import scaled
-from meshpar.parallel.tensor import AnyArray
+from meshpar.parallel.reduction import scaled
+from meshpar.parallel.tensor import AnyArray, column_parallel
 
 _HEADS = ("batch", "seq", "heads", "head_dim")
 _KV_HEADS = ("batch", "seq", "kv_heads", "head_dim")

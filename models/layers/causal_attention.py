@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float
 
-from meshpar.chunk_bytes import SCORE_BYTES
+from meshpar.parallel.sizes import SCORE_BYTES
 from meshpar.parallel.tensor import AnyArray
 
 # Finite, so that a row without any key is no NaN.

@@ -10,8 +10,8 @@ from flax import nnx
 
 from meshpar import Scope
 from meshpar.models.layers.attention import attend, normal
-from meshpar.parallel.column import column_parallel
-from meshpar.parallel.mean_loss import scaled
+from meshpar.parallel.reduction import scaled
+from meshpar.parallel.tensor import column_parallel
 
 
 class CrossAttention(nnx.Module):

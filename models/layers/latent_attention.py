@@ -22,9 +22,8 @@ from meshpar.models.layers.attention import attend, normal
 from meshpar.models.layers.norm import RMSNorm
 from meshpar.models.layers.recomputed import recomputed
 from meshpar.models.layers.rope import apply_rope
-from meshpar.parallel.column import column_parallel
-from meshpar.parallel.mean_loss import scaled
-from meshpar.parallel.tensor import AnyArray
+from meshpar.parallel.reduction import scaled
+from meshpar.parallel.tensor import AnyArray, column_parallel
 
 _HEADS = ("batch", "seq", "heads", "head_dim")
 _LATENT = ("batch", "residual_seq", None)

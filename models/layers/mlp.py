@@ -12,8 +12,7 @@ from jaxtyping import Float
 
 from meshpar import Scope
 from meshpar.models.layers.recomputed import recomputed
-from meshpar.parallel.column import column_parallel
-from meshpar.parallel.tensor import AnyArray
+from meshpar.parallel.tensor import AnyArray, column_parallel
 from meshpar.parallel.token_chunks import in_token_chunks
 
 # Both operands of the contraction over `mlp` are constrained, the hidden values too:

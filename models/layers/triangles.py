@@ -12,7 +12,7 @@ from flax import nnx
 from meshpar import Scope
 from meshpar.models.layers.attention import normal
 from meshpar.models.layers.norm import LayerNorm
-from meshpar.parallel.pairs import (
+from meshpar.parallel.grids.pairs import (
     PAIRS,
     Line,
     shared_lines,

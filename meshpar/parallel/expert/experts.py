@@ -27,11 +27,18 @@ from jaxtyping import Array, Float, Int
 
 from meshpar.collectives import asked, on_parts, sum_dtype
 from meshpar.errors import InputError
-from meshpar.expert_rooms import first_room, further_room, most_room
 from meshpar.model.scope import Scope
-from meshpar.parallel.expert.rounds import Kept, Round, run, run_backward
-from meshpar.parallel.expert.routes import Routes, most_for_one, routes_of
+from meshpar.parallel.expert.rounds import (
+    Kept,
+    Round,
+    Routes,
+    most_for_one,
+    routes_of,
+    run,
+    run_backward,
+)
 from meshpar.parallel.moves import split_of
+from meshpar.parallel.sizes import first_room, further_room, most_room
 from meshpar.parallel.tensor import refuse_split_embed
 from meshpar.rules.rules import spec_axes
 

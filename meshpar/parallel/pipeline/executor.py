@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from meshpar.parallel.block import where
+from meshpar.parallel.blocks import where
 from meshpar.parallel.pipeline.buffers import read, write
 from meshpar.parallel.pipeline.ends import STAGE
 from meshpar.parallel.pipeline.hops import Hops, after

@@ -16,11 +16,10 @@ import jax.numpy as jnp
 
 from meshpar.model.contract import Stream
 from meshpar.model.parameter import Params
-from meshpar.parallel.block import Known, where
+from meshpar.parallel.blocks import Known, Residuals, restore_vjp, vjp_without, where
 from meshpar.parallel.pipeline.payloads import Payloads, zeros_of
 from meshpar.parallel.pipeline.rank_layers import Fact, RankLayers
 from meshpar.parallel.pipeline.work import Payload
-from meshpar.parallel.residuals import Residuals, restore_vjp, vjp_without
 
 Enter = Callable[[Params, Stream, Known], Stream]
 """(ends' parameters, stream of the group before, what scopes are made of) -> stream."""

@@ -22,8 +22,7 @@ import jax
 
 from meshpar.layout import MANUAL_AXES
 from meshpar.model.equations import collective_axes, equations
-from meshpar.parallel.block import Known
-from meshpar.parallel.blocks import Stack
+from meshpar.parallel.blocks import Known, Stack
 from meshpar.parallel.pipeline.ends import STAGE
 
 _PERMUTES = ("ppermute", "pgather")

@@ -18,8 +18,7 @@ from jax import lax
 
 from meshpar.model.contract import Stream
 from meshpar.model.sums import Sums
-from meshpar.parallel.block import Known
-from meshpar.parallel.blocks import BACKWARD, FORWARD, Stack, over_layers
+from meshpar.parallel.blocks import BACKWARD, FORWARD, Known, Stack, over_layers
 from meshpar.parallel.pipeline.stages import part
 
 

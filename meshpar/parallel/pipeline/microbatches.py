@@ -20,7 +20,7 @@ from meshpar.errors import InputError
 from meshpar.model.contract import Stream
 from meshpar.model.dependence import has_gradient, is_read
 from meshpar.model.parameter import Params
-from meshpar.parallel.block import Block, Known
+from meshpar.parallel.blocks import Block, Known
 from meshpar.parallel.pipeline.ends import Shares, shareable_parts
 from meshpar.parallel.pipeline.executor import Executor
 from meshpar.parallel.pipeline.float_leaves import split_floats

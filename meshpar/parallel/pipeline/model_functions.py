@@ -12,14 +12,13 @@ from meshpar.model.contract import BlockGroup, Stream
 from meshpar.model.inputs import apart
 from meshpar.model.parameter import Params
 from meshpar.model.scope import Scope
-from meshpar.parallel.block import Block, Known
+from meshpar.parallel.blocks import Block, Known
 from meshpar.parallel.pipeline.ends import STAGE, Shares
 from meshpar.parallel.pipeline.group_seams import Enter
 from meshpar.parallel.pipeline.idle import mesh_hindrance
 from meshpar.parallel.pipeline.stages import Arrangement
-from meshpar.parallel.placement import Placement
+from meshpar.parallel.placement import Placement, Scopes, stream_specs
 from meshpar.parallel.program import one_layer
-from meshpar.parallel.scopes import Scopes, stream_specs
 
 
 @dataclass(frozen=True, kw_only=True)

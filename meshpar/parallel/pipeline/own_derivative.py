@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from meshpar.errors import InputError
-from meshpar.parallel.mean_loss import scaled
+from meshpar.parallel.reduction import scaled
 
 Gradients = tuple[Any, Any, Any]
 

@@ -19,7 +19,6 @@ from meshpar.layout import BY_COST, Layout
 from meshpar.model.contract import Model
 from meshpar.model.inputs import apart
 from meshpar.model.parameter import Params
-from meshpar.parallel.mean_loss import metrics_of, random_key, safe_inverse
 from meshpar.parallel.model_state import sum_statistics, updated_state
 from meshpar.parallel.pipeline.executor import Executor
 from meshpar.parallel.pipeline.layer_costs import layer_costs
@@ -29,6 +28,7 @@ from meshpar.parallel.pipeline.reduction import reduce_in_slices, summed_inputs
 from meshpar.parallel.pipeline.stages import Arrangement, arrangement, cut, merge
 from meshpar.parallel.placement import REPLICATED, Placement
 from meshpar.parallel.program import Found, sums_by_name
+from meshpar.parallel.reduction import metrics_of, random_key, safe_inverse
 from meshpar.parallel.sequence import outputs_in_order, tokens_at_hand
 from meshpar.schedules import OwnSchedule, Schedule, chosen_schedule
 from meshpar.schedules.stage_splits import split_by_cost, stage_sizes

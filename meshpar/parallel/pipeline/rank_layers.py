@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from meshpar.parallel.block import Block
-from meshpar.parallel.blocks import Stack
+from meshpar.parallel.blocks import Block, Stack
 from meshpar.parallel.pipeline.ends import STAGE
 from meshpar.parallel.pipeline.stages import NO_LAYER, Arrangement, part
 from meshpar.parallel.pipeline.work import At

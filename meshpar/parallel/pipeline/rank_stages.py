@@ -16,8 +16,9 @@ import jax.numpy as jnp
 
 from meshpar.model.contract import Stream
 from meshpar.model.sums import Sums
-from meshpar.parallel.block import Known
 from meshpar.parallel.blocks import (
+    Known,
+    Residuals,
     Stack,
     check_names,
     run_backward,
@@ -36,7 +37,6 @@ from meshpar.parallel.pipeline.layer_loops import (
 from meshpar.parallel.pipeline.payloads import Payloads, zeros_of
 from meshpar.parallel.pipeline.rank_layers import RankLayers
 from meshpar.parallel.pipeline.work import At, Payload
-from meshpar.parallel.residuals import Residuals
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,10 +17,9 @@ from jax import lax
 
 from meshpar.collectives import asked
 from meshpar.model.parameter import Params
-from meshpar.parallel.data import reduce_gradients
-from meshpar.parallel.mean_loss import in_fp32
 from meshpar.parallel.pipeline.ends import STAGE
 from meshpar.parallel.placement import Placement
+from meshpar.parallel.reduction import in_fp32, reduce_gradients
 from meshpar.parallel.zero import gradient_after_loop, reduce_scatter
 
 SLICE_BYTES = 2**28

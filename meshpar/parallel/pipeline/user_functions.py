@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from meshpar.errors import InputError
 from meshpar.machine.mesh import platform_of
 from meshpar.model.contract import BlockGroup, Stream
-from meshpar.parallel.block import Block, Known
+from meshpar.parallel.blocks import Block, Known
 from meshpar.parallel.pipeline.ends import Shares
 from meshpar.parallel.pipeline.group_seams import Enter
 from meshpar.parallel.pipeline.idle import mesh_hindrance

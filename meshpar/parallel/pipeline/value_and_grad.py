@@ -14,7 +14,6 @@ from jax.sharding import Mesh, PartitionSpec
 from meshpar.collectives import asked
 from meshpar.errors import InputError
 from meshpar.layout import REMATS, nearest
-from meshpar.parallel.mean_loss import safe_inverse
 from meshpar.parallel.pipeline.ends import STAGE
 from meshpar.parallel.pipeline.executor import Executor
 from meshpar.parallel.pipeline.float_leaves import differentiable
@@ -34,6 +33,7 @@ from meshpar.parallel.pipeline.user_arguments import (
 )
 from meshpar.parallel.pipeline.user_functions import UserFunctions
 from meshpar.parallel.pipeline.work import Results
+from meshpar.parallel.reduction import safe_inverse
 from meshpar.parallel.zero import Stored
 from meshpar.schedules import OwnSchedule, chosen_schedule
 from meshpar.schedules.stage_splits import stage_sizes

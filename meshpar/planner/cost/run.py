@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from meshpar.chunk_bytes import LONGEST_SCORES
 from meshpar.hardware.attention_choice import (
     AttentionAsked,
     AttentionChoice,
@@ -17,6 +16,7 @@ from meshpar.hardware.attention_choice import (
 from meshpar.hardware.attention_kernels import KERNELS, OWN_KERNEL
 from meshpar.hardware.platforms import platform_named
 from meshpar.layout import ZERO_AXES, Layout
+from meshpar.parallel.sizes import LONGEST_SCORES
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import Execution
 from meshpar.planner.machine.link import Link

@@ -236,7 +236,7 @@ def _note(cluster: Cluster) -> str:
 
 
 def _refusal(run: VolumeRun) -> InputError | None:
-    """What a step says of short parts (`meshpar.parallel.convolution_gradients`)."""
+    """What a step says of short parts (`parallel.grids.convolution_gradients`)."""
     found = run.workload.short_part(run.degrees)
     if run.layout.batch_shards == 1 or found is None:
         return None

@@ -29,7 +29,7 @@ MUTANTS = (
     Mutant(
         name="row-past-the-room-is-sent",
         effect="a row beyond the room takes a slot of the next device",
-        file="meshpar/parallel/expert/routes.py",
+        file="meshpar/parallel/expert/rounds.py",
         old="here = (rank >= 0) & (rank < room)",
         new="here = (rank >= 0) & (rank <= room)",
         tests=(
@@ -41,7 +41,7 @@ MUTANTS = (
     Mutant(
         name="scattered-gradient-summed-again",
         effect="a gradient that ZeRO has scattered is summed twice",
-        file="meshpar/parallel/data.py",
+        file="meshpar/parallel/reduction.py",
         old="if axis not in spec_axes(layout.state_spec)",
         new="if axis not in spec_axes(layout.spec)",
         tests=(
@@ -51,7 +51,7 @@ MUTANTS = (
     Mutant(
         name="periodic-grid-has-a-seam",
         effect="a periodic dim has zeros where its ends meet",
-        file="meshpar/parallel/grid_convolution.py",
+        file="meshpar/parallel/grids/convolution.py",
         old="for rank in range(n if closes else n - 1)]",
         new="for rank in range(n - 1)]",
         tests=(
@@ -108,7 +108,7 @@ MUTANTS = (
     Mutant(
         name="norm-counts-every-copy",
         effect="the clipping norm counts a replicated value many times",
-        file="meshpar/parallel/norm.py",
+        file="meshpar/parallel/reduction.py",
         old="_squares(x) / _copies(spec, sizes)",
         new="_squares(x)",
         tests=("tests/test_norm.py::test_the_norm_is_that_of_the_whole_arrays",),

@@ -26,7 +26,7 @@ from jax import lax
 from meshpar.collectives import asked
 from meshpar.errors import InputError
 from meshpar.model.scope import Scope
-from meshpar.parallel.grid_convolution import check_reach, with_halo
+from meshpar.parallel.grids.convolution import check_reach, with_halo
 from meshpar.parallel.moves import Split, degree, on_split, split_of
 from meshpar.rules.rules import LogicalAxes
 from meshpar.rules.spatial import short_dim

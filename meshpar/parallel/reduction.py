@@ -1,0 +1,263 @@
+"""Sums over devices at the end of a step: gradients, their norm, the mean loss.
+
+Gradients are summed over the batch axes by one all-reduce. Over several hosts that sum
+can run in three parts (`sum_by_host`): reduce-scatter inside each host, all-reduce
+across hosts, all-gather inside. XLA's CPU collectives over gloo need this: they send a
+sum around one ring of all n devices, so of P values 2 P (n - 1)/n leave every host; by
+host 2 P (h - 1)/h do, with h hosts. NCCL does not need it: its rings run through all
+GPUs of a host before they leave it (NCCL 2.20, src/graph/connect.cc). TPUs of one slice
+do not either: they have one kind of link.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.flatten_util import ravel_pytree
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jaxtyping import Array, Float
+
+from meshpar.collectives import asked
+from meshpar.layout import MESH_AXES
+from meshpar.model.sums import Sums
+from meshpar.rules.rules import spec_axes
+
+Arrays = list[jax.Array]
+SumOver = Callable[[Arrays, tuple[str, ...]], Arrays]
+"""(this device's arrays, mesh axes) -> their sums over those, on every device."""
+
+
+def all_together(arrays: Arrays, mesh_axes: tuple[str, ...]) -> Arrays:
+    """One all-reduce of all arrays."""
+    with asked("gradient_reduction"):
+        return lax.psum(arrays, mesh_axes)
+
+
+def reduce_gradients(
+    stored: Any,
+    gradients: Any,
+    mesh_axes: tuple[str, ...],
+    sum_over: SumOver = all_together,
+) -> Any:
+    """Sums each gradient over the mesh axes that it has not been reduced over yet.
+
+    States that are whole on all devices: one all-reduce of all their gradients. Those
+    split over some mesh axes, already reduce-scattered there: one over the rest.
+    Each all-reduce of P values sends 2 P (n-1)/n.
+
+    Args:
+        stored: Tree of `Stored`.
+        gradients: The same tree of gradients, this device's, reduce-scattered where
+            their states are split.
+        mesh_axes: Mesh axes of size above 1 that split the batch, and `stage`.
+        sum_over: What sums them; `by_host` in more than one collective.
+    """
+    layouts, treedef = jax.tree.flatten(stored)
+    leaves = treedef.flatten_up_to(gradients)
+    remaining = [
+        tuple(axis for axis in mesh_axes if axis not in spec_axes(layout.state_spec))
+        for layout in layouts
+    ]
+    for axes in sorted(set(remaining) - {()}):
+        at = [index for index, wanted in enumerate(remaining) if wanted == axes]
+        parts = [leaves[index].astype(layouts[index].sum_dtype) for index in at]
+        summed = sum_over(parts, axes)
+        for index, leaf in zip(at, summed, strict=True):
+            leaves[index] = leaf
+    return treedef.unflatten(leaves)
+
+
+@dataclass(frozen=True)
+class HostGroups:
+    """Devices of a collective by their place in it.
+
+    Args:
+        inside: Those of each host.
+        across: One of each host, the first ones together, the second ones and so on.
+    """
+
+    inside: tuple[tuple[int, ...], ...]
+    across: tuple[tuple[int, ...], ...]
+
+
+def host_groups(hosts: np.ndarray, mesh_axes: Sequence[str]) -> HostGroups | None:
+    """The groups of a collective over some mesh axes, in that order, first slowest.
+
+    None where it stays in a host, where each of its devices is in another, or where
+    hosts hold different numbers of them or lie otherwise from group to group.
+
+    Args:
+        hosts: The host of each device, a dim for each of `MESH_AXES`.
+        mesh_axes: Over which it goes.
+
+    Example:
+        >>> hosts = np.array([0, 0, 1, 1]).reshape(4, 1, 1, 1, 1, 1)
+        >>> host_groups(hosts, ["data"]).across
+        ((0, 2), (1, 3))
+    """
+    dims = [MESH_AXES.index(axis) for axis in mesh_axes]
+    rows = np.moveaxis(hosts, dims, range(-len(dims), 0))
+    members = int(np.prod([hosts.shape[dim] for dim in dims]))
+    found = {_by_host(row) for row in rows.reshape(-1, members).tolist()}
+    if len(found) != 1:
+        return None
+    (inside,) = found
+    sizes = {len(group) for group in inside}
+    if len(inside) == 1 or sizes == {1} or len(sizes) != 1:
+        return None
+    return HostGroups(inside, tuple(zip(*inside, strict=True)))
+
+
+def sum_by_host(
+    hosts: np.ndarray, arrays: list[jax.Array], mesh_axes: tuple[str, ...]
+) -> list[jax.Array]:
+    """Each array summed over mesh axes, by host where that sends less across.
+
+    Args:
+        hosts: As of `host_groups`.
+        arrays: This device's.
+        mesh_axes: Over which.
+    """
+    groups = host_groups(hosts, mesh_axes)
+    if groups is None:
+        return all_together(arrays, mesh_axes)
+    summed: dict[int, jax.Array] = {}
+    for dtype in dict.fromkeys(array.dtype for array in arrays):
+        places = [at for at, array in enumerate(arrays) if array.dtype == dtype]
+        found = all_reduce([arrays[at] for at in places], mesh_axes, groups)
+        summed.update(zip(places, found, strict=True))
+    return [summed[at] for at in range(len(arrays))]
+
+
+def all_reduce(
+    arrays: Sequence[jax.Array], mesh_axes: Sequence[str], groups: HostGroups
+) -> list[jax.Array]:
+    """Each array summed over mesh axes, as `lax.psum` does it but for rounding.
+
+    Of all values together, padded to a multiple of a host's devices: one reduce-scatter
+    inside hosts, one all-reduce across them of a device's share, one all-gather inside.
+
+    Args:
+        arrays: This device's, of one dtype.
+        mesh_axes: As `host_groups` had them.
+        groups: From there.
+    """
+    axes = tuple(mesh_axes)
+    values, restored = ravel_pytree(list(arrays))
+    row = jnp.pad(values, (0, -values.size % len(groups.inside[0])))
+    with asked("host_scatter"):
+        own = lax.psum_scatter(row, axes, axis_index_groups=groups.inside, tiled=True)
+    with asked("gradient_reduction"):
+        own = lax.psum(own, axes, axis_index_groups=groups.across)
+    with asked("host_gather"):
+        row = lax.all_gather(own, axes, axis_index_groups=groups.inside, tiled=True)
+    return restored(row[: values.size])
+
+
+def _by_host(row: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Places in a row by the host that stands there, in order of the first ones."""
+    places: dict[int, list[int]] = {}
+    for place, host in enumerate(row):
+        places.setdefault(host, []).append(place)
+    return tuple(map(tuple, places.values()))
+
+
+def global_norm(
+    tree: Any,
+    shardings: Any,
+    mesh: Mesh | AbstractMesh,
+    *,
+    apart: tuple[str, ...] = (),
+) -> Float[Array, ""]:
+    """`sqrt(sum of squares)` over all arrays: one all-reduce of a single number.
+
+    A value that several devices hold is counted on each with its share of one.
+
+    Args:
+        tree: Global arrays.
+        shardings: The same tree of `NamedSharding`s on `mesh`.
+        mesh: The mesh; all its axes are automatic here.
+        apart: Mesh axes that `jax.vmap` maps over: what lies there has its own norm.
+    """
+    sizes = {axis: size for axis, size in mesh.shape.items() if axis not in apart}
+    specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
+
+    def local(tree: Any) -> jax.Array:
+        parts = jax.tree.map(
+            lambda spec, x: _squares(x) / _copies(spec, sizes), specs, tree
+        )
+        with asked("gradient_norm"):
+            return lax.psum(sum(jax.tree.leaves(parts)), tuple(sizes))
+
+    squares = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )(tree)
+    return jnp.sqrt(squares)
+
+
+def _squares(x: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return jnp.sum(jnp.square(jnp.abs(wide) if jnp.iscomplexobj(wide) else wide))
+
+
+def _copies(spec: PartitionSpec, sizes: Mapping[str, int]) -> int:
+    used = spec_axes(spec)
+    return math.prod(size for axis, size in sizes.items() if axis not in used)
+
+
+def random_key(seed: jax.Array, step: jax.Array) -> jax.Array:
+    """The key that all randomness of a step derives from."""
+    # Folded once more than the keys of initial values, which start from the same seed.
+    key = jax.random.fold_in(jax.random.key(seed), jnp.uint32(0xD0))
+    return jax.random.fold_in(key, step)
+
+
+def metrics_of(weight_sum: jax.Array, auxiliary: Sums) -> dict[str, jax.Array]:
+    """What a step reports beside the loss: weights, and each auxiliary loss's mean."""
+    share = safe_inverse(weight_sum)
+    means = {f"auxiliary.{name}": value * share for name, value in auxiliary.items()}
+    return {"weight_sum": weight_sum, **means}
+
+
+def safe_inverse(weight_sum: jax.Array) -> jax.Array:
+    """1 / `weight_sum`, or 0 where nothing counts."""
+    some = weight_sum != 0
+    return jnp.where(some, 1 / jnp.where(some, weight_sum, 1), 0.0)
+
+
+def scaled(tree: Any, scale: jax.Array | float, dtype: Any = None) -> Any:
+    """Every array times an fp32 `scale`, rounded once.
+
+    A scale rounded to an array's own few bits would move all its values one way.
+
+    Args:
+        tree: Arrays.
+        scale: A scalar.
+        dtype: Of the result where it is of real numbers; its own when absent.
+    """
+    wide = jnp.asarray(scale, jnp.float32)
+
+    def of(x: jax.Array) -> jax.Array:
+        real = jnp.issubdtype(x.dtype, jnp.floating)
+        return (x * wide).astype(dtype if dtype is not None and real else x.dtype)
+
+    return jax.tree.map(of, tree)
+
+
+def in_fp32(tree: Any) -> Any:
+    """Convert arrays of real numbers to fp32, and leave others as they are."""
+    return jax.tree.map(
+        lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x,
+        tree,
+    )
