@@ -19,7 +19,7 @@ from meshpar import (
 from meshpar.audit.flops import flops_of
 from meshpar.audit.flow import may_end_early, places, trip_count
 from meshpar.audit.hlo import arrays_of, parse_program
-from meshpar.mesh import absent_mesh
+from meshpar.machine.mesh import absent_mesh
 from meshpar.model.equations import equations
 from meshpar.models.presets import build
 from meshpar.parallel.pipeline.ends import Shares

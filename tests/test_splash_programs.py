@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from meshpar import Layout, Scope, make_train_step
 from meshpar.audit.report import audit
 from meshpar.hardware.attention_kernels import splash_flops, splash_scope
-from meshpar.mesh import absent_mesh, use_mesh
+from meshpar.machine.mesh import absent_mesh, use_mesh
 from meshpar.model.tracing import traced_batch
 from meshpar.models.layers.attention import attend
 from meshpar.models.llama import LlamaConfig, llama

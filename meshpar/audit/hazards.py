@@ -16,7 +16,7 @@ Each was seen (jax 0.10.2, XLA:CPU unless said):
 
 `PlainConvolutions` refuses another: a convolution over split space that a model leaves
 to GSPMD, whose forward is right and whose gradients are wrong.
-`meshpar.parallel.convolution_gradients` describes the two faults.
+`meshpar.parallel.grids.convolution_gradients` describes the two faults.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from meshpar.collective_kinds import KINDS, WRITTEN_AS
 from meshpar.errors import InputError
 from meshpar.layout import Layout
 from meshpar.model.equations import collective_axes, equations, programs_in
-from meshpar.parallel.convolution_gradients import OWN_SCOPE
+from meshpar.parallel.grids.convolution_gradients import OWN_SCOPE
 
 _REDUCTIONS = (
     *("psum", "psum_invariant", "psum2", "pmax", "pmin"),

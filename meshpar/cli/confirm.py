@@ -18,7 +18,7 @@ from meshpar.cli.estimate import train_model
 from meshpar.cli.parsing import MODEL_FROM, model_of
 from meshpar.errors import InputError
 from meshpar.hardware.devices import DEVICES, TARGET_NAMES
-from meshpar.mesh import absent_mesh
+from meshpar.machine.mesh import absent_mesh
 from meshpar.model.contract import Model
 from meshpar.model.tracing import traced_batch
 from meshpar.planner.cost.estimate import Estimate, estimate_run

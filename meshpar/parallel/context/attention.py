@@ -16,8 +16,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar.attention_tiles import copies_of_heads, head_parts, tile_tokens
-from meshpar.chunk_bytes import LONGEST_SCORES
 from meshpar.collectives import asked
 from meshpar.errors import InputError
 from meshpar.model.token_order import TokenOrder
@@ -25,6 +23,12 @@ from meshpar.parallel.context.mask import Hops, Mask
 from meshpar.parallel.context.shards import attention_of_shards
 from meshpar.parallel.context.splash_ring import Ring, splash_ring
 from meshpar.parallel.context.tiles import Known, Plan
+from meshpar.parallel.sizes import (
+    LONGEST_SCORES,
+    copies_of_heads,
+    head_parts,
+    tile_tokens,
+)
 
 
 def heads_here(

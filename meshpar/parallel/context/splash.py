@@ -26,7 +26,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from meshpar.hardware.attention_choice import SPLASH_LANES
 from meshpar.hardware.attention_kernels import splash_scope
 from meshpar.parallel.context.mask import Mask
-from meshpar.parallel.mean_loss import scaled
+from meshpar.parallel.reduction import scaled
 
 LARGEST_BLOCK = 1024
 """Queries or keys of a kernel's tile at most, of heads up to 128; of larger ones half
