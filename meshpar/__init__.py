@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
-from meshpar.emulate import emulate, emulate_from_environment
 from meshpar.errors import InputError, nearest
+from meshpar.machine.emulate import emulate, emulate_from_environment
 
 emulate_from_environment()  # before anything else can start JAX
 
@@ -20,6 +22,42 @@ emulate_from_environment()  # before anything else can start JAX
 for _package in ("audit", "lint"):
     importlib.import_module(f"meshpar.{_package}")
     del globals()[_package]
+
+# Modules that moved, importable by their former names until the next release.
+_FORMER_MODULES = {
+    f"meshpar.{name}": f"meshpar.machine.{name}"
+    for name in ("mesh", "mesh_order", "topology")
+}
+# `emulate` is a function here, so its module must not be bound to that name again.
+sys.modules["meshpar.emulate"] = sys.modules["meshpar.machine.emulate"]
+
+
+class _FormerModules:
+    """Finds a module that moved by its former name, with a `DeprecationWarning`."""
+
+    @staticmethod
+    def find_spec(name: str, *_: Any) -> Any:
+        if name not in _FORMER_MODULES:
+            return None
+        new = _FORMER_MODULES[name]
+        warnings.warn(
+            f"{name} is now {new}; import it by that name",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return importlib.util.spec_from_loader(name, _FormerModules)  # type: ignore
+
+    @staticmethod
+    def create_module(_: Any) -> None:
+        return None
+
+    @staticmethod
+    def exec_module(module: Any) -> None:
+        new = importlib.import_module(_FORMER_MODULES[module.__name__])
+        sys.modules[module.__name__] = new
+
+
+sys.meta_path.append(_FormerModules)  # type: ignore[arg-type]
 
 _HOMES = {
     "AuditReport": "meshpar.audit.report",
@@ -45,12 +83,12 @@ _HOMES = {
     "Scope": "meshpar.model.scope",
     "TENSOR": "meshpar.rules.presets",
     "TENSOR_SEQUENCE": "meshpar.rules.presets",
-    "Topology": "meshpar.topology",
-    "TopologyWarning": "meshpar.topology",
+    "Topology": "meshpar.machine.topology",
+    "TopologyWarning": "meshpar.machine.topology",
     "TrainState": "meshpar.train.state",
     "TrainStep": "meshpar.train.step",
-    "UnusedDevicesWarning": "meshpar.mesh",
-    "absent_mesh": "meshpar.mesh",
+    "UnusedDevicesWarning": "meshpar.machine.mesh",
+    "absent_mesh": "meshpar.machine.mesh",
     "audit": "meshpar.audit.report",
     "batch_shapes": "meshpar.model.tracing",
     "born_sharded": "meshpar.rules.sharding",
@@ -60,7 +98,7 @@ _HOMES = {
     "generate": "meshpar.generation.generate",
     "initial_key": "meshpar.model.values",
     "lint": "meshpar.lint.lint",
-    "make_mesh": "meshpar.mesh",
+    "make_mesh": "meshpar.machine.mesh",
     "make_train_step": "meshpar.train.step",
     "memory_report": "meshpar.train.memory_report",
     "nnx_shardings": "meshpar.rules.sharding",
@@ -75,7 +113,8 @@ if TYPE_CHECKING:
     from meshpar.generation.generate import generate
     from meshpar.layout import BATCH_AXES, MESH_AXES, Layout
     from meshpar.lint.lint import Finding, LintReport, lint
-    from meshpar.mesh import UnusedDevicesWarning, absent_mesh, make_mesh
+    from meshpar.machine.mesh import UnusedDevicesWarning, absent_mesh, make_mesh
+    from meshpar.machine.topology import Topology, TopologyWarning
     from meshpar.model.contract import BlockGroup, Model
     from meshpar.model.inputs import Input
     from meshpar.model.nnx import Blocks, from_nnx
@@ -99,7 +138,6 @@ if TYPE_CHECKING:
     from meshpar.rules.sharding import born_sharded, nnx_shardings, tree_shardings
     from meshpar.rules.table import RuleError
     from meshpar.tables.tables import embedding_tables
-    from meshpar.topology import Topology, TopologyWarning
     from meshpar.train.memory_report import MemoryReport, memory_report
     from meshpar.train.refusals import IdleMeshAxisWarning
     from meshpar.train.state import TrainState

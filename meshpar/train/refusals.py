@@ -15,15 +15,15 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from meshpar.errors import InputError
 from meshpar.layout import BATCH_AXES, ZERO_AXES, Layout
-from meshpar.mesh import hosts_of
+from meshpar.machine.mesh import hosts_of
 from meshpar.model.activations import traced_activations
 from meshpar.model.contract import BlockGroup, Model
 from meshpar.model.parameter import flat
 from meshpar.model.tracing import traced_batch, traced_forward, tracing
-from meshpar.parallel.by_host import host_groups
 from meshpar.parallel.placement import Placement
+from meshpar.parallel.reduction import host_groups
 from meshpar.parallel.remat import HOST_MEMORY
-from meshpar.parallel.storage import split_axes_of
+from meshpar.parallel.zero import split_axes_of
 from meshpar.rules.rules import Rules, spec_axes
 from meshpar.rules.spatial import SPATIAL
 from meshpar.rules.table import RuleError

@@ -18,17 +18,17 @@ from meshpar.audit.subject import Subject
 from meshpar.errors import InputError
 from meshpar.hardware.compiler_options import compiler_options_for
 from meshpar.layout import BATCH_AXES, Layout
-from meshpar.mesh import absent_mesh, hosts_of, make_mesh, platform_of
+from meshpar.machine.mesh import absent_mesh, hosts_of, make_mesh, platform_of
 from meshpar.model.contract import Model, check_model
+from meshpar.parallel.grids.space import check_space, space_axes, space_dims
 from meshpar.parallel.pipeline.program import Pipeline, pipeline_of, with_costs
 from meshpar.parallel.pipeline.stages import in_layer_order
 from meshpar.parallel.placement import DTYPES, Placement
-from meshpar.parallel.prefetch_choice import prefetch_notes, prefetches
+from meshpar.parallel.prefetch import prefetch_notes, prefetches
 from meshpar.parallel.program import LocalProgram
 from meshpar.parallel.remat import check_residual_names
 from meshpar.parallel.sequence_checks import check_context, check_per_token
 from meshpar.parallel.sequence_lengths import check_sequences
-from meshpar.parallel.space import check_space, space_axes, space_dims
 from meshpar.rules.presets import default_rules
 from meshpar.rules.rules import Rules, check_rules
 from meshpar.rules.sharding import born_sharded
@@ -159,7 +159,7 @@ def make_train_step(
             absent (`meshpar.train.local_steps`).
         gradient_reduction: On CPUs of several processes `by_host` sums gradients inside
             each host, then across, which sends less between hosts and more in all
-            (`meshpar.parallel.by_host`); GPUs and TPUs do so by themselves.
+            (`meshpar.parallel.reduction`); GPUs and TPUs do so by themselves.
         check: Whether a model that may join the examples of a batch is refused where
             devices or microbatches have some each. What its trace leaves open costs
             some seconds once, as a small instance runs
