@@ -24,9 +24,9 @@ from meshpar.model.tracing import (
     traced_streams,
     tracing_scope,
 )
+from meshpar.parallel.blocks import vjp_without
 from meshpar.parallel.placement import DTYPES
 from meshpar.parallel.remat import rematerialised
-from meshpar.parallel.residuals import vjp_without
 from meshpar.planner.workload.workload import TracedBlock, Workload
 
 _POLICIES = ("none", "selective", "dots", "full")

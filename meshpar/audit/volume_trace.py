@@ -21,7 +21,7 @@ from meshpar.layout import Layout
 from meshpar.machine.mesh import absent_mesh
 from meshpar.model.contract import Model
 from meshpar.model.inputs import shapes_of
-from meshpar.parallel.space import has_space
+from meshpar.parallel.grids.space import has_space
 from meshpar.planner.workload.volume import SPACE, Kernel, SpaceWorkload, VolumeWorkload
 
 

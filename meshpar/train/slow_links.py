@@ -6,8 +6,8 @@ from collections import Counter
 
 from jax.sharding import Mesh
 
-from meshpar.mesh import hosts_of, slow_axes_of
-from meshpar.mesh_order import SlowAxis
+from meshpar.machine.mesh import hosts_of, slow_axes_of
+from meshpar.machine.mesh_order import SlowAxis
 from meshpar.planner.cost.step_traffic import sent_in_a_step
 from meshpar.train.planned_run import planned_run
 from meshpar.train.step import Batch, TrainStep

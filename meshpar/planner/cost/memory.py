@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from meshpar.attention_tiles import head_parts, tile_tokens
-from meshpar.chunk_bytes import HIDDEN_BYTES, SCORE_BYTES
 from meshpar.hardware.attention_choice import SPLASH_LANES
 from meshpar.layout import STAGE_REMATS
+from meshpar.parallel.sizes import HIDDEN_BYTES, SCORE_BYTES, head_parts, tile_tokens
 from meshpar.planner.cost.parameters import (
     block_parameters,
     blocks_by_kind,

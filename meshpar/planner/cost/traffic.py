@@ -9,8 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from meshpar.attention_tiles import copies_of_heads
-from meshpar.expert_rooms import ROUTE_BYTES, WEIGHT_BYTES, first_room
+from meshpar.parallel.sizes import (
+    ROUTE_BYTES,
+    WEIGHT_BYTES,
+    copies_of_heads,
+    first_room,
+)
 from meshpar.planner.cost.parameters import block_parameters
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.traffic_row import (

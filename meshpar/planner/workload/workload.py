@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from meshpar.chunk_bytes import LOGITS_BYTES
 from meshpar.errors import InputError
+from meshpar.parallel.sizes import LOGITS_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
