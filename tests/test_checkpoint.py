@@ -418,9 +418,9 @@ def test_a_step_takes_the_states_memory_while_it_is_saved(until, tmp_path, monke
         name = {"begun": "save", "written": "wait_until_finished"}[until]
         hold_back(checkpoints._manager, name, may_go_on, monkeypatch)
         checkpoints.save(state, RUN, wait=False)
-        before = memory_of(state.params)
+        before = fullest_memory(state.params)
         state = next_of(state)
-        assert memory_of(state.params) == before
+        assert fullest_memory(state.params) == before
         may_go_on.set()
         assert checkpoints.latest_step == 1
         restored = checkpoints.restore(step.state_shapes, step.shardings)
@@ -580,7 +580,7 @@ def raising(error):
     raise error
 
 
-def memory_of(tree):
+def fullest_memory(tree):
     """Where each array's shard on the first device begins."""
     return [
         array.addressable_shards[0].data.unsafe_buffer_pointer()

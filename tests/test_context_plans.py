@@ -7,7 +7,7 @@ import pytest
 from meshpar.layout import Layout
 from meshpar.planner.cost.memory import in_chunks_bytes
 from meshpar.planner.cost.traffic import context_rows
-from meshpar.planner.cost.traffic_row import link_of
+from meshpar.planner.cost.traffic_row import row_link
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.search.constraints import Constraints
 from meshpar.planner.search.context_method import why_method, with_method
@@ -51,7 +51,7 @@ def test_both_degrees_send_inside_a_host_and_across():
     layout = Layout.parse("context=16,precision=bf16,attention=ulysses:8+ring:2")
     run = replace(like(devices=16), layout=layout)
     rows = [row for row in context_rows(run) if row.passes == "forward"]
-    links = [link_of(run, row) for row in rows]
+    links = [row_link(run, row) for row in rows]
     assert [row.kind for row in rows] == ["all-to-all", "collective-permute"]
     assert [row.members for row in rows] == [8, 2]
     assert [link.name for link in links] == ["host", "network"]

@@ -9,7 +9,7 @@ from meshpar import absent_mesh, lint, make_train_step
 from meshpar.layout import Layout
 from meshpar.models.presets import build
 from meshpar.planner.cost.estimate import estimate
-from meshpar.planner.cost.memory import memory_of
+from meshpar.planner.cost.memory import fullest_memory
 from meshpar.planner.cost.pipeline_time import in_flight, lock_step
 from meshpar.planner.cost.step_time import step_time
 from meshpar.planner.machine.clusters import cluster_of
@@ -100,7 +100,7 @@ def test_bounds_are_below_the_estimate_of_every_layout(asked, each):
     for mesh, choices, variant, run in all_runs(asked):
         if count % each == 0:
             step_s = step_time(run).step_s * (1 + 1e-9)
-            memory_bytes = memory_of(run).total_bytes * (1 + 1e-9)
+            memory_bytes = fullest_memory(run).total_bytes * (1 + 1e-9)
             for some in opened(choices, variant):
                 bound = bounds.least(mesh, some)
                 assert bound.step_s <= step_s, (run.layout, some)
@@ -126,7 +126,7 @@ def test_search_finds_what_estimating_everything_finds(forbidden):
     found = search(asked, num_plans=5)
     capacity = asked.cluster.device.usable_bytes
     every = [
-        (step_time(run).step_s, memory_of(run).total_bytes, str(run.layout))
+        (step_time(run).step_s, fullest_memory(run).total_bytes, str(run.layout))
         for *_, run in all_runs(asked)
     ]
     fitting = sorted(point for point in every if point[1] <= capacity)

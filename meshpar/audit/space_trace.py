@@ -32,7 +32,7 @@ def traced_space(step: _Traced, batch: Mapping[str, Any]) -> SpaceWorkload:
     _, twice = _flat(step, batch, 2)
     traced = operations(once.jaxpr, once.in_shardings, once.weights)
     least, most = (most_room(one.jaxpr, subject.platform) for one in (once, twice))
-    return SpaceWorkload.of(least, most, exchanges(traced, subject.mesh_shape))
+    return SpaceWorkload.from_peaks(least, most, exchanges(traced, subject.mesh_shape))
 
 
 def _flat(

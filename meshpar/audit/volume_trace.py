@@ -51,7 +51,7 @@ def traced_volume(
     layout = Layout(precision=precision, remat=remat)
     once, twice = (_traced(model, layout, examples) for examples in (1, 2))
     at_once, on_tpus = (
-        SpaceWorkload.of(most_room(once, platform), most_room(twice, platform))
+        SpaceWorkload.from_peaks(most_room(once, platform), most_room(twice, platform))
         for platform in ("gpu", "tpu")
     )
     found = operations(once)

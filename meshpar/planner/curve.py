@@ -1,4 +1,4 @@
-"""Scaling curve: how much of a device's work is left as devices are added, and why.
+"""Scaling curve: efficiency as devices are added, and what is lost.
 
 On every number of devices the fastest plan is taken. With d the devices' seconds that a
 sequence costs, `step_s * devices / global_batch`, and d0 the least of them on any
@@ -49,9 +49,9 @@ class Point:
         cluster: The devices.
         global_batch: Examples in a step.
         plan: The plan; None where nothing fits.
-        problem: Why none does.
-        efficiency: Examples a second and device, over those where they are most.
-        lost: Part of the step -> the share of devices' time that it takes more of;
+        problem: Reason why nothing fits.
+        efficiency: Examples per second and device, relative to the best point.
+        lost: Part of the step -> additional share of the devices' time that it takes;
             these add up to `1 - efficiency`.
     """
 
@@ -64,18 +64,18 @@ class Point:
 
     @property
     def num_devices(self) -> int:
-        """How many there are."""
+        """Number of devices."""
         return self.cluster.num_devices
 
     @property
     def most_lost(self) -> str:
-        """The part of a step that loses most; empty where none does."""
+        """Part of a step that loses most; empty for none."""
         worst = max(self.lost, key=self.lost.__getitem__, default="")
         return worst if worst and self.lost[worst] > 0 else ""
 
     @property
     def why(self) -> str:
-        """What stands behind that part."""
+        """Reason for `most_lost`, in words."""
         if self.plan is None or not self.most_lost:
             return ""
         axis = self.most_lost.removeprefix("exposed on ")
@@ -90,7 +90,7 @@ class Point:
 
     @property
     def layout_in_words(self) -> str:
-        """The plan's layout, and what else its step is given; empty without a plan."""
+        """The plan's layout, and arguments beside it; empty without a plan."""
         if self.plan is None:
             return ""
         if isinstance(self.plan, Estimate):
@@ -98,7 +98,7 @@ class Point:
         return self.plan.layout_in_words
 
     def as_json(self) -> dict[str, Any]:
-        """One of the `points` of `meshpar plan --curve --json`."""
+        """Return an entry of `points` of `meshpar plan --curve --json`."""
         plan = self.plan
         found = {"devices": self.num_devices, "global_batch": self.global_batch}
         if plan is None:
@@ -124,8 +124,8 @@ class Curve:
     Args:
         batch: `strong` or `weak`.
         points: One for each number of devices.
-        noun: What examples are called.
-        note: What the reader must know of the plans; empty for nothing.
+        noun: Name of the examples.
+        note: Caveat about the plans; empty for none.
     """
 
     batch: str
@@ -135,24 +135,24 @@ class Curve:
 
     @property
     def fitting(self) -> tuple[Point, ...]:
-        """Those with a plan."""
+        """Points with a plan."""
         return tuple(point for point in self.points if point.plan is not None)
 
     @property
     def best(self) -> Point | None:
-        """That of them which the others are compared with; None without any."""
+        """Point of the highest efficiency, or None."""
         return max(self.fitting, key=lambda point: point.efficiency, default=None)
 
     @property
     def bend(self) -> Point | None:
-        """The first with more devices below `BEND`; None where no curve bends."""
+        """First point of more devices with an efficiency below `BEND`, or None."""
         if self.best is None:
             return None
         more = self.fitting[self.fitting.index(self.best) + 1 :]
         return next((point for point in more if point.efficiency < BEND), None)
 
     def as_json(self) -> dict[str, Any]:
-        """What `meshpar plan --curve --json` prints as `curve`."""
+        """Return the `curve` of `meshpar plan --curve --json`."""
         bend = self.bend
         return {
             "batch": self.batch,
@@ -171,12 +171,12 @@ class Curve:
 
 
 def scaling_curve(request: Request | OtherRequest, batch: str = "strong") -> Curve:
-    """The curve up to a request's devices, their number halved again and again.
+    """Return the curve up to a request's devices, their number halved repeatedly.
 
     Args:
         request: Model, machine, batch and constraints on the most devices.
-        batch: `strong` for the request's batch everywhere, `weak` for as many examples
-            a device, down to where that is none.
+        batch: `strong` for the request's batch everywhere, `weak` for the same number
+            of examples per device.
 
     Raises:
         InputError: There is no such kind of batch.
@@ -217,7 +217,7 @@ def scaling_curve(request: Request | OtherRequest, batch: str = "strong") -> Cur
 
 
 def curve_in_words(curve: Curve) -> list[str]:
-    """Lines for people: a table, then where and why it bends."""
+    """Return lines of text: a table, then where and why the curve bends."""
     lines = [
         f"{'devices':>8} {'batch':>7} {curve.noun + '/s':>12} {'efficiency':>11}  "
         "most of what is lost, and the layout"
@@ -228,15 +228,17 @@ def curve_in_words(curve: Curve) -> list[str]:
             lines.append(f"{counts} {'':>12} {'':>11}  {point.problem}")
             continue
         rate = point.global_batch / point.plan.step_s
+        worst = point.most_lost
+        lost = f"{point.lost[worst]:.1%} {worst}; " if worst else ""
         lines.append(
             f"{counts} {rate:>12,.4g} {point.efficiency:>11.1%}  "
-            f"{_lost_in_words(point)}{point.layout_in_words}"
+            f"{lost}{point.layout_in_words}"
         )
     return [*lines, bend_in_words(curve), *([curve.note] if curve.note else [])]
 
 
 def bend_in_words(curve: Curve) -> str:
-    """Where and why the curve bends."""
+    """Return a sentence that says where and why the curve bends."""
     best, bend = curve.best, curve.bend
     if best is None:
         return "nothing fits on any of these"
@@ -252,13 +254,8 @@ def bend_in_words(curve: Curve) -> str:
     )
 
 
-def _lost_in_words(point: Point) -> str:
-    worst = point.most_lost
-    return f"{point.lost[worst]:.1%} {worst}; " if worst else ""
-
-
 def _halves(cluster: Cluster) -> Iterator[Cluster]:
-    """The cluster, half of it, and so on: whole hosts and slices as long as it goes."""
+    """Yield the cluster, half of it, and so on, in whole hosts and slices."""
     yield cluster
     if cluster.hosts > 1:
         hosts = cluster.hosts // 2 if cluster.hosts % 2 == 0 else 1
@@ -278,7 +275,7 @@ def _halves(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def _planned(request: Request | OtherRequest, cluster: Cluster, examples: int) -> Point:
-    """The fastest plan, or why there is none: that is part of the answer."""
+    """Return the point of the fastest plan, or of the reason why there is none."""
     here: dict[str, Any] = {"cluster": cluster, "global_batch": examples}
     try:
         plan, capacity = _fastest(request, cluster, examples)
@@ -292,7 +289,7 @@ def _planned(request: Request | OtherRequest, cluster: Cluster, examples: int) -
 def _fastest(
     request: Request | OtherRequest, cluster: Cluster, examples: int
 ) -> tuple[Estimate | OtherPlan | None, float]:
-    """The fastest plan that fits, and what it may fill of a device."""
+    """Return the fastest plan that fits, or None, and the usable bytes of a device."""
     if isinstance(request, Request):
         here = replace(request, cluster=cluster, global_batch=examples)
         found = search(here, num_plans=1)
@@ -302,7 +299,7 @@ def _fastest(
 
 
 def _compared(point: Point, base: Point) -> Point:
-    """A point beside the one that costs least."""
+    """Compare a point with the one of the lowest cost."""
     if point.plan is None:
         return point
     before, now = _parts(base), _parts(point)
@@ -315,7 +312,7 @@ def _compared(point: Point, base: Point) -> Point:
 
 
 def _parts(point: Point) -> dict[str, float]:
-    """Devices' seconds that a sequence costs, by part of the step."""
+    """Device seconds per example, by part of the step."""
     if point.plan is None:
         return {}
     time = point.plan.time

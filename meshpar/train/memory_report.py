@@ -18,7 +18,7 @@ from meshpar.audit.target import Target
 from meshpar.errors import InputError
 from meshpar.layout import STAGE_REMATS
 from meshpar.parallel.grids.space import has_space, space_degree
-from meshpar.planner.cost.memory import Memory, memory_of
+from meshpar.planner.cost.memory import Memory, fullest_memory
 from meshpar.planner.cost.run import Run
 from meshpar.planner.workload.activations import kept_bytes, stage_input_bytes
 from meshpar.train.batch_placement import batch_structs
@@ -175,7 +175,7 @@ def _space_degree(step: TrainStep) -> int:
 
 def _memory_of(step: TrainStep, run: Run) -> Memory:
     """The planner's count, with the gradients as the step's own specs split them."""
-    memory, gradient_bytes = memory_of(run), gradient_bytes_of(step)
+    memory, gradient_bytes = fullest_memory(run), gradient_bytes_of(step)
     late_bytes = gradient_bytes if memory.late_bytes else 0
     return replace(memory, gradient_bytes=gradient_bytes, late_bytes=late_bytes)
 

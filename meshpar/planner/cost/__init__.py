@@ -1,1 +1,1 @@
-"""What one layout costs: bytes, seconds and memory, and why."""
+"""Cost of one layout: bytes, seconds and memory, with the reasons."""

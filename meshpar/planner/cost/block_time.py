@@ -22,7 +22,7 @@ from meshpar.planner.cost.traffic_row import (
     Cost,
     Rows,
     exposed,
-    of_pass,
+    rows_in,
 )
 from meshpar.planner.machine.execution import Execution
 from meshpar.planner.workload.activations import kept_bytes, offloaded_bytes
@@ -46,9 +46,9 @@ class BlockTime:
     Args:
         forward: F.
         input_grad: I, with what is recomputed before it.
-        weight_grad: W, with adding it up.
-        spare_s: Of a forward's and of a backward's work, what hides none of their
-            collectives, and is left to hide those of weights.
+        weight_grad: W, with adding it to the sum.
+        spare_s: Seconds of a forward's and of a backward's work that hide none of their
+            own collectives, and are left to hide those of weights.
     """
 
     forward: Cost
@@ -63,10 +63,10 @@ class BlockTime:
 
 
 def block_time(run: Run, *, moe: bool) -> BlockTime:
-    """The costs of a block with or without routed experts."""
+    """Return the costs of a block with or without routed experts."""
     halves = (attention_linears(run), mlp_linears(run, moe))
     again, rows = recomputation(run, moe=moe), block_rows(run, moe=moe)
-    matmuls_s = _linears_s(run, halves)
+    matmuls_s = sum(_matmuls_s(run, half.columns + half.rows) for half in halves)
     back_matmuls_s = 2 * matmuls_s + _again_linears_s(run, halves, again)
     forward = _forward(run, halves, rows, matmuls_s, moe)
     input_grad = _input_grad(run, halves, rows, again, (matmuls_s, back_matmuls_s), moe)
@@ -91,14 +91,14 @@ def block_time(run: Run, *, moe: bool) -> BlockTime:
 
 
 def _waiting(moved_s: float, hidden_s: float) -> Cost:
-    """A wait for the host, of which as much is hidden as there is work beside it."""
+    """Cost of waiting for the host, less the work that hides it."""
     return Cost(0.0, {HOST: max(0.0, moved_s - hidden_s)})
 
 
 def _spare_s(run: Run, cost: Cost, matmuls_s: float) -> float:
-    """What is left to hide weights: of all work, or of matmuls where they were seen."""
-    beside_s = matmuls_s if run.execution.measured_overlap else cost.compute_s
-    return max(0.0, beside_s - cost.hidden_s)
+    """Seconds left to hide weights: of all work, or of matmuls where measured."""
+    hiding_s = matmuls_s if run.execution.measured_overlap else cost.compute_s
+    return max(0.0, hiding_s - cost.hidden_s)
 
 
 def _forward(
@@ -107,7 +107,7 @@ def _forward(
     there_s = attention_forward_s(run)
     beside = {ATTENTION: there_s, MATMULS: matmuls_s} | _beside_forward(run, halves)
     computed_s = matmuls_s + _elementwise_s(run, moe) + there_s + _stacked_s(run, moe)
-    return Cost(computed_s) + exposed(run, of_pass(rows, "forward"), beside)
+    return Cost(computed_s) + exposed(run, rows_in(rows, "forward"), beside)
 
 
 def _input_grad(
@@ -118,7 +118,7 @@ def _input_grad(
     matmuls_s: tuple[float, float],
     moe: bool,
 ) -> Cost:
-    """I; `matmuls_s` are the forward's, and those of the whole backward."""
+    """Cost of I; `matmuls_s` are seconds of the forward and of the whole backward."""
     once_s, backward_s = matmuls_s
     attention_s = attention_forward_s(run) * again.attention
     back_s = attention_backward_s(run)
@@ -126,12 +126,8 @@ def _input_grad(
     computed_s += back_s + attention_s + again.elementwise * _elementwise_s(run, moe)
     beside = {ATTENTION: back_s, ATTENTION_AGAIN: attention_s, MATMULS: backward_s}
     beside |= _beside_tensor(run, halves)
-    waits = exposed(run, of_pass(rows, "backward"), beside)
+    waits = exposed(run, rows_in(rows, "backward"), beside)
     return Cost(computed_s + _stacked_s(run, moe)) + waits
-
-
-def _linears_s(run: Run, halves: tuple[Linears, ...]) -> float:
-    return sum(_matmuls_s(run, half.columns + half.rows) for half in halves)
 
 
 def _matmuls_s(run: Run, linears: tuple) -> float:
@@ -146,7 +142,7 @@ def _elementwise_s(run: Run, moe: bool) -> float:
 
 
 def _again_linears_s(run: Run, halves: tuple[Linears, ...], again: Again) -> float:
-    """Matmuls that the backward computes again under the remat policy."""
+    """Seconds of matmuls that the backward recomputes under the remat policy."""
     attention, mlp = halves
     return sum(
         times * _matmuls_s(run, linears)
@@ -160,7 +156,7 @@ def _again_linears_s(run: Run, halves: tuple[Linears, ...], again: Again) -> flo
 
 
 def _beside_forward(run: Run, halves: tuple[Linears, ...]) -> dict[str, float]:
-    """The matmuls of a forward that chunks over `tensor` run beside."""
+    """Seconds of the matmuls of a forward that hide chunks over `tensor`."""
     if not run.execution.tensor_ring:
         return {}
     return {
@@ -170,9 +166,9 @@ def _beside_forward(run: Run, halves: tuple[Linears, ...]) -> dict[str, float]:
 
 
 def _beside_tensor(run: Run, halves: tuple[Linears, ...]) -> dict[str, float]:
-    """The matmuls of a backward that collectives over `tensor` run beside.
+    """Seconds of the matmuls of a backward that hide collectives over `tensor`.
 
-    Those for a half's inputs take as long as those for its weights.
+    The matmuls for a half's inputs take as long as those for its weights.
     """
     if not run.execution.tensor_overlap:
         return {}
@@ -198,7 +194,7 @@ def _weight_grad(run: Run, halves: tuple[Linears, ...]) -> Cost:
 def weight_grad_s(
     run: Run, rows: float, inner: float, columns: float, *, count: float = 1
 ) -> float:
-    """Time of the gradients of `count` weights (inner, columns), added to their sums.
+    """Return the seconds of gradients of `count` weights (inner, columns), added up.
 
     A matmul that adds to the sum hides its traffic as it hides that of its operands;
     otherwise another kernel reads the gradient and the sum, and writes it.
@@ -212,13 +208,13 @@ def weight_grad_s(
 
 
 def accumulated_s(run: Run, parameters: float) -> float:
-    """Time of a kernel that adds a microbatch's gradients to their sums."""
+    """Return the seconds of a kernel that adds gradients to their sums."""
     each = 2 * run.execution.gradient_bytes + run.dtype_bytes
     return memory_s(run, parameters * each)
 
 
 def _stacked_s(run: Run, moe: bool) -> float:
-    """Time to put what a block keeps on its stack, or to take it from there.
+    """Seconds to put what a block keeps on its stack, or to take it from there.
 
     A compiled loop over layers copies it into an array of all layers (read, write),
     and in microbatches once more into the slot of its microbatch.
@@ -230,7 +226,7 @@ def _stacked_s(run: Run, moe: bool) -> float:
 
 
 def _launched(run: Run, cost: Cost, forward: int, backward: int = 0) -> Cost:
-    """With the time in which one kernel has ended and the next has not begun.
+    """Add the time in which one kernel has ended and the next has not begun.
 
     A forward's kernels, a recomputed one's too, wait for Python besides; a backward's
     are launched by autograd's engine, or all by a compiled program.
@@ -241,7 +237,7 @@ def _launched(run: Run, cost: Cost, forward: int, backward: int = 0) -> Cost:
 
 
 def _routed_kernels(run: Run, moe: bool) -> int:
-    """Kernels that experts add to a forward: run eagerly, two matmuls of each.
+    """Number of kernels that experts add to an eager forward: two matmuls of each.
 
     Transformer Engine's grouped matmuls are a kernel an expert. A compiled program's
     loop over tiles is not counted.
@@ -252,7 +248,7 @@ def _routed_kernels(run: Run, moe: bool) -> int:
 
 
 def _forward_bytes(run: Run, moe: bool) -> float:
-    """Bytes that the forward's elementwise kernels read and write."""
+    """Bytes that elementwise kernels of the forward read and write."""
     workload, execution = run.workload, run.execution
     tensor, values = run.layout.tensor, run.dtype_bytes
     # Two norms (read, write) and two residual additions (read both, write).
@@ -292,7 +288,7 @@ def _backward_bytes(run: Run, moe: bool) -> float:
 
 
 def _activation_reads(workload: Workload, execution: Execution, moe: bool) -> float:
-    """Values that the MLP's activation reads and writes, of one token."""
+    """Values that the activation of the MLP reads and writes for one token."""
     active = workload.ffn
     if moe:
         active = workload.expert_ffn * (workload.top_k + workload.shared_experts)
@@ -302,9 +298,9 @@ def _activation_reads(workload: Workload, execution: Execution, moe: bool) -> fl
 
 
 def _routed_bytes(run: Run, moe: bool) -> float:
-    """Bytes of one token put in the order of experts, and back (read, write).
+    """Bytes to put one token in the order of experts, and back (read, write).
 
-    Where devices share the experts twice: by device, and received rows by expert.
+    Twice where devices share the experts: by device, and received rows by expert.
     """
     if not moe:
         return 0.0
@@ -315,16 +311,16 @@ def _routed_bytes(run: Run, moe: bool) -> float:
 
 @dataclass(frozen=True)
 class Linears:
-    """One half of a block: the matmuls into and out of it, on one device."""
+    """Matmuls with weights of one half of a block, by their sizes on one device."""
 
     columns: tuple[tuple[float, float, float, float], ...]
-    """(rows, inner, columns, count) of those that read the residual stream."""
+    """(rows, inner, columns, count) of matmuls that read the residual stream."""
     rows: tuple[tuple[float, float, float, float], ...]
-    """Of those that write it."""
+    """The same of matmuls that write it."""
 
 
 def attention_linears(run: Run) -> Linears:
-    """Of attention: queries, keys and values in, the output out."""
+    """Return the matmuls of attention: queries, keys and values in, the output out."""
     workload, tensor, tokens = run.workload, run.layout.tensor, run.tokens
     heads, hidden = workload.heads / tensor, workload.hidden
     out = ((tokens, heads * workload.value_dim, hidden, 1.0),)
@@ -344,7 +340,7 @@ def attention_linears(run: Run) -> Linears:
 
 
 def mlp_linears(run: Run, moe: bool) -> Linears:
-    """Of the MLP, or of the experts that a device has, and their router."""
+    """Return the matmuls of the MLP, or of a device's experts and their router."""
     workload, tensor, tokens = run.workload, run.layout.tensor, run.tokens
     hidden, wide = workload.hidden, 2 if workload.gated else 1
     if workload.traced:
@@ -368,9 +364,9 @@ def mlp_linears(run: Run, moe: bool) -> Linears:
 
 
 def _traced_linears(run: Run) -> Linears:
-    """What a traced block multiplies besides the attention of its sizes.
+    """Matmuls of a traced block besides the attention of its sizes.
 
-    As one matmul in and one out, of as many FLOPs.
+    Counted as one matmul in and one out, of as many FLOPs.
     """
     workload = run.workload
     rest = (

@@ -1,4 +1,4 @@
-"""The estimate of one layout: memory, time and communication, and why."""
+"""Estimate of one layout: memory, time and communication of a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from meshpar.errors import InputError
 from meshpar.hardware.device import Device
 from meshpar.layout import Layout
-from meshpar.planner.cost.memory import Memory, memory_of
+from meshpar.planner.cost.memory import Memory, fullest_memory
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.step_time import StepTime, step_time
 from meshpar.planner.cost.step_traffic import Sent, sent_in_a_step
@@ -20,12 +20,12 @@ from meshpar.planner.workload.workload import Workload
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What the planner expects of one layout.
+    """Estimated memory, time and communication of a step under one layout.
 
     Args:
-        run: What was asked.
+        run: Model, machine, layout, program and batch.
         memory: Bytes of the fullest rank's devices.
-        time: Where the step's time goes.
+        time: Seconds of the step, by what they are spent on.
         collectives: Bytes that one device sends in a step, by mesh axes and kind.
     """
 
@@ -36,19 +36,19 @@ class Estimate:
 
     @property
     def step_s(self) -> float:
-        """Time of one step."""
+        """Seconds of one step."""
         return self.time.step_s
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs over what all devices could do in that time."""
+        """Model FLOPs over the peak of all devices in that time."""
         run = self.run
         peak_flops = run.peak_flops * run.cluster.num_devices
         return self.model_flops / (peak_flops * self.step_s)
 
     @property
     def model_flops(self) -> int:
-        """FLOPs of one step, nothing recomputed."""
+        """FLOPs of one step, without recomputation."""
         run = self.run
         return run.workload.model_flops(global_batch=run.global_batch, seq=run.seq)
 
@@ -59,11 +59,11 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the fullest device has room."""
+        """True if the fullest device has enough memory."""
         return self.memory.total_bytes <= self.run.cluster.device.usable_bytes
 
     def as_json(self) -> dict[str, Any]:
-        """What `meshpar estimate --json` prints."""
+        """Return what `meshpar estimate --json` prints."""
         return {
             "layout": str(self.run.layout),
             "step_s": self.step_s,
@@ -99,20 +99,20 @@ def estimate(
     execution: Execution = MESHPAR,
     stage_blocks: tuple[int, ...] | None = None,
 ) -> Estimate:
-    """Memory, time and communication of one step.
+    """Estimate memory, time and communication of one step.
 
     Args:
-        workload: What is trained.
-        cluster: On what.
-        layout: How it lies there; a -1 absorbs the remaining devices.
+        workload: The model's shape.
+        cluster: The devices.
+        layout: The layout; a -1 absorbs the remaining devices.
         global_batch: Sequences in a step.
-        seq: Tokens of one; the workload's own when absent.
+        seq: Tokens of a sequence; the workload's own when absent.
         execution: The program that runs it.
-        stage_blocks: Blocks of every stage, where the layout cannot say it (a published
-            run with none on its first stage).
+        stage_blocks: Blocks of every stage, where the layout cannot express it (a
+            published run with none on its first stage).
 
     Raises:
-        InputError: The layout cannot be; `layout_problems` has all reasons.
+        InputError: The layout is impossible; `layout_problems` has all reasons.
 
     Example:
         >>> from meshpar.planner.machine.clusters import cluster_of
@@ -155,20 +155,20 @@ def estimate(
 
 
 def estimate_run(run: Run) -> Estimate:
-    """The estimate of a run whose layout is known to be possible."""
+    """Estimate a run whose layout is known to be possible."""
     return Estimate(
         run=run,
-        memory=memory_of(run),
+        memory=fullest_memory(run),
         time=step_time(run),
         collectives=sent_in_a_step(run),
     )
 
 
 def at_half_network_s(found: Estimate) -> float:
-    """Time of a step where devices of several hosts reach each other half as fast.
+    """Return the seconds of a step with half the bandwidth between hosts.
 
-    The links between hosts, or a torus: what other jobs, routes and many hosts cost
-    first, and what no data sheet says.
+    Or of a torus' links. Other jobs, routes and many hosts reduce this bandwidth first,
+    and no data sheet says by how much.
     """
     device = found.run.cluster.device
     halved = replace(device, network_bytes_per_s=device.network_bytes_per_s / 2)
@@ -178,13 +178,13 @@ def at_half_network_s(found: Estimate) -> float:
 
 
 def step_on_s(found: Estimate, device: Device) -> float:
-    """Time of a step on as many other devices, under the same layout."""
+    """Return the seconds of a step on as many other devices, under the same layout."""
     cluster = replace(found.run.cluster, device=device)
     return step_time(replace(found.run, cluster=cluster)).step_s
 
 
 def gigabytes(num_bytes: float) -> str:
-    """Bytes as people read them.
+    """Format bytes with three digits and a unit.
 
     Example:
         >>> gigabytes(12.34e9), gigabytes(1234e9), gigabytes(12.3e3), gigabytes(0)
@@ -197,7 +197,7 @@ def gigabytes(num_bytes: float) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Seconds as people read them; below a microsecond they are none.
+    """Format seconds with three digits and a unit; less than a microsecond is 0 ms.
 
     Example:
         >>> milliseconds(0.0123), milliseconds(12.3), milliseconds(1.78e-15)

@@ -1,4 +1,4 @@
-"""An estimate in words: what fills the memory, what takes the time, and why."""
+"""Text of an estimate: what fills the memory, what takes the time, and why."""
 
 from __future__ import annotations
 
@@ -21,19 +21,24 @@ _WHY_EXPOSED = {
 
 
 def estimate_in_words(estimate: Estimate) -> list[str]:
-    """Lines for people: model and machine, memory, time, communication."""
-    return [*_what(estimate), *_memory(estimate), *_time(estimate), *_links(estimate)]
+    """Return lines of text: model and machine, memory, time, communication."""
+    return [
+        *_heading(estimate),
+        *_memory(estimate),
+        *_time(estimate),
+        *_links(estimate),
+    ]
 
 
 def why_exposed(estimate: Estimate, mesh_axis: str) -> str:
-    """What a plan waits for on a mesh axis."""
+    """Return the reason why a plan waits for a mesh axis."""
     layer_by_layer = estimate.run.layout.zero == 3 and not estimate.run.gathers_once
     if mesh_axis == "fsdp" and not layer_by_layer:
         return _ONCE
     return _WHY_EXPOSED[mesh_axis]
 
 
-def _what(estimate: Estimate) -> list[str]:
+def _heading(estimate: Estimate) -> list[str]:
     run = estimate.run
     number, count = run.workload.num_parameters, run.layout.microbatches
     size = f"{number / 1e9:.3g} B" if number >= 1e8 else f"{number / 1e6:.3g} M"

@@ -11,7 +11,7 @@ from meshpar.hardware.attention_kernels import (
 from meshpar.planner.cost.run import Run
 
 HOST_SHARE = 0.4
-"""Of the host link's data sheet, what a device achieves while its neighbours copy too.
+"""Fraction of the host link's data sheet that each of many copying devices achieves.
 
 A copy alone reaches about 0.8 of PCIe (25 of 32 GB/s: NVIDIA's bandwidthTest on an
 A100), and two devices share a switch's link to their processor in a DGX A100. An
@@ -28,15 +28,15 @@ def matmul_s(
     count: float = 1,
     sum_bytes: float = 0,
 ) -> float:
-    """Time of `count` matmuls (rows, inner) x (inner, columns).
+    """Return the seconds of `count` matmuls (rows, inner) x (inner, columns).
 
     Args:
-        run: Its device and precision.
-        rows: Of the first operand.
-        inner: Its columns, the other's rows.
-        columns: Of the other.
-        count: Of them.
-        sum_bytes: Of each value of a sum that the matmul adds its result to, which it
+        run: Gives device and precision.
+        rows: Rows of the first operand.
+        inner: Columns of the first operand, rows of the second.
+        columns: Columns of the second operand.
+        count: Number of matmuls.
+        sum_bytes: Bytes of each value of a sum that the matmul adds its result to, and
             reads and writes instead of a result.
     """
     flops = 2 * rows * inner * columns
@@ -48,17 +48,17 @@ def matmul_s(
 
 
 def memory_s(run: Run, num_bytes: float) -> float:
-    """Time to read or write so many bytes of memory."""
+    """Return the seconds to read or write so many bytes of memory."""
     return matmul_time.memory_s(run.cluster.device, num_bytes)
 
 
 def host_s(run: Run, num_bytes: float) -> float:
-    """Time to move so many bytes to the host's memory or back, at `HOST_SHARE`."""
+    """Return the seconds to move bytes to the host's memory, at `HOST_SHARE`."""
     return num_bytes / (HOST_SHARE * run.cluster.device.host_bytes_per_s)
 
 
 def fused_attention_s(run: Run, flops: float, head_dim: float) -> float:
-    """Time of the forward of the execution's fused attention kernel.
+    """Return the seconds of the forward of the execution's fused attention kernel.
 
     Softmax costs as much as matmuls of the kernel's own `head_dim`, whatever the
     head's size (`meshpar.hardware.attention_kernels`).
@@ -75,31 +75,30 @@ _FP32_BYTES = 4
 
 
 def attention_forward_s(run: Run) -> float:
-    """Scores to mixed values of one microbatch."""
+    """Return the seconds of attention of one microbatch: scores to mixed values."""
     if run.fused_attention:
         return _fused_s(run)
     scores_s = memory_s(run, _scores(run) * _forward_score_bytes(run))
-    return _made(run) * (_matmuls_s(run) + scores_s)
+    return _computed_share(run) * (_matmuls_s(run) + scores_s)
 
 
 def attention_backward_s(run: Run) -> float:
-    """Gradients of queries, keys and values."""
+    """Return the seconds of the gradients of queries, keys and values."""
     if run.fused_attention:
         return _fused_s(run) * backward_in_forwards(run.attention.kernel)
     scores_s = memory_s(run, _scores(run) * _backward_score_bytes(run))
     if run.tiled_attention:  # the scores are made again
-        return _made(run) * (MATMULS_OF_BACKWARD * _matmuls_s(run) + scores_s)
+        return _computed_share(run) * (MATMULS_OF_BACKWARD * _matmuls_s(run) + scores_s)
     return 2 * _matmuls_s(run) + scores_s
 
 
-def _made(run: Run) -> float:
-    """The share of all scores that is made: tiles leave out those that a causal mask
-    hides."""
+def _computed_share(run: Run) -> float:
+    """Fraction of all scores that is computed: tiles skip what a causal mask hides."""
     return 0.5 if run.tiled_attention and run.workload.causal else 1.0
 
 
 def _forward_score_bytes(run: Run) -> float:
-    """Of each stored score, all that the forward reads and writes of it."""
+    """Bytes that the forward reads and writes for each stored score."""
     if not run.execution.eager:
         # `causal_attention`: in fp32 written, read for the maximum, the sum and the
         # quotient; that in the compute dtype written, and read.
@@ -122,7 +121,7 @@ def _backward_score_bytes(run: Run) -> float:
 
 
 def _flops(run: Run) -> float:
-    """Of one forward of this device, masked scores included."""
+    """FLOPs of one forward on one device, masked scores included."""
     whole = run.tokens * run.workload.attention_flops(run.seq)
     return whole / run.layout.tensor
 
@@ -136,7 +135,7 @@ def _matmuls_s(run: Run) -> float:
 
 
 def _fused_s(run: Run) -> float:
-    """A causal mask hides half of the scores, which the kernel skips."""
+    """Seconds of the fused kernel, which skips the half that a causal mask hides."""
     hidden = 2 if run.workload.causal else 1
     head_dim = (run.workload.query_dim + run.workload.value_dim) / 2
     return fused_attention_s(run, _flops(run) / hidden, head_dim)

@@ -1,4 +1,4 @@
-"""Bytes per device: parameters, gradients, optimizer, activations, and the rest."""
+"""Bytes per device: parameters, gradients, optimizer, activations, workspace."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshpar.planner.cost.parameters import (
     block_parameters,
     blocks_by_kind,
     end_parameters,
-    ends_of_rank,
+    has_ends,
     outer_bytes,
     rank_parameters,
     shared_out,
@@ -39,19 +39,19 @@ class Memory:
         optimizer_bytes: Masters and the optimizer's state, between updates; with local
             steps the outer optimizer's too.
         fetched_bytes: The same during the update, when the host's memory has them.
-        activation_bytes: What forwards keep for their backwards.
-        boundary_bytes: Of them, what arrives from other stages.
+        activation_bytes: Arrays that forwards keep for their backwards.
+        boundary_bytes: The part of them that arrives from other stages.
         logit_bytes: Logits and their gradient, at the loss, with the head's gradient.
-        late_bytes: Of the gradients, what does not exist yet at the loss.
+        late_bytes: The part of the gradients that does not exist yet at the loss.
         gathered_bytes: Parameters gathered or cast for use.
-        idle_bytes: Of them, embedding and head where they are free again once the loss
-            is made; 0 where every tick needs them.
-        workspace_bytes: What one block needs beside, in its backward.
-        ends_bytes: Once the blocks are done, whole gradients of embedding and head, and
-            their sum where they are one table; what of them is no `gradient_bytes`.
-        stage: The rank that this is.
+        idle_bytes: The part of them, embedding and head, that is free again after the
+            loss; 0 where every tick needs them.
+        workspace_bytes: Further arrays of one block in its backward.
+        ends_bytes: Whole gradients of embedding and head after the blocks, and their
+            sum where they are one table, as far as `gradient_bytes` lacks them.
+        stage: Rank.
         in_flight: Microbatches that it holds.
-        reserve: What the allocator holds besides, as a fraction (`Execution.reserve`).
+        reserve: Fraction that the allocator holds besides (`Execution.reserve`).
     """
 
     parameter_bytes: float
@@ -77,32 +77,32 @@ class Memory:
 
     @property
     def other_bytes(self) -> float:
-        """Gathered parameters, and logits or workspace: they are not there at once."""
+        """Gathered parameters, and the larger of logits and workspace."""
         at_loss = self.logit_bytes - self.late_bytes
         in_block = self.workspace_bytes - self.idle_bytes
         return self.gathered_bytes + max(at_loss, in_block)
 
     @property
     def temporary_bytes(self) -> float:
-        """The most that is there at once beside what is kept between steps."""
+        """Most bytes at once besides what is kept between steps."""
         working = self.activation_bytes + self.other_bytes
         later = max(self.ends_bytes, self.fetched_bytes)
         return self.gradient_bytes + max(working, later)
 
     @property
     def reserve_bytes(self) -> float:
-        """What the allocator holds besides all that is counted."""
+        """Bytes that the allocator holds besides all that is counted."""
         kept = self.parameter_bytes + self.optimizer_bytes
         return (kept + self.temporary_bytes) * self.reserve
 
     @property
     def total_bytes(self) -> float:
-        """All of it."""
+        """Bytes of the device in all."""
         kept = self.parameter_bytes + self.optimizer_bytes
         return kept + self.temporary_bytes + self.reserve_bytes
 
     def as_json(self) -> dict[str, float]:
-        """The parts and their sums."""
+        """Return the parts and their sums, in whole bytes."""
         parts = {name: round(value) for name, value in asdict(self).items()}
         del parts["reserve"]
         return {
@@ -114,13 +114,13 @@ class Memory:
         }
 
 
-def memory_of(run: Run) -> Memory:
-    """The memory of the rank that needs most."""
+def fullest_memory(run: Run) -> Memory:
+    """Return the memory of the rank that needs most."""
     held = _chunks_held(run)
     fullest: dict[tuple, int] = {}
     for rank, count in enumerate(held):
         # Of ranks with the same blocks, the one that holds most.
-        own = ends_of_rank(run, rank), tuple(blocks_by_kind(run, rank))
+        own = has_ends(run, rank), tuple(blocks_by_kind(run, rank))
         if count > held[fullest.setdefault(own, rank)]:
             fullest[own] = rank
     found = [rank_memory(run, rank, held[rank]) for rank in fullest.values()]
@@ -128,7 +128,7 @@ def memory_of(run: Run) -> Memory:
 
 
 def rank_memories(run: Run) -> list[Memory]:
-    """The memory of every rank of `stage`."""
+    """Return the memory of every rank of `stage`."""
     held = _chunks_held(run)
     return [rank_memory(run, rank, count) for rank, count in enumerate(held)]
 
@@ -143,7 +143,7 @@ def _chunks_held(run: Run) -> tuple[int, ...]:
 
 
 def rank_memory(run: Run, rank: int, chunks_held: float) -> Memory:
-    """The memory of one rank that holds so many microbatches times chunks."""
+    """Return the memory of one rank that holds so many microbatches times chunks."""
     execution, layout = run.execution, run.layout
     parameters = rank_parameters(run, rank)
     share = shared_out(run, rank) / parameters
@@ -158,8 +158,10 @@ def rank_memory(run: Run, rank: int, chunks_held: float) -> Memory:
     )
     if layout.remat in STAGE_REMATS:
         kept = stage_input_bytes(run) * layout.chunks
-    boundary = _boundary_bytes(run)
-    _, has_head = ends_of_rank(run, rank)
+    boundary = 0.0
+    if layout.stage > 1:  # an activation and a gradient that arrive
+        boundary = 2 * run.residual_bytes * run.residual_share
+    _, has_head = has_ends(run, rank)
     gradient = execution.gradient_bytes * shares["gradient"]
     if layout.zero == 3 and run.gathers_once:
         gradient = execution.gradient_bytes  # whole until the step's end
@@ -189,13 +191,6 @@ def rank_memory(run: Run, rank: int, chunks_held: float) -> Memory:
     )
 
 
-def _boundary_bytes(run: Run) -> float:
-    """Buffers between stages: an activation and a gradient that arrive."""
-    if run.layout.stage == 1:
-        return 0.0
-    return 2 * run.residual_bytes * run.residual_share
-
-
 def _logit_bytes(run: Run) -> float:
     tokens: float = run.tokens
     if run.execution.shared_ends:
@@ -212,7 +207,7 @@ def _logit_bytes(run: Run) -> float:
 
 
 def _gathered_bytes(run: Run, rank: int) -> float:
-    """Parameters as matmuls take them, beside those that are stored.
+    """Bytes of parameters as matmuls take them, besides the stored ones.
 
     Whole for the ends, and for one layer and the next one, or for all. Split ones are
     cast before the blocks run, so that what is gathered is narrow; of whole ones the
@@ -238,14 +233,14 @@ def _gathered_bytes(run: Run, rank: int) -> float:
 
 
 def _idle_bytes(run: Run, rank: int, gathered: float) -> float:
-    """Those of them that are free again once the loss is made."""
+    """Part of the gathered bytes that is free again after the loss."""
     if run.execution.eager or run.layout.runs_in_ticks:
         return 0.0
     return min(gathered, end_parameters(run, rank) * run.dtype_bytes)
 
 
 def least_working_bytes(run: Run, rank: int) -> float:
-    """What a rank's backward has besides, whatever its blocks compute again."""
+    """Return the bytes of a rank's backward whatever its blocks recompute."""
     gathered = _gathered_bytes(run, rank)
     busy = gathered - _idle_bytes(run, rank, gathered)
     if run.execution.eager or not run.layout.runs_in_ticks:
@@ -254,9 +249,9 @@ def least_working_bytes(run: Run, rank: int) -> float:
 
 
 def _tick_ends_bytes(run: Run, rank: int) -> float:
-    """The ends' gradients in a tick: whole in their sums, and a table each besides.
+    """Bytes of the ends' gradients in a tick: their whole sums, and two tables.
 
-    Those tables are of this tick's head and of its embedding.
+    Those are of this tick's head and of its embedding.
     """
     gradient_bytes = run.execution.gradient_bytes
     ends = end_parameters(run, rank) * gradient_bytes
@@ -267,7 +262,7 @@ def _tick_ends_bytes(run: Run, rank: int) -> float:
 
 
 def _ends_bytes(run: Run, *, split: bool) -> float:
-    """Tables of gradients, those that are part of the sums left out."""
+    """Bytes of tables of gradients, without those that are part of the sums."""
     table = table_parameters(run)
     tables = 3 if run.workload.tied else 2
     if not split:
@@ -276,7 +271,7 @@ def _ends_bytes(run: Run, *, split: bool) -> float:
 
 
 def _workspace_bytes(run: Run, rank: int, layers: list[int], kept: float) -> float:
-    """One block's own residuals where the backward computes them again, and copies."""
+    """Bytes of one block's residuals where the backward recomputes them, and copies."""
     moe = bool(layers) and run.workload.is_moe(layers[-1])
     again = everything_bytes(run, moe=moe) - in_chunks_bytes(run, moe=moe)
     remat = run.layout.remat
@@ -302,9 +297,9 @@ def _workspace_bytes(run: Run, rank: int, layers: list[int], kept: float) -> flo
 
 
 def _late_gradient_bytes(run: Run, layers: list[int]) -> float:
-    """A block's gradients, as matmuls make them, that are scattered beside the next.
+    """Bytes of a block's gradients that are scattered while the next block runs.
 
-    FSDP's prefetch (`meshpar.parallel.prefetch`); the next block's parameters are
+    By FSDP's prefetch (`meshpar.parallel.prefetch`); the next block's parameters are
     among those gathered.
     """
     split = run.state_shards > 1 and run.layout.zero >= 2
@@ -319,9 +314,9 @@ _FP32_BYTES = 4
 
 
 def in_chunks_bytes(run: Run, *, moe: bool) -> float:
-    """Of an MLP's hidden values, those that are not there at once.
+    """Return the bytes of an MLP's hidden values that never exist at once.
 
-    Where the backward makes them again, it makes a chunk of tokens at a time
+    The backward recomputes them for a chunk of tokens at a time
     (`meshpar.parallel.token_chunks`). Less the weights, which several chunks read in
     fp32.
     """
@@ -340,10 +335,10 @@ def in_chunks_bytes(run: Run, *, moe: bool) -> float:
 
 
 def scores_at_once(run: Run) -> float:
-    """Gradients of some heads' scores in fp32, and cast for the next matmul.
+    """Bytes of the gradients of some heads' scores in fp32, and cast for a matmul.
 
-    As XLA:GPU and XLA:TPU compile `meshpar.models.layers.causal_attention`. Kernels
-    make none.
+    As XLA:GPU and XLA:TPU compile `meshpar.models.layers.causal_attention`; fused
+    kernels store none.
     """
     if run.attention.kernel == "splash":
         # Its kernel writes each fp32 log-sum-exp once for every lane.
@@ -352,7 +347,7 @@ def scores_at_once(run: Run) -> float:
     if run.fused_attention:
         return 0.0
     if run.tiled_attention:
-        return _of_tiles(run)
+        return _tile_bytes(run)
     whole = _FP32_BYTES * run.tokens * run.seq * run.workload.heads / run.layout.tensor
     # A key/value head's at least.
     kv_heads = max(1.0, run.workload.kv_heads / run.layout.tensor)
@@ -360,24 +355,24 @@ def scores_at_once(run: Run) -> float:
     return widths * max(min(whole, SCORE_BYTES), whole / kv_heads)
 
 
-def _of_tiles(run: Run) -> float:
-    """Scores, softmax and the gradients of both, of a tile; and arrays in tiles.
+def _tile_bytes(run: Run) -> float:
+    """Bytes of a tile's scores, softmax and their gradients; and of arrays in tiles.
 
-    Queries, and the gradients of the output and of the queries, are there in tiles
-    beside themselves; keys, values and their fp32 gradients of some heads twice where
-    they go round a ring: those that are met, and those on their way.
+    Queries, and the gradients of the output and of the queries, exist in tiles besides
+    themselves; keys, values and their fp32 gradients of some heads exist twice where
+    they go round a ring: those in use, and those on their way.
     """
     workload, how = run.workload, run.layout.attention_method
     split = run.layout.tensor * how.heads
     heads, kv_heads = (max(1, n // split) for n in (workload.heads, workload.kv_heads))
     tokens = run.seq // run.layout.context * how.heads
-    of_head = run.microbatch * tokens * workload.value_dim
-    key_bytes = kv_heads * of_head * run.dtype_bytes
+    head_values = run.microbatch * tokens * workload.value_dim
+    key_bytes = kv_heads * head_values * run.dtype_bytes
     parts = head_parts(kv_heads, key_bytes, how.groups, how.across)
     rows = run.microbatch * heads // parts
     tile = tile_tokens(tokens, rows, zigzag=how.groups > 1)
-    queries = heads * of_head
-    moved = (2 if how.groups > 1 else 1) * 2 * kv_heads * of_head / parts
+    queries = heads * head_values
+    moved = (2 if how.groups > 1 else 1) * 2 * kv_heads * head_values / parts
     return (
         4 * _FP32_BYTES * rows * tile * tile
         + 3 * queries * run.dtype_bytes

@@ -8,7 +8,7 @@ from meshpar.planner.cost.run import Run
 
 
 def block_parameters(run: Run, *, moe: bool) -> float:
-    """Parameters of one block that one device computes with."""
+    """Return the number of parameters of a block that one device computes with."""
     workload, layout = run.workload, run.layout
     experts = workload.expert_parameters(moe=moe)
     matrices = workload.block_matrix_parameters(moe=moe) - experts
@@ -17,7 +17,7 @@ def block_parameters(run: Run, *, moe: bool) -> float:
 
 
 def rank_parameters(run: Run, rank: int) -> float:
-    """Parameters of one rank's devices, split over `tensor` and `expert` alone."""
+    """Return a rank's parameters on one device, without ZeRO's split."""
     blocks = sum(
         count * block_parameters(run, moe=moe)
         for moe, count in blocks_by_kind(run, rank)
@@ -26,17 +26,17 @@ def rank_parameters(run: Run, rank: int) -> float:
 
 
 def blocks_by_kind(run: Run, rank: int) -> Iterator[tuple[bool, int]]:
-    """Whether blocks have routed experts, and how many of one rank's do or do not."""
+    """Return pairs of True for routed experts, and the count of such blocks."""
     chunks = run.blocks_of_rank(rank)
     total = sum(map(len, chunks))
-    moe = sum(map(run.workload.moe_layers_of, chunks))
+    moe = sum(map(run.workload.count_moe_layers, chunks))
     return (
         (kind, count) for kind, count in ((False, total - moe), (True, moe)) if count
     )
 
 
 def routed_parameters(run: Run, rank: int) -> float:
-    """Those of them that belong to this device's experts."""
+    """Return a rank's parameters on one device that belong to its routed experts."""
     workload, layout = run.workload, run.layout
     routed = sum(
         count * workload.expert_parameters(moe=moe)
@@ -46,7 +46,7 @@ def routed_parameters(run: Run, rank: int) -> float:
 
 
 def shared_out(run: Run, rank: int) -> float:
-    """This device's share of a rank's parameters, as ZeRO splits them.
+    """Return one device's share of a rank's parameters, as ZeRO splits them.
 
     Those of experts lie over `expert` already.
     """
@@ -56,9 +56,9 @@ def shared_out(run: Run, rank: int) -> float:
 
 
 def end_parameters(run: Run, rank: int) -> float:
-    """Of embedding and head, as far as this rank has them."""
+    """Return the parameters of embedding and head that a rank's device has."""
     workload, tensor = run.workload, run.layout.tensor
-    first, last = ends_of_rank(run, rank)
+    first, last = has_ends(run, rank)
     total = 0.0
     if first:
         total += workload.embedding_parameters / tensor
@@ -70,12 +70,12 @@ def end_parameters(run: Run, rank: int) -> float:
 
 
 def table_parameters(run: Run) -> float:
-    """Of the embedding's table of tokens, or of the head's, on one device."""
+    """Return one device's parameters of the table of tokens, or of the head's."""
     return run.workload.vocab * run.workload.hidden / run.layout.tensor
 
 
-def ends_of_rank(run: Run, rank: int) -> tuple[bool, bool]:
-    """Whether a rank has the embedding and the head: what tells ranks apart."""
+def has_ends(run: Run, rank: int) -> tuple[bool, bool]:
+    """Return True for the embedding, and for the head, if a rank has it."""
     if run.execution.shared_ends:
         return True, True
     stages = run.stages_of_rank(rank)
@@ -83,7 +83,7 @@ def ends_of_rank(run: Run, rank: int) -> tuple[bool, bool]:
 
 
 def stored_bytes(run: Run) -> tuple[int, int]:
-    """Of each parameter at rest, and of its optimizer state.
+    """Return the bytes of a parameter at rest, and of its optimizer state.
 
     Our parameters of 16 bits have an fp32 master among their state, unless they are
     rounded at random.
@@ -96,7 +96,7 @@ def stored_bytes(run: Run) -> tuple[int, int]:
 
 
 def outer_bytes(run: Run) -> int:
-    """Of each parameter, what local steps keep besides: the common one and a momentum.
+    """Return the bytes a parameter that local steps keep: the common one, a momentum.
 
     In fp32, laid out as the optimizer's state.
     """
@@ -104,7 +104,7 @@ def outer_bytes(run: Run) -> int:
 
 
 def update_bytes(run: Run) -> int:
-    """Of each parameter, what the update reads and writes as it is stored.
+    """Return the bytes a parameter that the update reads and writes, as it is stored.
 
     A master is among the state, and its parameter only written; one that is rounded at
     random is read too.

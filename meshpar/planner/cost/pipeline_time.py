@@ -43,12 +43,14 @@ class LockStep:
 def span_s(
     layout: Layout, forward_s: Sequence[float], backward_s: Sequence[float]
 ) -> float:
-    """From the first forward to the last backward; ranks wait for their inputs only.
+    """Return the seconds from the first forward to the last backward.
+
+    Ranks wait for their inputs only.
 
     Args:
         layout: Stages, microbatches, schedule and chunks.
-        forward_s: Of every stage, chunk by chunk.
-        backward_s: The same.
+        forward_s: Seconds of every stage's forward, chunk by chunk.
+        backward_s: Seconds of every stage's backward.
     """
     ranks, count, chunks = layout.stage, layout.microbatches, layout.chunks
     rank_s = _rank_s(layout, forward_s, backward_s)
@@ -71,12 +73,12 @@ def span_s(
 def closed_form_s(
     layout: Layout, forward_s: Sequence[float], backward_s: Sequence[float]
 ) -> float:
-    """`span_s` for stages of nearly equal time.
+    """Return `span_s` for stages of nearly equal time, by a formula.
 
         span = microbatches * slowest rank + idle * mean of the others / chunks
 
-    with what a rank idles, in chunks: as many as there are other ranks where the
-    pipeline fills and drains once. Exact for 1F1B and GPipe of equal stages (Narayanan
+    with the idle time of a rank in chunks: one for every other rank where the pipeline
+    fills and drains once. Exact for 1F1B and GPipe of equal stages (Narayanan
     et al. 2021, section 2.2).
     """
     ranks, count, chunks = layout.stage, layout.microbatches, layout.chunks
@@ -90,7 +92,7 @@ def closed_form_s(
 def all_ticks_s(
     layout: Layout, forward_s: Sequence[float], backward_s: Sequence[float]
 ) -> float:
-    """The same where all ranks run the same instructions in every tick."""
+    """Return `span_s` where all ranks run the same instructions in every tick."""
     if layout.stage == 1:
         return layout.microbatches * (sum(forward_s) + sum(backward_s))
     steps = lock_step(layout.schedule, layout.stage, layout.microbatches, layout.chunks)
@@ -99,7 +101,7 @@ def all_ticks_s(
 
 
 def lock_step(name: str, ranks: int, microbatches: int, chunks: int) -> LockStep:
-    """Ticks and in-flight counts of a schedule in lock step."""
+    """Return ticks and in-flight counts of a schedule in lock step."""
     replayed = _replayed(name, ranks, microbatches)
     large = 2 * replayed * ranks * chunks > _MOST_ACTIONS
     if large and (steps := closed_form_lock_step(name, ranks, microbatches, chunks)):
@@ -122,9 +124,9 @@ def lock_step(name: str, ranks: int, microbatches: int, chunks: int) -> LockStep
 def closed_form_lock_step(
     name: str, ranks: int, microbatches: int, chunks: int
 ) -> LockStep | None:
-    """`lock_step` of many ranks, from the schedule's closed forms.
+    """Return `lock_step` of many ranks, from the schedule's closed forms.
 
-    None where it has none, or groups of microbatches are not full.
+    None if it has none, or groups of microbatches are not full.
     """
     forms = SCHEDULES[name].closed_forms
     if forms is None or ranks < 3 or microbatches < ranks:
@@ -141,10 +143,11 @@ def closed_form_lock_step(
     return LockStep(ticks, ticks, in_flight, ticks - headless, ticks - unread)
 
 
+@lru_cache(maxsize=4096)
 def in_flight(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[int, ...]:
-    """Microbatches times chunks that each rank holds when it waits for inputs only."""
+    """Return the microbatches times chunks that each rank holds without lock step."""
     replayed = _replayed(name, ranks, microbatches)
-    held = _in_flight(name, ranks, replayed, chunks)
+    held = peak_in_flight(make_schedule(name, ranks, replayed, chunks))
     if replayed == microbatches:
         return held
     all_of_them, some = (ranks, microbatches, chunks), (ranks, replayed, chunks)
@@ -154,7 +157,7 @@ def in_flight(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[in
 def _rank_s(
     layout: Layout, forward_s: Sequence[float], backward_s: Sequence[float]
 ) -> list[float]:
-    """One microbatch through all chunks of each rank."""
+    """Seconds of one microbatch through all chunks of each rank."""
     ranks, stages_of = layout.stage, SCHEDULES[layout.schedule].stages_of
     return [
         sum(forward_s[stage] for stage in stages_of(rank, ranks, layout.chunks))
@@ -169,7 +172,7 @@ def _scaled(
     some: tuple[int, int, int],
     all_of_them: tuple[int, int, int],
 ) -> tuple[int, ...]:
-    """What is held of all microbatches, from what is held of some."""
+    """Extend counts held of some microbatches to all, by a closed form."""
     return tuple(
         count + more - less
         for count, more, less in zip(
@@ -179,9 +182,9 @@ def _scaled(
 
 
 def _replayed(name: str, ranks: int, microbatches: int) -> int:
-    """As many microbatches as fill and drain the pipeline, in the same groups.
+    """Number of microbatches that fill and drain the pipeline, in the same groups.
 
-    All of them where nothing is known of more.
+    All of them where the schedule has no closed forms.
     """
     if SCHEDULES[name].closed_forms is None:
         return microbatches
@@ -213,10 +216,3 @@ def _lock_step(name: str, ranks: int, microbatches: int, chunks: int) -> LockSte
         table.num_forward_ticks - headless,
         table.num_backward_ticks - unread,
     )
-
-
-@lru_cache(maxsize=4096)
-def _in_flight(
-    name: str, ranks: int, microbatches: int, chunks: int
-) -> tuple[int, ...]:
-    return peak_in_flight(make_schedule(name, ranks, microbatches, chunks))

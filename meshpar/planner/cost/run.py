@@ -37,12 +37,12 @@ class Run:
     """A workload on a cluster under a layout.
 
     Args:
-        workload, cluster, layout, execution: What, where, how.
+        workload, cluster, layout, execution: Model, machine, layout and program.
         global_batch: Sequences in a step.
-        seq: Tokens of one.
+        seq: Tokens of a sequence.
         stage_blocks: Blocks of every stage, chunk by chunk in order of the stages.
-        chunks_held: Microbatches times chunks that each rank holds at most; None where
-            the layout's schedule says it.
+        chunks_held: Microbatches times chunks that each rank holds at most; None to
+            take them from the layout's schedule.
     """
 
     workload: Workload
@@ -72,7 +72,7 @@ class Run:
 
     @property
     def num_parts(self) -> int:
-        """In how many parts a block of our models takes a microbatch."""
+        """Number of parts in which a block of our models takes a microbatch."""
         if not self.layout.sequence_parallel or self.layout.tensor == 1:
             return 1
         if self.workload.experts and self.layout.expert > 1:
@@ -82,63 +82,63 @@ class Run:
 
     @property
     def state_shards(self) -> int:
-        """Devices that ZeRO shares the states of what is no expert out over."""
+        """Number of devices that ZeRO splits the states of dense parameters over."""
         layout = self.layout
         return math.prod(getattr(layout, axis) for axis in layout.split_axes)
 
     @property
     def routed_axes(self) -> tuple[str, ...]:
-        """The mesh axes of ZeRO that share out the states of experts too."""
+        """Mesh axes of ZeRO that split the states of experts too."""
         return tuple(axis for axis in self.layout.split_axes if axis != "expert")
 
     @property
     def routed_shards(self) -> int:
-        """Devices along them."""
+        """Number of devices along `routed_axes`."""
         return math.prod(getattr(self.layout, axis) for axis in self.routed_axes)
 
     @property
     def summed_axes(self) -> tuple[str, ...]:
-        """The mesh axes that all gradients are summed over whole, behind ZeRO's.
+        """Mesh axes that all gradients are summed over whole, after ZeRO's.
 
-        Not `data` with local steps, whose replicas average their parameters.
+        Without `data` under local steps, whose replicas average their parameters.
         """
         split = self.layout.split_axes if self.state_shards > 1 else ()
-        apart = ("data",) if self.layout.sync_every > 1 else ()
-        return tuple(axis for axis in SUM_AXES if axis not in (*split, *apart))
+        averaged = ("data",) if self.layout.sync_every > 1 else ()
+        return tuple(axis for axis in SUM_AXES if axis not in (*split, *averaged))
 
     @property
     def gathers_once(self) -> bool:
-        """Whether split parameters are gathered for the whole step."""
+        """True if split parameters are gathered once for the whole step."""
         layout = self.layout
         once = layout.runs_in_ticks and layout.fsdp_gather == "step"
         return self.execution.lock_step and once
 
     @property
     def dtype_bytes(self) -> int:
-        """Of one value in the blocks."""
+        """Bytes of one value in the blocks."""
         return 2 if self.layout.precision == "bf16" else 4
 
     @property
     def residual_bytes(self) -> float:
-        """The residual stream of one microbatch, over all of `tensor`."""
+        """Bytes of the residual stream of one microbatch, over all of `tensor`."""
         return self.tokens * self.workload.hidden * self.dtype_bytes
 
     @property
     def residual_share(self) -> float:
-        """The part of it that one device of `tensor` works on."""
+        """Fraction of the residual stream that one device of `tensor` holds."""
         return 1 / self.layout.tensor if self.layout.sequence_parallel else 1.0
 
     @property
     def peak_flops(self) -> float:
-        """Of one device, in the precision of the blocks."""
+        """Peak FLOP/s of one device, in the precision of the blocks."""
         return self.cluster.device.peak_flops[self.layout.precision]
 
     @cached_property
     def attention(self) -> AttentionChoice:
-        """The kernel that does attention and stores no scores, or why none does.
+        """The fused attention kernel that stores no scores, or why there is none.
 
-        Our program takes one by `attention_choice`, as the models do; of others it is
-        their own, on its platform.
+        Our program chooses it with `attention_choice`, as the models do; other programs
+        have their own, on its platform.
         """
         platform, kernel = self.cluster.device.platform, self.execution.attention_kernel
         split = self.layout.context > 1
@@ -168,29 +168,29 @@ class Run:
 
     @property
     def fused_attention(self) -> bool:
-        """Whether one kernel does attention and stores no scores."""
+        """True if one kernel does attention and stores no scores."""
         return bool(self.attention.kernel)
 
     @property
     def tiled_attention(self) -> bool:
-        """Whether our own loop over tiles does attention (`parallel.context.tiles`)."""
+        """True if our own loop over tiles does attention (`parallel.context.tiles`)."""
         split = self.layout.context > 1
         needed = split or self.seq > LONGEST_SCORES
         return needed and not self.execution.eager and not self.fused_attention
 
     @property
     def stores_softmax(self) -> bool:
-        """Whether the backward finds the softmax, not the log of its sums."""
+        """True if the forward stores the softmax, not the log of its sums."""
         return not (self.fused_attention or self.tiled_attention)
 
     @property
     def drops(self) -> bool:
-        """Whether branches drop values: the model's own wish, or the program's."""
+        """True if branches drop values, by the model or by the program."""
         return self.workload.dropout or self.execution.dropout
 
     @cached_property
-    def axes_at_work(self) -> frozenset[str]:
-        """Mesh axes of several devices."""
+    def active_axes(self) -> frozenset[str]:
+        """Mesh axes of more than one device."""
         sizes = self.layout.mesh_shape
         return frozenset(axis for axis, size in sizes.items() if size > 1)
 
@@ -199,7 +199,7 @@ class Run:
         return {}
 
     def link(self, *mesh_axes: str) -> Link:
-        """What a collective over these mesh axes runs on."""
+        """Return the link that a collective over these mesh axes runs on."""
         if mesh_axes not in self._links:
             link = self.cluster.link(self.layout, *mesh_axes)
             if self.execution.measured_overlap and len(self.cluster.torus) == 3:
@@ -210,12 +210,12 @@ class Run:
         return self._links[mesh_axes]
 
     def link_within(self, mesh_axis: str, inner: int, part: str) -> Link:
-        """That of groups along a mesh axis, or of one device of each.
+        """Return the link of groups along a mesh axis, or of one device of each.
 
         Args:
             mesh_axis: The mesh axis.
             inner: Devices of a group, next to each other.
-            part: `inner` for those of a group, `outer` for one of each.
+            part: `inner` for the devices of a group, `outer` for one of each group.
         """
         shape: dict[str, int] = {}
         for axis, size in self.layout.mesh_shape.items():
@@ -226,31 +226,31 @@ class Run:
         return _over_rails(self.cluster.link_of(shape, (part,)), self.execution.rails)
 
     def blocks_of_rank(self, rank: int) -> tuple[range, ...]:
-        """Layers of each chunk of one rank."""
-        ends, each = self._last_blocks, self.stage_blocks
+        """Return the layers of each chunk of one rank."""
+        ends, each = self._block_ends, self.stage_blocks
         return tuple(
             range(ends[stage] - each[stage], ends[stage])
             for stage in self.stages_of_rank(rank)
         )
 
     def stages_of_rank(self, rank: int) -> Sequence[int]:
-        """Where the schedule places them: the rank's chunk 0 first."""
+        """Return the stages that the schedule places on a rank, its chunk 0 first."""
         ranks = self.layout.stage
         chunks = self.num_stages // ranks
         return SCHEDULES[self.layout.schedule].stages_of(rank, ranks, chunks)
 
     @cached_property
-    def _last_blocks(self) -> tuple[int, ...]:
+    def _block_ends(self) -> tuple[int, ...]:
         return tuple(accumulate(self.stage_blocks))
 
     @property
     def num_stages(self) -> int:
-        """Chunks of all ranks."""
+        """Number of stages: chunks of all ranks."""
         return len(self.stage_blocks)
 
 
 def _over_rails(link: Link, rails: int) -> Link:
-    """The link of a collective that uses so many ports of a host; all of them at 0."""
+    """Return the link of a collective that uses `rails` ports of a host; 0 for all."""
     if not rails or link.name != "network":
         return link
     return replace(

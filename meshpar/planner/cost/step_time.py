@@ -33,7 +33,7 @@ from meshpar.planner.cost.traffic_row import (
     NEXT_FORWARD,
     Cost,
     exposed,
-    of_pass,
+    rows_in,
 )
 
 
@@ -59,7 +59,7 @@ class StepTime:
 
     @property
     def step_s(self) -> float:
-        """All of it."""
+        """Seconds of the step."""
         exposed_s = sum(self.exposed_s.values())
         return (
             self.compute_s
@@ -71,7 +71,7 @@ class StepTime:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """The `time` of a plan, in seconds."""
+        """Return the `time` of a plan, in seconds."""
         return {
             "compute_s": self.compute_s,
             "bubble_s": self.bubble_s,
@@ -83,15 +83,15 @@ class StepTime:
 
 
 def step_time(run: Run) -> StepTime:
-    """The time of one step."""
+    """Return the time of one step, by what it is spent on."""
     stages = stage_times(run)
     layout = run.layout
     forward_s = [stage.forward.total_s for stage in stages]
     backward_s = [stage.backward.total_s for stage in stages]
     span = all_ticks_s if run.execution.lock_step else span_s
     all_microbatches_s = span(layout, forward_s, backward_s)
-    rank = _slowest_rank(run, stages)
-    own = _rank_cost(run, stages, rank) * layout.microbatches
+    rank_costs = (_rank_cost(run, stages, rank) for rank in range(layout.stage))
+    own = max(rank_costs, key=lambda cost: cost.total_s) * layout.microbatches
     once = _once(run, stages)
     optimizer_s = max(_optimizer_s(run, rank) for rank in range(layout.stage))
     exposed_s = {**(Cost(0.0, own.exposed_s) + once).exposed_s}
@@ -108,7 +108,7 @@ def step_time(run: Run) -> StepTime:
 
 
 def straggler_fraction(run: Run) -> float:
-    """How much longer than the mean the slowest of all devices takes.
+    """Return how much longer than the mean the slowest device takes, as a fraction.
 
     The largest of n normal values lies about `sigma sqrt(2 ln n)` above their mean.
     """
@@ -117,25 +117,18 @@ def straggler_fraction(run: Run) -> float:
 
 
 def _rank_cost(run: Run, stages: tuple[StageTime, ...], rank: int) -> Cost:
-    """One microbatch through all chunks of a rank."""
+    """Cost of one microbatch through all chunks of a rank."""
     total = Cost()
     for stage in run.stages_of_rank(rank):
         total = total + stages[stage].forward + stages[stage].backward
     return total
 
 
-def _slowest_rank(run: Run, stages: tuple[StageTime, ...]) -> int:
-    return max(
-        range(run.layout.stage),
-        key=lambda rank: _rank_cost(run, stages, rank).total_s,
-    )
-
-
 def _once(run: Run, stages: tuple[StageTime, ...]) -> Cost:
-    """Gradients summed over devices with other tokens, and what ZeRO moves once.
+    """Cost of gradient sums over devices with other tokens, and of ZeRO's collectives.
 
     Overlapped, the sums hide behind the last microbatch's backward of the first rank,
-    which is the last to end.
+    which ends last.
     """
     beside = {BLOCKS: math.inf}
     first = [stages[at] for at in run.stages_of_rank(0)]
@@ -147,7 +140,7 @@ def _once(run: Run, stages: tuple[StageTime, ...]) -> Cost:
 
 
 def _optimizer_s(run: Run, rank: int) -> float:
-    """The update, and its state from the host's memory and back."""
+    """Seconds of the update, and of its state from the host's memory and back."""
     own = shared_out(run, rank)
     seconds = memory_s(run, own * update_bytes(run))
     if run.layout.optimizer_memory == "device":
@@ -157,7 +150,7 @@ def _optimizer_s(run: Run, rank: int) -> float:
 
 @dataclass(frozen=True)
 class StageTime:
-    """Costs of one stage, or of its embedding or head, for one microbatch.
+    """Costs of one stage, or of embedding or head, for one microbatch.
 
     Args:
         forward: F, with the hop that no work hides.
@@ -169,17 +162,17 @@ class StageTime:
 
 
 def stage_times(run: Run) -> tuple[StageTime, ...]:
-    """The costs of every stage, chunk by chunk in order of the stages."""
+    """Return the costs of every stage, chunk by chunk in order of the stages."""
     times = {
         moe: block_time(run, moe=moe)
         for moe in {run.workload.is_moe(0), run.workload.is_moe(run.workload.layers)}
     }
     gathered = {moe: _gathered(run, times[moe], moe=moe) for moe in times}
-    ends = _Ends.of(run)
+    ends = _Ends.from_run(run)
     up, down = _hops(run)
     first_layer, stages = 0, []
     for stage, num_blocks in enumerate(run.stage_blocks):
-        forward, backward = ends.of_stage(run, stage)
+        forward, backward = ends.at_stage(run, stage)
         for moe in times:
             layers = range(first_layer, first_layer + num_blocks)
             count = sum(run.workload.is_moe(layer) == moe for layer in layers)
@@ -191,36 +184,36 @@ def stage_times(run: Run) -> tuple[StageTime, ...]:
 
 
 def tick_overhead(run: Run) -> StageTime:
-    """What a tick has beside its blocks, where all ranks do the same in every tick.
+    """Return the cost of a tick besides its blocks, where ranks move in lock step.
 
     Its share of embedding and head, and the hops that no work hides.
     """
     up, down = _hops(run)
-    forward, backward = _Ends.of(run).of_stage(run, 0)
+    forward, backward = _Ends.from_run(run).at_stage(run, 0)
     return StageTime(forward + up, backward + down)
 
 
 def _hops(run: Run) -> tuple[Cost, Cost]:
-    """An activation's to the next stage, and a gradient's to the one before."""
+    """Costs of an activation's hop to the next stage, and of a gradient's back."""
     hops = hop_rows(run) if not run.execution.hop_overlap else ()
     waited = Cost(0.0, {"stage": run.execution.hop_wait_s} if hops else {})
     beside = {MATMULS: math.inf}  # those of a whole tick
     up, down = (
-        waited + exposed(run, of_pass(hops, way), beside) for way in ("up", "down")
+        waited + exposed(run, rows_in(hops, way), beside) for way in ("up", "down")
     )
     return up, down
 
 
 def _gathered(run: Run, time: BlockTime, *, moe: bool) -> StageTime:
-    """A block's costs with those of its weights gathered and gradients scattered.
+    """Costs of a block with gathering its weights and scattering its gradients.
 
-    Each hides behind the work of the layer beside it, where the execution overlaps: as
-    far as that hides no collective of its own.
+    Where the execution overlaps them, the spare work of the neighbouring layer hides
+    them.
     """
     rows = weight_rows(run, moe=moe)
     overlaps = run.execution.gather_overlap or run.execution.measured_overlap
     forward, backward = (
-        exposed(run, of_pass(rows, passes), {LAYER: spare_s} if overlaps else {})
+        exposed(run, rows_in(rows, passes), {LAYER: spare_s} if overlaps else {})
         for passes, spare_s in zip(("forward", "backward"), time.spare_s, strict=True)
     )
     return StageTime(time.forward + forward, time.backward + backward)
@@ -234,12 +227,12 @@ class _Ends:
     head: StageTime
 
     @classmethod
-    def of(cls, run: Run) -> _Ends:
-        """Of all tokens, or of a rank's share of them."""
+    def from_run(cls, run: Run) -> _Ends:
+        """Return the costs of all tokens, or of a rank's share of them."""
         tokens = run.tokens / (run.layout.stage if run.execution.shared_ends else 1)
         rows = end_rows(run)
         waits = {
-            passes: exposed(run, of_pass(rows, passes))
+            passes: exposed(run, rows_in(rows, passes))
             for passes in ("forward", "head", "backward")
         }
         forward_s, backward_s = _head_s(run, tokens)
@@ -257,12 +250,12 @@ class _Ends:
             StageTime(Cost(forward_s), Cost(backward_s) + waits["head"]),
         )
 
-    def of_stage(self, run: Run, stage: int) -> tuple[Cost, Cost]:
-        """As far as this stage computes them.
+    def at_stage(self, run: Run, stage: int) -> tuple[Cost, Cost]:
+        """Return the forward and backward costs that this stage has of them.
 
-        Shared ones take part of every tick: in lock step of whichever chunk it is;
-        otherwise a rank's chunks share them. The head's gradients belong to the tick of
-        its forward then.
+        Shared ends take part of every tick: in lock step of whichever chunk it is;
+        otherwise a rank's chunks share them. The head's gradients then belong to the
+        tick of its forward.
         """
         embedding, head, ranks = self.embedding, self.head, run.layout.stage
         if run.execution.shared_ends and ranks > 1:
@@ -278,7 +271,7 @@ class _Ends:
 
 
 def _head_s(run: Run, tokens: float) -> tuple[float, float]:
-    """Final norm, logits and loss, forward and backward."""
+    """Seconds of final norm, logits and loss, forward and backward."""
     hidden, vocab = run.workload.hidden, run.workload.vocab / run.layout.tensor
     logits_s = matmul_s(run, tokens, hidden, vocab)
     # Converted to fp32 (read 2, write 4), their maximum (read 4), their exponentials

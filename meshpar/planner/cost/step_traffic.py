@@ -1,4 +1,4 @@
-"""Rows of a step's end: what is summed, updated and gathered once (`traffic`)."""
+"""Rows of a step's end (`traffic`), and the bytes that all rows of a step send."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from meshpar.planner.cost.parameters import (
     end_parameters,
-    ends_of_rank,
+    has_ends,
     rank_parameters,
     routed_parameters,
     stored_bytes,
@@ -34,14 +34,14 @@ from meshpar.planner.cost.traffic_row import (
     SECONDS,
     Row,
     Rows,
-    link_of,
     members,
+    row_link,
 )
 from meshpar.planner.machine.collective_cost import wire_bytes
 
 
 def step_rows(run: Run, ranks: Iterable[int]) -> Rows:
-    """Of the step's end, on those of these ranks that have most parameters."""
+    """Return the rows of the step's end, on the ranks that have most parameters."""
     ranks = tuple(ranks)
     most = max(rank_parameters(run, rank) for rank in ranks)
     dense = max(
@@ -64,7 +64,7 @@ def step_rows(run: Run, ranks: Iterable[int]) -> Rows:
 def _reductions(
     run: Run, parameters: float, dense: float, ends: float
 ) -> Iterator[Row]:
-    """Gradients over the mesh axes whose devices have other tokens."""
+    """Rows of gradients over the mesh axes whose devices have other tokens."""
     layout, each = run.layout, run.execution.reduction_bytes
     split, others = run.state_shards, run.summed_axes
 
@@ -92,7 +92,7 @@ def _reductions(
 
 
 def _outer_gradients(run: Run, dense: float, routed: float) -> Iterator[Row]:
-    """Of local steps: parameters in fp32 once an interval, a step's share of them."""
+    """Row of local steps: parameters in fp32 once an interval, per step."""
     layout = run.layout
     if layout.sync_every > 1:
         shard = dense / run.state_shards + routed / run.routed_shards
@@ -101,8 +101,8 @@ def _outer_gradients(run: Run, dense: float, routed: float) -> Iterator[Row]:
 
 
 def _both_tables(run: Run) -> Iterator[Row]:
-    """Of a tied table that the first and the last rank have each: two devices' sum."""
-    workload, on_one_rank = run.workload, ends_of_rank(run, 0) == (True, True)
+    """Row of a tied table that the first and the last rank both have."""
+    workload, on_one_rank = run.workload, has_ends(run, 0) == (True, True)
     if workload.tied and not on_one_rank:
         reduced = table_parameters(run) * run.execution.reduction_bytes
         reason = "gradients of tables"
@@ -113,9 +113,9 @@ def _both_tables(run: Run) -> Iterator[Row]:
 def _gathered_once(
     run: Run, parameters: float, ends: float, routed: float
 ) -> Iterator[Row]:
-    """What ZeRO-3 gathers and scatters once a step: all parameters, or the ends'.
+    """Rows of ZeRO-3 once a step: of all parameters, or of embedding and head.
 
-    A head of its own can move beside the blocks.
+    An untied head can move while the blocks run.
     """
     layout, head, experts = run.layout, 0.0, 0.0
     if run.gathers_once:
@@ -135,11 +135,11 @@ class Sent(NamedTuple):
     """All collectives of one kind and purpose together.
 
     Args:
-        mesh_axes: Whose devices take part together.
-        kind: As XLA calls it.
-        wire_bytes: What one device of the first rank sends in a step.
+        mesh_axes: Mesh axes whose devices take part together.
+        kind: XLA's name of the collective.
+        wire_bytes: Bytes that one device of the first rank sends in a step.
         link: `host`, `torus` or `network`.
-        reason: What it is for.
+        reason: Purpose, in words.
     """
 
     mesh_axes: tuple[str, ...]
@@ -150,7 +150,7 @@ class Sent(NamedTuple):
 
 
 class _Passes(NamedTuple):
-    """How often a device of the first rank runs what, in a step."""
+    """Times that a device of the first rank runs each part of a step."""
 
     forward: int
     backward: int
@@ -162,11 +162,11 @@ class _Passes(NamedTuple):
 
 
 def sent_in_a_step(run: Run) -> tuple[Sent, ...]:
-    """Every collective of a step that moves parameters, gradients or activations."""
+    """Return all collectives of a step, summed by mesh axes, kind, link and reason."""
     passes = _passes(run)
     sent: dict[tuple, float] = {}
     for row, blocks in _every_row(run, passes):
-        link = link_of(run, row)
+        link = row_link(run, row)
         as_sum = row.kind == "reduce-scatter" and link.scatters_whole
         kind = "all-reduce" if as_sum else row.kind
         each = wire_bytes(kind, row.payload_bytes, members(run, row))
@@ -181,7 +181,7 @@ def sent_in_a_step(run: Run) -> tuple[Sent, ...]:
 
 
 def _every_row(run: Run, passes: _Passes) -> Iterator[tuple[Row, int]]:
-    """The first rank's rows, each with the number of blocks that have it."""
+    """Rows of the first rank, each with the number of blocks that have it."""
     layers_with = sum(run.workload.is_moe(layer) for layer in passes.layers)
     for moe, blocks in ((False, len(passes.layers) - layers_with), (True, layers_with)):
         if blocks:
@@ -192,7 +192,7 @@ def _every_row(run: Run, passes: _Passes) -> Iterator[tuple[Row, int]]:
 
 
 def _passes(run: Run) -> _Passes:
-    """In lock step every rank runs its longest chunk in every tick, work or not."""
+    """Passes of a step; in lock step a rank runs its longest chunk in every tick."""
     layout = run.layout
     if layout.stage == 1 or not run.execution.lock_step:
         layers = tuple(layer for chunk in run.blocks_of_rank(0) for layer in chunk)

@@ -40,7 +40,7 @@ _OF_SEQUENCE = {
 
 
 def block_rows(run: Run, *, moe: bool) -> Rows:
-    """Of one block and microbatch, its weights left out."""
+    """Return the rows of one block and microbatch, without those of its weights."""
     again = recomputation(run, moe=moe)
     rows = [*_tensor(run, again), *context_rows(run, again)]
     if moe:
@@ -49,7 +49,7 @@ def block_rows(run: Run, *, moe: bool) -> Rows:
 
 
 def _tensor(run: Run, again: Again) -> Iterator[Row]:
-    """Two sums of the residual stream, forward and backward."""
+    """Rows of two sums of the residual stream, forward and backward."""
 
     # In chunks around the ring all but the first can run beside a matmul.
     ring = run.execution.tensor_ring
@@ -87,10 +87,10 @@ def _tensor(run: Run, again: Again) -> Iterator[Row]:
 
 
 def _expert(run: Run, again: Again) -> Iterator[Row]:
-    """Tokens sent to their experts and back.
+    """Rows of tokens sent to their experts and back.
 
-    A program that knows its loads sends what there is, each device of `tensor` its
-    part; compiled, rooms that are filled or not, of all values (`expert_rooms`).
+    An eager program sends the tokens that there are, each device of `tensor` its part;
+    a compiled one sends rooms of fixed size, filled or not (`expert_rooms`).
     """
     workload, tokens = run.workload, run.tokens
     if run.execution.eager:
@@ -119,7 +119,7 @@ _THERE, _BACK = "tokens to their experts", "and back from their experts"
 
 
 def weight_rows(run: Run, *, moe: bool) -> Rows:
-    """Of one block's weights, where each use gathers them (ZeRO-3)."""
+    """Return the rows of one block's weights, where each use gathers them (ZeRO-3)."""
     if run.state_shards == 1 or run.layout.zero < 3 or run.gathers_once:
         return ()
     again, rows = recomputation(run, moe=moe), []
@@ -138,9 +138,10 @@ def weight_rows(run: Run, *, moe: bool) -> Rows:
 def by_axes(
     run: Run, parameters: float, routed: float
 ) -> list[tuple[tuple[str, ...], float]]:
-    """Parameters by the mesh axes that ZeRO shares them out over.
+    """Return numbers of parameters by the mesh axes that ZeRO splits them over.
 
-    The experts' are apart where `expert` is among those: they lie over it already.
+    Those of experts have axes of their own where `expert` is one of ZeRO's: they lie
+    over it already.
     """
     axes = run.layout.split_axes
     if axes == run.routed_axes:
@@ -152,12 +153,12 @@ PARAMETERS, OF_THEM = "parameters", "gradients of them"
 
 
 def split_bytes(run: Run, parameters: float) -> tuple[float, float]:
-    """Of split parameters whole, for use; and of their gradients."""
+    """Return the bytes of whole parameters as used, and of their gradients."""
     return parameters * run.dtype_bytes, parameters * run.execution.reduction_bytes
 
 
 def end_rows(run: Run) -> Rows:
-    """Of embedding and head, for one microbatch.
+    """Return the rows of embedding and head, for one microbatch.
 
     Where all ranks share them, each has a share of the tokens of every microbatch that
     enters or leaves.
@@ -177,7 +178,7 @@ def end_rows(run: Run) -> Rows:
 
 
 def _scattered_ends(run: Run) -> Iterator[Row]:
-    """What a head adds to its parameters' gradients, and a backward to the table's."""
+    """Rows of the gradients that a head and an embedding's backward add in a tick."""
     workload, axes = run.workload, run.layout.split_axes
     embedding, head = workload.embedding_parameters, workload.head_parameters
     if workload.tied:
@@ -190,7 +191,7 @@ def _scattered_ends(run: Run) -> Iterator[Row]:
 
 
 def _vocabulary(run: Run, ranks: int) -> Iterator[Row]:
-    """Over `tensor` each device has some of the vocabulary."""
+    """Rows of embedding and head whose vocabulary is split over `tensor`."""
     if run.workload.modulations:
         return  # of patches it has all
     share, tokens = run.residual_bytes / ranks, run.tokens / ranks
@@ -216,14 +217,14 @@ def _vocabulary(run: Run, ranks: int) -> Iterator[Row]:
 
 
 def scatters_ends_each_tick(run: Run) -> bool:
-    """Whether what a tick adds to the ends' gradients is scattered in that tick."""
+    """Return True if a tick scatters what it adds to the ends' gradients."""
     layout = run.layout
     split = layout.zero == 3 and run.state_shards > 1 and not run.gathers_once
     return run.execution.lock_step and layout.runs_in_ticks and split
 
 
 def hop_rows(run: Run) -> Rows:
-    """Of a microbatch's activations from a stage to the next, and of its gradients."""
+    """Return the rows of a microbatch's hops: activations up, gradients down."""
     if run.layout.stage == 1:
         return ()
     own, tensor = run.residual_bytes * run.residual_share, run.layout.tensor
@@ -239,7 +240,7 @@ def hop_rows(run: Run) -> Rows:
 
 
 def between_devices(run: Run, rows: Iterable[Row]) -> Rows:
-    """The rows over mesh axes of several devices, as the execution hides them."""
+    """Return the rows over mesh axes of several devices, with what hides them."""
     layout, found = run.layout, []
     for row in rows:
         axes = tuple(axis for axis in row.mesh_axes if getattr(layout, axis) > 1)
@@ -249,29 +250,29 @@ def between_devices(run: Run, rows: Iterable[Row]) -> Rows:
 
 
 def _as_measured(run: Run, row: Row) -> Row:
-    """With the share that compiled programs hide, where the execution has those."""
+    """Row with the share that compiled programs hide, if the execution uses it."""
     if not run.execution.measured_overlap or row.passes == "once":
         return row
     layout = run.layout
     if row.beside == LAYER and (layout.runs_in_ticks or layout.fsdp_prefetch == "off"):
         return row._replace(share=0.0)  # nothing is prefetched
-    at_work = run.axes_at_work
-    platform = run.cluster.device.platform
-    in_parts = run.num_parts > 1
-    share = hidden_share(platform, row.mesh_axes, row.kind, at_work, in_parts=in_parts)
+    platform, in_parts = run.cluster.device.platform, run.num_parts > 1
+    share = hidden_share(
+        platform, row.mesh_axes, row.kind, run.active_axes, in_parts=in_parts
+    )
     return row._replace(beside=row.beside or MATMULS, share=share)
 
 
 _GRADIENT_BYTES = 4
-"""Of keys and values on their way: they are added up in fp32."""
+"""Bytes of a value of the gradients of keys and values, which are summed in fp32."""
 
 
 def context_rows(run: Run, again: Again | None = None) -> Iterator[Row]:
-    """Of one block.
+    """Return the rows over `context` of one block's attention.
 
     Args:
         run: The run.
-        again: What its backward recomputes; nothing when absent.
+        again: Work that its backward recomputes; nothing when absent.
     """
     again, how = again or Again(), run.layout.attention_method
     workload, tensor = run.workload, run.layout.tensor
@@ -289,7 +290,7 @@ def context_rows(run: Run, again: Again | None = None) -> Iterator[Row]:
 
 
 def _kv_heads_sent(run: Run) -> int:
-    """Of a device, to those that it trades with; all that a query has where odd."""
+    """Number of key/value heads that a device sends; all heads where they are odd."""
     workload, layout = run.workload, run.layout
     heads, kv_heads = (n // layout.tensor for n in (workload.heads, workload.kv_heads))
     if workload.kv_heads % layout.tensor or heads % layout.attention_method.heads:
@@ -298,7 +299,7 @@ def _kv_heads_sent(run: Run) -> int:
 
 
 def _between_groups(run: Run, keys_values: float, again: Again) -> Iterator[Row]:
-    """Keys and values of a device, to those with other tokens of the same heads."""
+    """Rows of keys and values sent to devices with other tokens of the same heads."""
     groups = run.layout.attention_method.groups
     gradients = keys_values * _GRADIENT_BYTES / run.dtype_bytes
     if run.layout.attention_method.across == "allgather":
@@ -318,7 +319,7 @@ def _between_groups(run: Run, keys_values: float, again: Again) -> Iterator[Row]
 
 
 def _row(run: Run, kind: str, payload: float, reason: str, part: str) -> Row:
-    """One row of a forward; of a part of the mesh axis where it has two."""
+    """Row of a forward, over the part of `context` that takes part."""
     one = Row(("context",), kind, payload, reason, "forward")
     how = run.layout.attention_method
     if min(how.heads, how.groups) == 1:
@@ -327,7 +328,7 @@ def _row(run: Run, kind: str, payload: float, reason: str, part: str) -> Row:
 
 
 def _each_pass(one: Row, again: int, back: Row | None = None) -> Iterator[Row]:
-    """A forward's row, its backward's, and what that does besides."""
+    """Rows of a forward, of its backward, and of what that recomputes."""
     yield one
     yield one._replace(passes="backward", beside="")
     if back is not None:

@@ -1,4 +1,7 @@
-"""A row of the table of traffic: one collective, how often, and what may hide it."""
+"""Rows of traffic, and costs: seconds of computing and of waiting for each mesh axis.
+
+A row is one collective of a step: its bytes, how often it runs, and what may hide it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from meshpar.planner.machine.collective_cost import collective_s
 from meshpar.planner.machine.link import Link
 
 HOST = "host"
-"""Key of `Cost.exposed_s` for waits on the host's memory, which is no mesh axis."""
+"""Key of `Cost.exposed_s` for waiting on the host's memory."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +24,9 @@ class Cost:
 
     Args:
         compute_s: Computing.
-        exposed_s: Waiting for a collective that nothing hides, by mesh axis; for the
-            host's memory as `HOST`.
-        hidden_s: Of that computing, what already runs beside collectives.
+        exposed_s: Waiting for collectives, by mesh axis; for the host's memory as
+            `HOST`.
+        hidden_s: The part of `compute_s` that already runs while collectives do.
 
     Example:
         >>> (Cost(1.0, {"tensor": 0.5}) * 2 + Cost(1.0)).total_s
@@ -36,7 +39,7 @@ class Cost:
 
     @property
     def total_s(self) -> float:
-        """Both together."""
+        """Computing and waiting together."""
         return self.compute_s + sum(self.exposed_s.values())
 
     def __add__(self, other: Cost) -> Cost:
@@ -56,36 +59,40 @@ class Cost:
 
 
 HALVES = ("attention", "mlp")
-"""Of a block: the backward of each has matmuls for its `inputs` and its `weights`."""
+"""Halves of a block. The backward of each has matmuls for `inputs` and `weights`."""
 
 ATTENTION, ATTENTION_AGAIN, LAYER = "attention", "attention again", "layer"
 BLOCKS, LAST_BACKWARD, NEXT_FORWARD = "blocks", "last backward", "next forward"
 MATMULS = "matmuls"
-"""Work that collectives run beside, where the execution overlaps them; and a half's
-`attention outputs` (in the forward), `attention inputs`, `mlp weights`."""
+"""Work that can hide collectives, where the execution overlaps them.
+
+Further names are a half's `attention outputs` (in the forward), `attention inputs` and
+`mlp weights`.
+"""
 
 SECONDS, BYTES = "seconds", "bytes"
-"""The sum that alone counts a row."""
+"""Values of `Row.only`."""
 
 
 class Row(NamedTuple):
     """One collective.
 
     Args:
-        mesh_axes: Whose devices take part together.
-        kind: As XLA calls it.
-        payload_bytes: Of the whole array: output of a gather, input of a scatter; of a
-            permute, what is sent.
-        reason: What it is for.
-        passes: What runs it: a forward, a backward, a head, a hop up or down; once.
-        times: How often each of those does.
-        beside: The work that it can run beside; empty where there is none.
-        share: Of its time, what can be hidden there at most.
-        waits_on: The mesh axis that waiting for it counts for; its first when empty.
-        members: Devices that take part, where not all of the mesh axes do.
-        part: `inner` where devices next to each other take part alone, `outer` where
-            one of each such group does; all of the mesh axes where empty.
-        only: `SECONDS` or `BYTES`, where the other sum leaves it out.
+        mesh_axes: Mesh axes whose devices take part together.
+        kind: XLA's name of the collective.
+        payload_bytes: Bytes of the whole array: output of a gather, input of a scatter;
+            of a permute, bytes sent.
+        reason: Purpose, in words.
+        passes: Part of the step that runs it: `forward`, `backward`, `head`, `up` and
+            `down` (hops), `once`.
+        times: Times that it runs in each of them.
+        beside: Work that can hide it; empty for none.
+        share: Largest fraction of its time that can be hidden there.
+        waits_on: Mesh axis that waiting for it counts for; its first when empty.
+        members: Devices that take part; 0 for all of the mesh axes.
+        part: `inner` for devices next to each other, `outer` for one of each such
+            group; empty for all of the mesh axes.
+        only: `SECONDS` or `BYTES` if only that sum counts the row.
     """
 
     mesh_axes: tuple[str, ...]
@@ -105,8 +112,8 @@ class Row(NamedTuple):
 Rows = tuple[Row, ...]
 
 
-def of_pass(rows: Rows, passes: str) -> Rows:
-    """Those that such a pass runs."""
+def rows_in(rows: Rows, passes: str) -> Rows:
+    """Return the rows that run in this part of the step."""
     return tuple(row for row in rows if row.passes == passes)
 
 
@@ -114,10 +121,10 @@ _NOTHING: Mapping[str, float] = {}
 
 
 def row_s(run: Run, row: Row) -> float:
-    """Time that a row takes in each of its passes; 0 where only bytes count."""
+    """Return the seconds of a row in one pass; 0 where only bytes count."""
     if row.only == BYTES:
         return 0.0
-    link = link_of(run, row)
+    link = row_link(run, row)
     num_devices, count = members(run, row), 1
     if row.passes == "once" and run.execution.bucket_bytes:
         count = math.ceil(row.payload_bytes / run.execution.bucket_bytes)
@@ -126,8 +133,8 @@ def row_s(run: Run, row: Row) -> float:
     return row.times * count * seconds
 
 
-def link_of(run: Run, row: Row) -> Link:
-    """What it runs on."""
+def row_link(run: Run, row: Row) -> Link:
+    """Return the link that a row runs on."""
     if not row.part:
         return run.link(*row.mesh_axes)
     [mesh_axis] = row.mesh_axes
@@ -137,32 +144,32 @@ def link_of(run: Run, row: Row) -> Link:
 
 
 def members(run: Run, row: Row) -> int:
-    """Devices that take part."""
+    """Return the number of devices that take part."""
     return row.members or math.prod(getattr(run.layout, axis) for axis in row.mesh_axes)
 
 
 def exposed(
     run: Run, rows: Iterable[Row], beside: Mapping[str, float] = _NOTHING
 ) -> Cost:
-    """Waiting for rows one after another.
+    """Return the cost of waiting for rows one after another.
 
     Args:
-        run: The run that they are of.
-        rows: Of the same pass.
-        beside: Seconds of the work that hides collectives, by the name that rows give
-            it; rows that name the same share them.
+        run: The run.
+        rows: Its rows of one pass.
+        beside: Seconds of work that hides collectives, by the name in `Row.beside`;
+            rows with the same name share them.
     """
     left = dict(beside)
     exposed_s: dict[str, float] = {}
-    beside_s = 0.0
+    total_hidden_s = 0.0
     for row in rows:
         seconds = row_s(run, row)
         if row.beside in left:
             hidden_s = min(seconds * row.share, left[row.beside])
             left[row.beside] -= hidden_s
             seconds -= hidden_s
-            beside_s += hidden_s
+            total_hidden_s += hidden_s
         mesh_axis = row.waits_on or row.mesh_axes[0]
         exposed_s[mesh_axis] = exposed_s.get(mesh_axis, 0.0) + seconds
-    slowed_s = beside_s * run.cluster.device.efficiency.collective_cores
-    return Cost(slowed_s, exposed_s, beside_s)
+    slowed_s = total_hidden_s * run.cluster.device.efficiency.collective_cores
+    return Cost(slowed_s, exposed_s, total_hidden_s)

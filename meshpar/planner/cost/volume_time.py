@@ -30,8 +30,8 @@ class VolumeRun:
     """A workload of volumes on a cluster under a layout.
 
     Args:
-        workload, cluster, layout: What, where, how.
-        mesh_axes: Of each dim of space, the mesh axis that splits it; "" for none.
+        workload, cluster, layout: Model, machine and layout.
+        mesh_axes: Mesh axis that splits each dim of space; "" for none.
         global_batch: Volumes in a step.
     """
 
@@ -43,31 +43,31 @@ class VolumeRun:
 
     @property
     def degrees(self) -> Degrees:
-        """Devices that share each dim of space."""
+        """Number of devices that share each dim of space."""
         sizes = self.layout.mesh_shape
         first, second, third = (sizes.get(axis, 1) for axis in self.mesh_axes)
         return first, second, third
 
     @property
     def sharing(self) -> int:
-        """Devices that share one volume."""
+        """Number of devices that share one volume."""
         return math.prod(self.degrees)
 
     @property
     def volumes(self) -> int:
-        """Of a step on one device, or on the devices that share them."""
+        """Number of volumes of a step on one device, or on devices that share them."""
         return self.global_batch // self.layout.batch_shards
 
     @property
     def rules(self) -> str:
-        """What differs from the layout's rules, in words; empty for nothing."""
+        """Rules that differ from the layout's defaults, as text; empty for none."""
         if 1 in (self.layout.context, self.layout.tensor):
             return ""
         named = zip(SPACE, self.mesh_axes, strict=True)
         return ",".join(f"{dim}={axis}" for dim, axis in named if axis)
 
     def link(self, *mesh_axes: str) -> Link:
-        """What they communicate over."""
+        """Return the link that collectives over these mesh axes run on."""
         return self.cluster.link(self.layout, *mesh_axes)
 
 
@@ -78,8 +78,8 @@ class VolumeMemory:
     Args:
         state_bytes: Parameters and optimizer state.
         batch_bytes: Its parts of the batch.
-        activation_bytes: Of arrays of volumes, at the fullest moment.
-        halo_bytes: Of one convolution, the largest.
+        activation_bytes: Arrays of volumes, at the fullest moment.
+        halo_bytes: Largest halo of a convolution.
         other_bytes: Gradients, and parameters as they are used.
     """
 
@@ -91,13 +91,13 @@ class VolumeMemory:
 
     @property
     def total_bytes(self) -> float:
-        """All of them."""
+        """Bytes of the device in all."""
         kept = self.state_bytes + self.batch_bytes
         return kept + self.activation_bytes + self.halo_bytes + self.other_bytes
 
 
 def volume_memory(run: VolumeRun) -> VolumeMemory:
-    """What a step takes on one device."""
+    """Return the memory of a step on one device."""
     work, share = run.workload, run.volumes / run.sharing
     on_tpus = run.cluster.device.platform == "tpu"
     at_once = work.on_tpus if on_tpus else work.at_once
@@ -111,14 +111,14 @@ def volume_memory(run: VolumeRun) -> VolumeMemory:
 
 
 def halo_bytes(run: VolumeRun) -> float:
-    """Sent to its neighbours in a step by one device."""
+    """Return the bytes that one device sends to its neighbours in a step."""
     return run.volumes * sum(
         sum(one.halo_bytes(run.degrees)) for one in run.workload.kernels
     )
 
 
 def volume_time(run: VolumeRun) -> StepTime:
-    """Where the time of a step goes."""
+    """Return the time of a step, by what it is spent on."""
     work, device = run.workload, run.cluster.device
     share = run.volumes / run.sharing
     compute_s = matmul_time.memory_s(device, work.passed_bytes * share)
@@ -141,7 +141,7 @@ def volume_time(run: VolumeRun) -> StepTime:
 
 
 def exposed(run: VolumeRun) -> dict[str, float]:
-    """Seconds of a step that wait for each mesh axis.
+    """Return the seconds that a step waits for each mesh axis.
 
     Halos go over the axis of their dim, one port and one hop for each convolution;
     sums over all devices that share a volume, as do kernels' gradients, which replicas

@@ -1,1 +1,1 @@
-"""What generation takes under a layout: memory, time of prefill and decode."""
+"""Memory of generation under a layout, and time of prefill and decode."""

@@ -32,12 +32,12 @@ _LOGIT_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceEstimate:
-    """What generating takes on one cluster.
+    """Estimated memory and time of generation on one cluster.
 
     Args:
-        workload, cluster, layout: What, where, how.
+        workload, cluster, layout: Model, machine and layout.
         slots: Requests that run at once.
-        seq: Tokens that each may have.
+        seq: Most tokens of a request.
         prompt: Tokens of a prompt.
     """
 
@@ -66,28 +66,28 @@ class InferenceEstimate:
 
     @property
     def rows(self) -> int:
-        """Requests of a device."""
+        """Number of requests of a device."""
         return self.slots // self.layout.batch_shards
 
     @property
     def parameter_bytes(self) -> float:
-        """At rest on a device."""
+        """Bytes of parameters at rest on a device."""
         split = self.layout.fsdp if self.layout.zero == 3 else 1
         return self._computed_parameters * _BYTES[self.layout.param_dtype] / split
 
     @property
     def cache_bytes(self) -> float:
-        """Of all slots, full, on a device.
+        """Bytes of the cache of all slots, full, on a device.
 
         Two arrays of kv heads, or one latent, for each token and layer:
         rows x seq x layers x values x bytes; heads that do not divide over `tensor`
         are copied (`meshpar.model.token_cache.kept_heads`).
         """
-        return self._cache_of(self.seq) * self.rows
+        return self._cache_bytes(self.seq) * self.rows
 
     @property
     def other_bytes(self) -> float:
-        """Logits and the stream of the larger program, and gathered weights."""
+        """Bytes of logits, of the larger program's stream, and of gathered weights."""
         tokens = max(self.rows, min(self.prompt, 128))
         stream = tokens * self.workload.hidden * self._compute_bytes * 8
         logits = self.rows * self.workload.vocab / self.layout.tensor * _LOGIT_BYTES
@@ -96,49 +96,49 @@ class InferenceEstimate:
 
     @property
     def total_bytes(self) -> float:
-        """All of these."""
+        """Bytes of a device in all."""
         return self.parameter_bytes + self.cache_bytes + self.other_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether a device has as many."""
+        """True if a device has enough memory."""
         return self.total_bytes <= self.cluster.device.usable_bytes
 
     @property
     def decode_s(self) -> float:
-        """One token of every slot, each having as many tokens as it may."""
+        """Seconds of one token of every slot, all of them full."""
         return self._step_s(1, self.seq, self.rows)
 
     @property
     def prefill_s(self) -> float:
-        """One prompt on each device that shares the batch."""
+        """Seconds of one prompt on each device that shares the batch."""
         return self._step_s(self.prompt, self.prompt / 2, 1)
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all slots together."""
+        """Tokens per second of all slots together."""
         return self.slots / self.decode_s
 
     @property
     def bound(self) -> str:
-        """What the time of a decode step goes to most."""
+        """Part of a decode step that takes most time."""
         parts = self._parts(1, self.seq, self.rows)
         return max(parts, key=parts.__getitem__)
 
     def with_slots(self, slots: int) -> InferenceEstimate:
-        """The same with another number of requests at once."""
+        """Return the same estimate with another number of slots."""
         return replace(self, slots=slots)
 
     def table(self) -> list[InferenceEstimate]:
-        """Numbers of slots from one a device on, doubled, as far as they fit."""
-        found, slots = [], self.layout.batch_shards
-        while (one := self.with_slots(slots)).fits and slots <= 1 << 20:
-            found.append(one)
+        """Return estimates of one slot a device, two, four ... as long as they fit."""
+        estimates, slots = [], self.layout.batch_shards
+        while (each := self.with_slots(slots)).fits and slots <= 1 << 20:
+            estimates.append(each)
             slots *= 2
-        return found
+        return estimates
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; bytes are of a device."""
+        """Return what `meshpar estimate --slots --json` prints; bytes of a device."""
         return {
             "layout": str(self.layout),
             "slots": self.slots,
@@ -176,7 +176,7 @@ class InferenceEstimate:
 
     @property
     def _layer_parameters(self) -> float:
-        """Of one layer on average, on a device that has it whole over `fsdp`."""
+        """Mean parameters of a layer on a device that has it whole over `fsdp`."""
         workload, layout = self.workload, self.layout
         total = 0.0
         for moe, count in workload.block_kinds:
@@ -188,14 +188,14 @@ class InferenceEstimate:
 
     @property
     def _heads_divide(self) -> bool:
-        """Whether each device has an equal part of the queries' heads."""
+        """True if each device has an equal part of the query heads."""
         return self.workload.heads % self.layout.tensor == 0
 
     @property
     def _whole(self) -> int:
         """Parameters of a layer's attention that each device of `tensor` has whole.
 
-        All where heads do not divide, those before attention where key heads do not.
+        All if heads do not divide, those before attention if key heads do not.
         """
         workload = self.workload
         if workload.traced:
@@ -212,8 +212,8 @@ class InferenceEstimate:
         ends = self.workload.embedding_parameters + self.workload.head_parameters
         return self._layers * self._layer_parameters + ends / self.layout.tensor
 
-    def _cache_of(self, tokens: float) -> float:
-        """Bytes of one request on a device."""
+    def _cache_bytes(self, tokens: float) -> float:
+        """Bytes of the cache of one request on a device."""
         workload, layout = self.workload, self.layout
         if workload.kv_lora_rank:
             values = float(workload.kv_lora_rank + workload.qk_rope_head_dim)
@@ -224,22 +224,22 @@ class InferenceEstimate:
 
     @property
     def _kept_heads(self) -> int:
-        """Key heads of which a device keeps tokens; jax is not imported for its own."""
+        """Number of key heads in a device's cache (`meshpar.model.token_cache`)."""
         kv_heads, shards = self.workload.kv_heads, self.layout.tensor
         if kv_heads == 1 or not self._heads_divide:
             return kv_heads
         return math.lcm(kv_heads, shards) // shards
 
     def _microbatches(self, rows: int) -> int:
-        """Parts that a step is cut into: stages alone cut it."""
+        """Number of microbatches of a step: only stages cut it."""
         return min(self.layout.microbatches, rows) if self.layout.stage > 1 else 1
 
     def _parts(self, new: int, seen: float, rows: int) -> dict[str, float]:
-        """Seconds of reading, of arithmetic and of each mesh axis."""
+        """Seconds of reading memory, of arithmetic, and of each mesh axis."""
         workload, layout, device = self.workload, self.layout, self.cluster.device
         read = self._computed_parameters * self._compute_bytes
         read *= self._microbatches(rows)
-        read += self._cache_of(seen) * rows
+        read += self._cache_bytes(seen) * rows
         tokens = rows * new
         whole = workload.layers * self._whole
         met = (workload.active_parameters - whole) / layout.tensor + whole
@@ -294,18 +294,18 @@ def estimate_inference(
     seq: int,
     prompt: int = 0,
 ) -> InferenceEstimate:
-    """What generating takes.
+    """Estimate memory and time of generation.
 
     Args:
         workload: The model's shape.
         cluster: The devices.
-        layout: How the model lies on them.
+        layout: The layout of the model.
         slots: Requests that run at once.
-        seq: Tokens that each may have.
+        seq: Most tokens of a request.
         prompt: Tokens of a prompt; half of `seq` when 0.
 
     Raises:
-        InputError: Sizes that do not fit together, or a model of no next tokens.
+        InputError: Sizes do not fit together, or the model is not causal.
     """
     if not workload.causal:
         raise InputError(

@@ -1,4 +1,4 @@
-"""An inference estimate in words, for people."""
+"""Text of an inference estimate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from meshpar.planner.inference.estimate import InferenceEstimate
 
 
 def in_words(found: InferenceEstimate) -> Sequence[str]:
-    """Lines for people."""
+    """Return lines of text: memory, decode, prefill, and a table of slots."""
     device = found.cluster.device
     gigabytes = [
         f"{name} {value / 1e9:.2f} GB"

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from meshpar.layout import Layout
 from meshpar.planner.cost.estimate import Estimate, estimate_run
-from meshpar.planner.cost.memory import memory_of
+from meshpar.planner.cost.memory import fullest_memory
 from meshpar.planner.cost.run import Run
 from meshpar.planner.search.bounds import Bound, Bounds
 from meshpar.planner.search.mesh_choices import MeshChoices
@@ -134,7 +134,7 @@ def settle(leaves: list[Leaf], bounds: Bounds, findings: Findings) -> None:
 def _settle(leaf: Leaf, run: Run, bounds: Bounds, findings: Findings) -> None:
     if findings.reject(leaf, bounds.memory_bytes(run)):
         return
-    if not findings.reject(leaf, memory_of(run).total_bytes):
+    if not findings.reject(leaf, fullest_memory(run).total_bytes):
         findings.keep(estimate_run(run), leaf.order)
 
 

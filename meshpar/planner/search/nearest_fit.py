@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from meshpar.layout import Layout
 from meshpar.planner.cost.estimate import Estimate, estimate_run, gigabytes
-from meshpar.planner.cost.memory import memory_of
+from meshpar.planner.cost.memory import fullest_memory
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.search.bounds import Bounds
 from meshpar.planner.search.rejection import too_large
@@ -127,7 +127,7 @@ def _smallest(request: Request) -> Estimate | None:
                 heappush(waiting, (part.bound.memory_bytes, part.order, part))
             continue
         run, tried = bounds.run(leaf.mesh, leaf.some_variant), tried + 1
-        total = memory_of(run).total_bytes
+        total = fullest_memory(run).total_bytes
         if total < least:
             least, smallest = total, run
     return None if smallest is None else estimate_run(smallest)

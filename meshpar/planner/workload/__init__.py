@@ -1,1 +1,1 @@
-"""A model as the planner sees it: shapes, FLOPs, activations."""
+"""Workloads of models: sizes, FLOPs, activations."""

@@ -17,7 +17,7 @@ from meshpar.residual_names import BLOCK_INPUT, ResidualNames, is_named
 
 
 def kept_bytes(run: Run, *, moe: bool) -> float:
-    """Of one microbatch on one device, under the remat policy."""
+    """Return the bytes a block keeps of one microbatch, under the remat policy."""
     remat = run.layout.remat
     if remat in STAGE_REMATS:
         return 0.0  # the stage's input alone: `stage_input_bytes`
@@ -38,7 +38,7 @@ def kept_bytes(run: Run, *, moe: bool) -> float:
 
 
 def offloaded_bytes(run: Run, *, moe: bool) -> float:
-    """Of one microbatch, what a block moves to the host's memory and gets back."""
+    """Return the bytes of one microbatch that a block moves to the host and back."""
     names = run.layout.residual_names
     if names is None or not names.offload:
         return 0.0
@@ -49,7 +49,7 @@ def offloaded_bytes(run: Run, *, moe: bool) -> float:
 
 
 def everything_bytes(run: Run, *, moe: bool) -> float:
-    """What every operation of the block needs, nothing recomputed.
+    """Return the bytes a block keeps of one microbatch without recomputation.
 
     For a GPT block with dropout, 16-bit values and scores that are stored:
 
@@ -66,7 +66,8 @@ def everything_bytes(run: Run, *, moe: bool) -> float:
     # Input and output of two norms; masks of dropout have a byte a value.
     stream: float = 4 * values * workload.hidden
     stream += 2 * workload.hidden if run.execution.dropout else 0
-    inside = (_projections(run) + _mixed(run) + mlp_values(run, moe)) * values
+    mixed = workload.heads * workload.value_dim
+    inside = (_projections(run) + mixed + mlp_values(run, moe)) * values
     inside += 4 * workload.heads if run.fused_attention else 0  # log-sums
     tokens = run.tokens
     if run.execution.keeps_gathered:
@@ -79,7 +80,7 @@ def everything_bytes(run: Run, *, moe: bool) -> float:
 
 
 def scores_bytes(run: Run) -> float:
-    """Softmax's output, and with dropout its mask and what it leaves."""
+    """Return the bytes of the softmax, and with dropout of its mask and result."""
     if not run.stores_softmax:
         return 0.0
     each = run.dtype_bytes * (2 if run.execution.dropout else 1)
@@ -88,7 +89,7 @@ def scores_bytes(run: Run) -> float:
 
 
 def _compiled_bytes(run: Run, remat: str, *, moe: bool) -> float:
-    """What our blocks keep (`block_activations`); experts as an MLP of their size."""
+    """Bytes that our blocks keep (`block_activations`); experts as one MLP."""
     workload, layout = run.workload, run.layout
     latent = bool(workload.kv_lora_rank)
     shape = BlockShape(
@@ -104,7 +105,7 @@ def _compiled_bytes(run: Run, remat: str, *, moe: bool) -> float:
         shape,
         batch=1,
         seq=run.seq,
-        remat=_of_routed(remat) if moe else remat,
+        remat=_as_dense(remat) if moe else remat,
         tensor=layout.tensor,
         sequence_parallel=layout.sequence_parallel,
         value_bytes=run.dtype_bytes,
@@ -123,10 +124,10 @@ def _compiled_bytes(run: Run, remat: str, *, moe: bool) -> float:
     return kept * run.tokens / run.seq + routed
 
 
-def _of_routed(remat: str) -> str:
-    """A policy by the names of an MLP of the experts' size.
+def _as_dense(remat: str) -> str:
+    """Return the policy with the experts' residual names replaced by an MLP's.
 
-    Matmuls in a loop over tiles are none that `dots` keeps.
+    `dots` keeps no matmuls of the loop over tiles.
     """
     if remat == "dots":
         return "save:attention_qkv/attention_out"
@@ -134,7 +135,7 @@ def _of_routed(remat: str) -> str:
 
 
 def _traced_bytes(run: Run, traced: TracedBlock, remat: str) -> float:
-    """The traced residuals; the residual stream's part is whole over `tensor`."""
+    """Bytes of the traced residuals; the residual stream is whole over `tensor`."""
     each = traced.residual_bytes[remat] * run.dtype_bytes / traced.residual_dtype_bytes
     stream = run.workload.hidden * run.dtype_bytes
     split = max(0.0, each - stream) / run.layout.tensor
@@ -142,12 +143,12 @@ def _traced_bytes(run: Run, traced: TracedBlock, remat: str) -> float:
 
 
 def stage_input_bytes(run: Run) -> float:
-    """Of what enters a block, or a stage."""
+    """Return the bytes of the input of a block, or of a stage."""
     return run.residual_bytes * run.residual_share
 
 
 def _projections(run: Run) -> float:
-    """Values of queries, keys and values of one token."""
+    """Number of values of queries, keys and values of one token."""
     workload = run.workload
     if not workload.kv_lora_rank:
         return (workload.heads + 2 * workload.kv_heads) * workload.head_dim
@@ -155,10 +156,6 @@ def _projections(run: Run) -> float:
     wide = workload.heads * (2 * workload.query_dim + workload.value_dim)
     narrow = workload.q_lora_rank + workload.kv_lora_rank + workload.qk_rope_head_dim
     return wide + narrow * run.layout.tensor
-
-
-def _mixed(run: Run) -> float:
-    return run.workload.heads * run.workload.value_dim
 
 
 def _active_ffn(run: Run, moe: bool) -> int:
@@ -169,12 +166,15 @@ def _active_ffn(run: Run, moe: bool) -> int:
 
 
 def gate_up_values(run: Run, moe: bool) -> float:
-    """Of one token, what the first matmul of an MLP makes."""
+    """Return the number of values that an MLP's first matmul makes of one token."""
     return _active_ffn(run, moe) * (2 if run.workload.gated else 1)
 
 
 def mlp_values(run: Run, moe: bool) -> float:
-    """Input and output of the activation; a gate's own output where not fused."""
+    """Return the number of values around an MLP's activation, of one token.
+
+    Its input and output; the gate's own output where not fused.
+    """
     hidden = 1.0
     if run.workload.gated and not run.execution.fused_activation:
         hidden = 2.0
@@ -182,7 +182,7 @@ def mlp_values(run: Run, moe: bool) -> float:
 
 
 def _router_bytes(run: Run, moe: bool) -> float:
-    """Tokens in the order of their experts, in and out, and the router's scores."""
+    """Bytes of tokens in the order of their experts, in and out, and of scores."""
     if not moe:
         return 0.0
     workload = run.workload
@@ -207,8 +207,8 @@ class BlockShape:
         kv_heads: Key and value heads.
         head_dim: Size of a head.
         ffn: Hidden size of the MLP.
-        gated: Whether the MLP has a gate beside `up` (SwiGLU).
-        dropout: Whether both branches drop values.
+        gated: True if the MLP has a gate beside `up` (SwiGLU).
+        dropout: True if both branches drop values.
     """
 
     embed: int
@@ -225,9 +225,9 @@ class Residual:
     """An array that a block makes.
 
     Args:
-        name: As `remat=save:NAME` calls it, where it has a name there.
-        bytes_per_token: Of one token, on one device alone.
-        along: What splits it: `tensor`, or `residual` for the tensor axis under
+        name: Name in `remat=save:NAME`, if it has one there.
+        bytes_per_token: Bytes of one token, on one device alone.
+        along: Axis that splits it: `tensor`, or `residual` for the tensor axis under
             sequence parallelism only.
     """
 
@@ -239,13 +239,13 @@ class Residual:
 def block_activations(
     block: BlockShape, seq: int, *, value_bytes: int = 2, fused_attention: bool = False
 ) -> tuple[Residual, ...]:
-    """All that a block keeps without remat, in the order in which it is made.
+    """Return all that a block keeps without remat, in the order in which it is made.
 
     Args:
         block: The block; norms on queries and keys are not counted.
         seq: Tokens of a sequence.
-        value_bytes: Of a value of the compute dtype.
-        fused_attention: Whether a fused kernel keeps the fp32 log of each softmax's sum
+        value_bytes: Bytes of a value of the compute dtype.
+        fused_attention: True if a fused kernel keeps the fp32 log of each softmax's sum
             instead of the softmax (Dao et al. 2022, section 3.1).
     """
     heads = block.heads * block.head_dim
@@ -253,20 +253,20 @@ def block_activations(
     up = (2 if block.gated else 1) * block.ffn
     scores = block.heads * (_FP32_BYTES if fused_attention else seq * value_bytes)
 
-    def of(name: str, values: int, along: str) -> Residual:
+    def residual(name: str, values: int, along: str) -> Residual:
         return Residual(name=name, bytes_per_token=values * value_bytes, along=along)
 
     masks = 2 * _MASK_BYTES * block.embed if block.dropout else 0
     return (
-        of("x", block.embed, "residual"),
-        of("attention_normed", block.embed, "residual"),
-        of("attention_qkv", qkv, "tensor"),
+        residual("x", block.embed, "residual"),
+        residual("attention_normed", block.embed, "residual"),
+        residual("attention_qkv", qkv, "tensor"),
         Residual(name="scores", bytes_per_token=scores, along="tensor"),
-        of("attention_mixed", heads, "tensor"),
-        of("attention_out", block.embed, "residual"),
-        of("mlp_normed", block.embed, "residual"),
-        of("mlp_gate_up" if block.gated else "mlp_up", up, "tensor"),
-        of("mlp_hidden", block.ffn, "tensor"),
+        residual("attention_mixed", heads, "tensor"),
+        residual("attention_out", block.embed, "residual"),
+        residual("mlp_normed", block.embed, "residual"),
+        residual("mlp_gate_up" if block.gated else "mlp_up", up, "tensor"),
+        residual("mlp_hidden", block.ffn, "tensor"),
         Residual(name="masks", bytes_per_token=masks, along="residual"),
     )
 
@@ -283,16 +283,16 @@ def block_activation_bytes(
     value_bytes: int = 2,
     fused_attention: bool = False,
 ) -> float:
-    """Bytes that one block keeps of `batch` sequences on each of `tensor` devices.
+    """Return the bytes a block keeps of `batch` sequences on each of `tensor` devices.
 
     Args:
         block: The block.
-        batch: Sequences, of one microbatch on one device.
+        batch: Sequences of one microbatch on one device.
         seq: Tokens of a sequence.
         remat: `Layout.remat`; residuals that it offloads are not on the device.
         tensor: Devices that split the block's matmuls.
-        sequence_parallel: Whether they split the residual stream too.
-        value_bytes: Of a value of the compute dtype: 2 for bf16.
+        sequence_parallel: True if they split the residual stream too.
+        value_bytes: Bytes of a value of the compute dtype: 2 for bf16.
         fused_attention: As for `block_activations`.
 
     Example:

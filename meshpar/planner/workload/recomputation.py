@@ -1,9 +1,9 @@
-"""What a block's backward runs again under a remat policy: the same for time and bytes.
+"""Recomputation in a block's backward under a remat policy, for time and bytes.
 
-A residual that is kept, or comes back from the host, is not made again, nor is what
-only it needs. Two things follow from nothing that has a name: the softmax inside of
-attention, and the residual stream between the two halves, which takes attention's
-output, summed over `tensor`.
+A residual that is kept, or comes back from the host, is not recomputed, nor is what
+only it needs. Two arrays have no name: the softmax inside of attention, and the
+residual stream between the two halves, which takes attention's output, summed over
+`tensor`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ATTENTION_KERNELS, _ELEMENTWISE_KERNELS = 5, 15
 
 
 class Again(NamedTuple):
-    """How often one backward of a block repeats each part of its forward.
+    """Times that one backward of a block repeats each part of its forward.
 
     Args:
         qkv, out, up, down: The matmuls with weights, in order.
@@ -42,7 +42,7 @@ class Again(NamedTuple):
 
     @property
     def kernels(self) -> int:
-        """Kernels launched for them."""
+        """Number of kernels launched for them."""
         matmuls = self.qkv + self.out + self.up + self.down
         attention = _ATTENTION_KERNELS * self.attention
         return matmuls + attention + _ELEMENTWISE_KERNELS * self.elementwise
@@ -52,7 +52,7 @@ _WHOLE = Again(*(1,) * 5, elementwise=1, sums=2, gathers=2, exchanges=1)
 
 
 def recomputation(run: Run, *, moe: bool) -> Again:
-    """What the layout's remat repeats; traffic as counted in compiled programs."""
+    """Return what the layout's remat repeats, as counted in compiled programs."""
     remat, eager = run.layout.remat, run.execution.eager
     if remat == "none":
         return Again()
@@ -70,7 +70,7 @@ def recomputation(run: Run, *, moe: bool) -> Again:
 
 
 def kept_names(run: Run) -> tuple[str, ...]:
-    """The residuals that the backward finds besides the block's input."""
+    """Return the names of the residuals that are kept besides the block's input."""
     names = run.layout.residual_names
     if names is not None:
         return names.every
@@ -89,16 +89,18 @@ NAMED = (
     "mlp_up",
     "mlp_hidden",
 )
-"""The residuals that blocks name with `Scope.save`; gated ones have no `mlp_up`, others
+"""Residuals that blocks name with `Scope.save`; gated blocks have no `mlp_up`, others
 no `mlp_gate_up`."""
 
 OF_EXPERTS = ("experts_in", "experts_gate_up")
-"""Those of routed experts: the rows that a device received, and what they become. They
-are made in a loop over tiles, none of whose matmuls `dots` keeps."""
+"""Residuals of routed experts: rows that a device received, and their first matmul.
+
+They are made in a loop over tiles, none of whose matmuls `dots` keeps.
+"""
 
 
 def _named(run: Run, kept: tuple[str, ...], moe: bool) -> Again:
-    """All that these names do not spare.
+    """Recomputation if the residuals of these names are kept.
 
     No gradient needs the MLP's output, but a router's and that of a gate on it. The
     sequence is gathered for the weights' gradients anyway, which serves here too: equal

@@ -1,7 +1,7 @@
-"""A model of volumes as the planner sees it: its convolutions, sums, and memory.
+"""Workload of a model of volumes: its convolutions, sums, and memory.
 
-All numbers are of one example, whose space one device has; how they divide over devices
-follows from sizes and windows.
+All numbers are of one example whose space one device has; sizes and windows say how
+they divide over devices.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from meshpar.rules.spatial import short_dim
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """The halos of one convolution, on one device.
+    """Halos of one convolution, on one device.
 
     Args:
-        sent_bytes: To its neighbours, along all split dims together.
+        sent_bytes: Bytes sent to its neighbours, along all split dims together.
     """
 
     sent_bytes: int
@@ -25,12 +25,12 @@ class Exchange:
 
 @dataclass(frozen=True, kw_only=True)
 class SpaceWorkload:
-    """What a step on volumes holds at once at its fullest, one device for all of space.
+    """Arrays of a step on volumes at its fullest moment, one device for all of space.
 
     Args:
-        volume_bytes: Of arrays that grow with the examples of a device.
-        other_bytes: Of all others: gradients, and parameters as they are used.
-        exchanges: Of each convolution, forward and backward.
+        volume_bytes: Bytes of arrays that grow with the examples of a device.
+        other_bytes: Bytes of all others: gradients, and parameters as they are used.
+        exchanges: Halos of each convolution, forward and backward.
     """
 
     volume_bytes: int
@@ -38,13 +38,13 @@ class SpaceWorkload:
     exchanges: tuple[Exchange, ...] = ()
 
     @classmethod
-    def of(
+    def from_peaks(
         cls, once: int, twice: int, exchanges: tuple[Exchange, ...] = ()
     ) -> SpaceWorkload:
-        """From the most bytes that a step holds of a batch, and of one of twice that.
+        """Return it from the peak bytes of a batch, and of one twice as large.
 
         Example:
-            >>> SpaceWorkload.of(12, 20)
+            >>> SpaceWorkload.from_peaks(12, 20)
             SpaceWorkload(volume_bytes=8, other_bytes=4, exchanges=())
         """
         return cls(
@@ -55,11 +55,11 @@ class SpaceWorkload:
 
     @property
     def halo_bytes(self) -> int:
-        """Sent to neighbours in a step by one device."""
+        """Bytes that one device sends to its neighbours in a step."""
         return sum(one.sent_bytes for one in self.exchanges)
 
     def activation_bytes(self, degree: int) -> float:
-        """Of arrays of volumes, where so many devices share an example's space.
+        """Return the bytes of arrays of volumes whose space `degree` devices share.
 
         Example:
             >>> SpaceWorkload(volume_bytes=800, other_bytes=10).activation_bytes(8)
@@ -69,11 +69,11 @@ class SpaceWorkload:
 
     @property
     def received_bytes(self) -> int:
-        """The halos of one convolution, the largest: they are there while it runs."""
+        """Bytes of the largest halo of a convolution."""
         return max((one.sent_bytes for one in self.exchanges), default=0)
 
     def temporary_bytes(self, degree: int) -> float:
-        """The most that is there at once beside what is kept between steps."""
+        """Return the most bytes at once besides what is kept between steps."""
         return self.activation_bytes(degree) + self.received_bytes + self.other_bytes
 
 
@@ -88,12 +88,12 @@ class Kernel:
 
     Args:
         flops: Two for each multiply and add.
-        num_bytes: Of its operands and its result.
-        sizes: Places of what it reads, along each dim of space.
-        reach: Places over the edge of a part that it reads, both sides together; none
-            of a matmul.
-        window: Places of its window, along each dim; 1 of a matmul.
-        place_bytes: Of one place; 0 of what is no convolution of volumes.
+        num_bytes: Bytes of its operands and its result.
+        sizes: Places that it reads, along each dim of space.
+        reach: Places beyond the edges of a part that it reads, both sides together; 0
+            for a matmul.
+        window: Places of its window, along each dim; 1 for a matmul.
+        place_bytes: Bytes of one place; 0 if it is no convolution of volumes.
     """
 
     flops: float
@@ -104,9 +104,9 @@ class Kernel:
     place_bytes: int = 0
 
     def halo_bytes(self, degrees: Degrees) -> tuple[float, float, float]:
-        """What one device sends along each dim, to both sides together.
+        """Return the bytes one device sends along each dim, to both sides together.
 
-        Dims are exchanged one after another, a later one with the halos that are there:
+        Dims are exchanged one after another, a later one with the halos of earlier:
 
             sent(dim) = reach(dim) * places of the other dims * bytes of a place
 
@@ -135,19 +135,19 @@ class VolumeWorkload:
     """A step on one volume, one device for all of space, as a trace has it.
 
     Args:
-        name: What reports call it.
-        precision: Of its blocks.
-        num_parameters: All of them.
+        name: Name in reports.
+        precision: Precision of its blocks.
+        num_parameters: Number of parameters.
         kernels: Convolutions and matmuls, forward and backward.
-        summed_bytes: Of what sums over space read: norms and the loss.
-        num_sums: Of these, the sums of each example, which the next operation waits
-            for; those over examples too are gradients of norms and biases.
-        at_once: What it holds at its fullest, halos left out.
+        summed_bytes: Bytes that sums over space read: norms and the loss.
+        num_sums: Number of sums of each example, which the next operation waits for;
+            sums over examples too are gradients of norms and biases.
+        at_once: Arrays at its fullest moment, without halos.
         on_tpus: The same, as XLA:TPU lays arrays out.
-        batch_bytes: Of an example's arrays.
-        least_sizes: Along each dim of space, the size that devices must divide: the
+        batch_bytes: Bytes of an example's arrays.
+        least_sizes: Size along each dim of space that devices must divide: the
             greatest common divisor of all levels'.
-        recomputed_flops: Of the kernels', what the backward computes again.
+        recomputed_flops: FLOPs of the kernels that the backward recomputes.
     """
 
     name: str
@@ -164,19 +164,19 @@ class VolumeWorkload:
 
     @property
     def flops(self) -> float:
-        """Of one example, forward and backward, nothing computed again."""
+        """FLOPs of one example, forward and backward, without recomputation."""
         return sum(kernel.flops for kernel in self.kernels) - self.recomputed_flops
 
     @property
     def passed_bytes(self) -> float:
-        """What is read and written beside the kernels.
+        """Bytes read and written besides the kernels.
 
-        Sums read their operand; what the fullest moment holds is written and read once.
+        Sums read their operand; arrays of the fullest moment are written and read once.
         """
         return self.summed_bytes + 2 * self.at_once.volume_bytes
 
     def short_part(self, degrees: Degrees) -> tuple[Kernel, int] | None:
-        """A convolution and a dim along which a step refuses split examples."""
+        """Return a convolution and a dim along which a step refuses split examples."""
         split = [dim for dim, degree in enumerate(degrees) if degree > 1]
         for kernel in self.kernels:
             parts = [
@@ -189,5 +189,5 @@ class VolumeWorkload:
         return None
 
     def largest_halo_bytes(self, degrees: Degrees) -> float:
-        """Of one convolution: it is there while that runs."""
+        """Return the bytes of the largest halo of a convolution."""
         return max((sum(one.halo_bytes(degrees)) for one in self.kernels), default=0.0)

@@ -12,16 +12,17 @@ from meshpar.parallel.sizes import LOGITS_BYTES
 
 @dataclass(frozen=True, kw_only=True)
 class TracedBlock:
-    """The mean block of a model; FLOPs and bytes are those of one token.
+    """Mean block of a traced model, not described by sizes; FLOPs and bytes a token.
 
     Args:
-        parameters: Of one block.
-        linear_flops: Forward, of matmuls with weights.
-        mixing_flops: Forward, of matmuls between activations, such as attention's.
+        parameters: Parameters of one block.
+        linear_flops: FLOPs of the forward's matmuls with weights.
+        mixing_flops: FLOPs of the forward's matmuls between activations, such as
+            attention's.
         seq: Tokens of the sequence that was traced: mixing grows with it.
-        residual_bytes: What the backward needs, by remat policy, of one token.
-        residual_dtype_bytes: Of one value in that trace.
-        other_end_parameters: Outside the blocks, beside embedding and head.
+        residual_bytes: Bytes that the backward needs, by remat policy.
+        residual_dtype_bytes: Bytes of one value in that trace.
+        other_end_parameters: Parameters outside the blocks besides embedding and head.
     """
 
     parameters: int
@@ -41,10 +42,10 @@ _MLA = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A transformer's shape: of a decoder's, unless fields say otherwise.
+    """Shape of a transformer: a decoder, unless fields say otherwise.
 
     Args:
-        name: What reports call it.
+        name: Name in reports.
         layers: Number of blocks.
         hidden: Width of the residual stream.
         heads: Attention heads.
@@ -53,14 +54,14 @@ class Workload:
         head_dim: Size of a head; `hidden / heads` when 0.
         ffn: Hidden size of a dense MLP; `4 * hidden` when 0.
         seq: Longest sequence; the number of `learned_positions`.
-        gated: Whether MLPs have a gate (SwiGLU).
-        tied: Whether the head reuses the embedding table.
-        learned_positions: Whether positions are a table of `seq` rows.
+        gated: True if MLPs have a gate (SwiGLU).
+        tied: True if the head reuses the embedding table.
+        learned_positions: True if positions are a table of `seq` rows.
         layer_norm: LayerNorm (scale and bias) instead of RMSNorm (scale).
         biases: Biases on every matmul of a block.
         qkv_bias: Biases on queries, keys and values only.
         qk_norm: RMSNorm on queries and keys.
-        dropout: Whether both branches of a block drop values, whose masks are kept.
+        dropout: True if both branches of a block drop values, whose masks are kept.
         experts: Routed experts of an MoE layer; 0 for a dense model.
         top_k: Experts that a token goes to.
         expert_ffn: Hidden size of an expert; `ffn` when 0.
@@ -72,18 +73,18 @@ class Workload:
         qk_nope_head_dim: Dims of a query and key of MLA without positions.
         qk_rope_head_dim: Its rotated dims.
         v_head_dim: Dims of its values.
-        causal: Whether a token sees none that follow it.
+        causal: True if a token sees none that follow it.
         modulations: Vectors of `hidden` values that scale, shift and gate a block, 6 of
             a Diffusion Transformer, from a matrix that each example meets once. Tokens
             are patches then, of `vocab` numbers each, which no devices share out.
-        other_end_parameters: Outside the blocks, beside embedding and head.
+        other_end_parameters: Parameters outside the blocks besides embedding and head.
         logits_bytes: Most bytes of fp32 logits that its head makes at a time; 0 for
             those of all tokens of a microbatch.
-        traced: A block of one's own (`meshpar.audit.block_trace`), whose parameters,
-            FLOPs and residuals count instead of those that sizes would give.
+        traced: A traced block, whose parameters, FLOPs and residuals replace those that
+            follow from sizes.
 
     Raises:
-        InputError: Sizes that are no whole numbers or do not fit together.
+        InputError: Sizes are no whole numbers, or do not fit together.
 
     Example:
         >>> gpt3 = Workload(
@@ -161,28 +162,28 @@ class Workload:
 
     @property
     def moe_layers(self) -> int:
-        """Layers whose MLP is routed."""
+        """Number of layers whose MLP is routed."""
         return self.layers - self.dense_layers if self.experts else 0
 
     @property
     def block_kinds(self) -> tuple[tuple[bool, int], ...]:
-        """Whether blocks have routed experts, and how many do or do not."""
+        """Pairs of True for routed experts, and the number of such blocks."""
         moe = self.moe_layers
         return (False, self.layers - moe), (True, moe)
 
     def is_moe(self, layer: int) -> bool:
-        """Whether that layer's MLP is routed."""
+        """Return True if that layer's MLP is routed."""
         return bool(self.experts) and layer >= self.dense_layers
 
-    def moe_layers_of(self, layers: range) -> int:
-        """How many of these consecutive layers are routed."""
+    def count_moe_layers(self, layers: range) -> int:
+        """Return how many of these consecutive layers are routed."""
         if not self.experts:
             return 0
         return max(0, layers.stop - max(layers.start, self.dense_layers))
 
     @property
     def attention_matrix_parameters(self) -> int:
-        """Parameters of the matrices of one layer's attention."""
+        """Number of parameters of the matrices of one layer's attention."""
         if not self.kv_lora_rank:
             wide = (2 * self.heads + 2 * self.kv_heads) * self.head_dim
             return self.hidden * wide
@@ -197,11 +198,11 @@ class Workload:
         return query + compressed + self.kv_lora_rank * expanded + out
 
     def mlp_matrix_parameters(self, ffn: int) -> int:
-        """Parameters of the matrices of one MLP of that hidden size."""
+        """Return the parameters of the matrices of one MLP of that hidden size."""
         return (3 if self.gated else 2) * self.hidden * ffn
 
     def block_matrix_parameters(self, *, moe: bool) -> int:
-        """Parameters of the matrices of one layer, the router's included."""
+        """Return the parameters of the matrices of one layer, the router's included."""
         if self.traced:
             return self.traced.parameters
         mlp = self.mlp_matrix_parameters(self.ffn)
@@ -216,11 +217,11 @@ class Workload:
         return self.modulations * self.hidden**2
 
     def expert_parameters(self, *, moe: bool) -> int:
-        """Those of them that expert parallelism splits: the routed experts'."""
+        """Return the parameters of a layer's routed experts, which `expert` splits."""
         return self.experts * self.mlp_matrix_parameters(self.expert_ffn) if moe else 0
 
     def active_block_parameters(self, *, moe: bool) -> int:
-        """Parameters of the matrices that one token of one layer meets."""
+        """Return the parameters of the matrices of one layer that one token uses."""
         if self.traced:
             return round(self.traced.linear_flops / 2)
         if not moe:
@@ -230,7 +231,7 @@ class Workload:
         return self.attention_matrix_parameters + routed + self.hidden * self.experts
 
     def block_vector_parameters(self, *, moe: bool) -> int:
-        """Norm scales and biases of one layer."""
+        """Return the parameters of norm scales and biases of one layer."""
         if self.traced:
             return 0
         norms = 2 * self.hidden * (2 if self.layer_norm else 1)
@@ -249,7 +250,7 @@ class Workload:
         return norms + biases
 
     def block_parameters(self, *, moe: bool) -> int:
-        """All parameters of one layer."""
+        """Return the parameters of one layer."""
         return self.block_matrix_parameters(moe=moe) + self.block_vector_parameters(
             moe=moe
         )
@@ -277,7 +278,7 @@ class Workload:
 
     @property
     def num_parameters(self) -> int:
-        """All parameters, tied ones once."""
+        """Number of parameters; tied ones count once."""
         blocks = sum(
             count * self.block_parameters(moe=moe) for moe, count in self.block_kinds
         )
@@ -286,7 +287,7 @@ class Workload:
 
     @property
     def active_parameters(self) -> int:
-        """Matrix parameters that one token meets, the head's included."""
+        """Number of matrix parameters that one token uses, the head's included."""
         blocks = sum(
             count * self.active_block_parameters(moe=moe)
             for moe, count in self.block_kinds
@@ -294,17 +295,17 @@ class Workload:
         return blocks + self.vocab * self.hidden
 
     def attention_flops(self, seq: int) -> int:
-        """FLOPs of scores and mixed values of one token of one layer, forward.
+        """Return the FLOPs of scores and mixed values of one token and layer, forward.
 
-        All `seq` keys count, also those that a causal mask hides, as Megatron-LM and
-        most published MFUs count them.
+        All `seq` keys count, also those that a causal mask hides, as in Megatron-LM and
+        most published MFUs.
         """
         if self.traced:
             return round(self.traced.mixing_flops * seq / self.traced.seq)
         return 2 * self.heads * (self.query_dim + self.value_dim) * seq
 
     def model_flops(self, *, global_batch: int, seq: int) -> int:
-        """FLOPs of one step, forward and backward, nothing recomputed.
+        """Return the FLOPs of one step, forward and backward, without recomputation.
 
             3 * tokens * (2 * active parameters + layers * attention)
 
