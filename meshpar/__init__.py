@@ -78,7 +78,7 @@ _HOMES = {
     "MemoryReport": "meshpar.train.memory_report",
     "Model": "meshpar.model.contract",
     "Parameter": "meshpar.model.parameter",
-    "RuleError": "meshpar.rules.table",
+    "RuleError": "meshpar.rules.rules",
     "Rules": "meshpar.rules.rules",
     "Scope": "meshpar.model.scope",
     "TENSOR": "meshpar.rules.presets",
@@ -134,9 +134,8 @@ if TYPE_CHECKING:
         TENSOR_SEQUENCE,
         default_rules,
     )
-    from meshpar.rules.rules import Rules
+    from meshpar.rules.rules import RuleError, Rules
     from meshpar.rules.sharding import born_sharded, nnx_shardings, tree_shardings
-    from meshpar.rules.table import RuleError
     from meshpar.tables.tables import embedding_tables
     from meshpar.train.memory_report import MemoryReport, memory_report
     from meshpar.train.refusals import IdleMeshAxisWarning

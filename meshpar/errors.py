@@ -1,11 +1,14 @@
-"""The error of what was given, which is no bug: its one line is all one needs."""
+"""Errors of bad input and of the program itself, and what their lines say."""
 
 from __future__ import annotations
 
 import difflib
 import functools
+import io
 import operator
 import re
+import sys
+import traceback
 import unicodedata
 import warnings
 from collections.abc import Callable, Iterable
@@ -14,9 +17,17 @@ from typing import Any, ParamSpec, TypeVar
 
 _P, _R = ParamSpec("_P"), TypeVar("_R")
 
+BAD_INPUT = 2
+"""Exit status of a program that was given what it cannot use."""
+
+FAULT = 70
+"""Exit status of a program that failed by its own fault (EX_SOFTWARE of sysexits.h)."""
+
+FAULT_KEY = "program.fault"
+"""Key of such an error in the output of `--json`."""
+
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 """Also after `Path` has taken one of the two slashes away."""
-
 
 _TURNS = frozenset(map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x206A))))
 """Characters that turn the direction of text."""
@@ -65,7 +76,7 @@ def renamed(old: str, function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def whole_number(name: str, value: Any, least: int = 1) -> int:
-    """The value, once it is a whole number of at least `least`.
+    """Return the value, checked to be a whole number of at least `least`.
 
     Raises:
         InputError: It is not; `name` says of what.
@@ -121,19 +132,133 @@ def printable(text: str) -> str:
         >>> printable("red: \x1b[31m") == r"red: \x1b[31m"
         True
     """
-    return "".join(map(_escaped, text))
-
-
-def _escaped(character: str) -> str:
-    is_control = unicodedata.category(character) == "Cc" and character not in "\n\t"
-    if not is_control and character not in _TURNS:
-        return character
-    return character.encode("unicode_escape").decode()
+    return "".join(
+        one.encode("unicode_escape").decode()
+        if one in _TURNS or (unicodedata.category(one) == "Cc" and one not in "\n\t")
+        else one
+        for one in text
+    )
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown name: `did you mean ...? known: ...`."""
+    """Return the end of an unknown name's error: `did you mean ...? known: ...`."""
     known = sorted(known)
     close = difflib.get_close_matches(word, known, n=2, cutoff=0.5)
     hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
     return f"{hint}known: {', '.join(known) or 'none'}"
+
+
+def print_end(command: str, error: Exception) -> int:
+    """Print why a program ends, and return its exit status.
+
+    What it was given, or what the system does not let it read or write, is one line;
+    all else is a fault of the program.
+
+    Args:
+        command: What the line begins with.
+        error: What was raised.
+    """
+    if not isinstance(error, InputError | OSError):
+        return print_fault(command, error)
+    print(f"{command}: {printable(' '.join(str(error).split()))}", file=sys.stderr)
+    return BAD_INPUT
+
+
+def escape_unencodable(stream: Any) -> None:
+    """Let a stream escape what it cannot encode, such as a file name of other bytes.
+
+    Python does so on stderr; on stdout it would raise an error after the work is done.
+    """
+    if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+        stream.reconfigure(errors="backslashreplace")
+
+
+def print_fault(command: str, error: BaseException) -> int:
+    """Print an error that nobody has refused, and return the exit status.
+
+    Args:
+        command: What the line begins with.
+        error: What was raised; its trace comes before the line.
+    """
+    lines = traceback.format_exception(error)
+    print(printable("".join(lines)), end="", file=sys.stderr)
+    print(f"{command}: {fault_line(error)}", file=sys.stderr)
+    return FAULT
+
+
+def fault_line(error: BaseException) -> str:
+    """Return one line that reports an error of the program.
+
+    Example:
+        >>> fault_line(KeyError("mlp"))
+        "a fault of meshpar itself (KeyError: 'mlp'); please report it with its trace"
+    """
+    text = " ".join(str(error).split())
+    told = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return printable(
+        f"a fault of meshpar itself ({told}); please report it with its trace"
+    )
+
+
+def key_value_pairs(
+    text: str, *, noun: str, form: str, way_out: str
+) -> list[tuple[str, str]]:
+    """Return the keys and values of `text` in order, without the spaces around them.
+
+    Args:
+        text: What was written.
+        noun: What errors call it.
+        form: What each part must be, such as `key=value`.
+        way_out: The end of the error about a part that is not.
+
+    Raises:
+        InputError: A part has no key or no value.
+
+    Example:
+        >>> key_value_pairs("a=1, a = 2", noun="text", form="key=value", way_out="")
+        [('a', '1'), ('a', '2')]
+    """
+    pairs = []
+    for part in text.split(","):
+        key, _, value = (piece.strip() for piece in part.partition("="))
+        if not key or not value:
+            raise InputError(
+                f"{noun} {text!r}: {part.strip()!r} is not {form}; {way_out}",
+                key=f"{_room(noun)}.not_key_value",
+            )
+        pairs.append((key, value))
+    return pairs
+
+
+def key_values(text: str, *, noun: str, example: str) -> dict[str, str]:
+    """Return the values of `text` by key.
+
+    Args:
+        text: What was written.
+        noun: What errors call it.
+        example: What errors show.
+
+    Raises:
+        InputError: A part is not key=value, or a key is given twice.
+
+    Example:
+        >>> key_values("data=2,tensor=4", noun="layout", example="data=2")
+        {'data': '2', 'tensor': '4'}
+    """
+    values: dict[str, str] = {}
+    way_out = f"write for example {example}"
+    for key, value in key_value_pairs(
+        text, noun=noun, form="key=value", way_out=way_out
+    ):
+        if key in values:
+            raise InputError(
+                f"{noun} {text!r}: {key!r} is given twice; give it once",
+                key=f"{_room(noun)}.repeated_key",
+            )
+        values[key] = value
+    return values
+
+
+def _room(noun: str) -> str:
+    """The room of an error's key: `rules` of `--with-rules`."""
+    return noun.rpartition("-")[2]

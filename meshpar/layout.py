@@ -8,8 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Literal
 
 from meshpar.attention_method import ONE_WORD, AttentionMethod
-from meshpar.errors import InputError, nearest, whole_number
-from meshpar.key_values import key_values
+from meshpar.errors import InputError, key_values, nearest, whole_number
 from meshpar.residual_names import ResidualNames, is_named
 from meshpar.schedules import schedule_method
 

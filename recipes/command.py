@@ -8,9 +8,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshpar.distributed import leave, status_of
-from meshpar.errors import InputError, printable
-from meshpar.internal_errors import escape_unencodable, print_fault
+from meshpar.distributed import exit_status, leave
+from meshpar.errors import InputError, escape_unencodable, print_fault, printable
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.options import parse_arguments, program_words
 from meshpar.train.faults import BadStepError
@@ -57,7 +56,7 @@ def main(argv: Sequence[str] | None = None, command: str = "pretrain") -> int:
         return leave(NO)
     except (InputError, OSError) as error:
         print(f"{command}: {_one_line(error, config)}", file=sys.stderr)
-        return leave(status_of(error))
+        return leave(exit_status(error))
     except KeyboardInterrupt:
         print(f"{command}: stopped at once, nothing more is saved", file=sys.stderr)
         return leave(INTERRUPTED + 2)

@@ -26,7 +26,7 @@ import numpy as np
 import optax
 
 import meshpar
-from meshpar.internal_errors import print_end
+from meshpar.errors import print_end
 from meshpar.machine.emulate import num_cpu_devices
 from meshpar.models.dit import DiTConfig, dit
 from meshpar.models.dit_sampling import METHODS, sample

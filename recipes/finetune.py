@@ -29,8 +29,7 @@ import tyro
 
 from meshpar import InputError, Layout, TrainState, TrainStep, emulate, make_train_step
 from meshpar.data.mixture import mixed
-from meshpar.errors import local_path, whole_number
-from meshpar.internal_errors import escape_unencodable, print_end
+from meshpar.errors import escape_unencodable, local_path, print_end, whole_number
 from meshpar.machine.emulate import num_cpu_devices
 from meshpar.model.lora import TARGETS, LoRA
 from meshpar.models.convert.chat_template import read_template

@@ -29,7 +29,7 @@ import numpy as np
 from meshpar import Layout, emulate
 from meshpar.cli.parsing import positive
 from meshpar.cli.report.destination import check_picture, output_file
-from meshpar.internal_errors import print_end
+from meshpar.errors import print_end
 from meshpar.layout import MESH_AXES
 from meshpar.recipes.printed_rows import write_rows
 from meshpar.recipes.shallow_water import Band, State, balanced

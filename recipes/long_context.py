@@ -22,7 +22,7 @@ import numpy as np
 import optax
 
 import meshpar
-from meshpar.internal_errors import print_end
+from meshpar.errors import print_end
 from meshpar.models.llama import LlamaConfig, llama
 from meshpar.recipes.texts import BYTE_VOCAB, SHAKESPEARE
 from meshpar.train.data import HostBatch, byte_tokens, read_texts

@@ -39,7 +39,7 @@ from meshpar import (
 )
 from meshpar.cli.parsing import positive
 from meshpar.cli.report.destination import output_file
-from meshpar.internal_errors import print_end
+from meshpar.errors import print_end
 from meshpar.recipes.clicks import (
     NUMBERS,
     Clicks,

@@ -15,7 +15,7 @@ from meshpar.model.single import forward, loss
 from meshpar.models.presets import build
 from meshpar.parallel.reduction import random_key
 from meshpar.testing.batches import random_batch, steps_of
-from meshpar.testing.quick_compile import quick_compile_options
+from meshpar.testing.equivalence import quick_compile_options
 
 BATCH, SEQ, SEED = 24, 16, 3
 QUICK = quick_compile_options("cpu")

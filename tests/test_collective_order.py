@@ -15,7 +15,7 @@ from meshpar import Layout, make_train_step
 from meshpar.machine import collective_channels
 from meshpar.models.presets import build
 from meshpar.testing.batches import random_batch
-from meshpar.testing.quick_compile import quick_compile_options
+from meshpar.testing.equivalence import quick_compile_options
 from tests.collectives_beside_loops import beside_loops
 from tests.marks import slow
 

@@ -12,7 +12,7 @@ from meshpar import Input, InputError, Layout, default_rules, from_nnx
 from meshpar.parallel.sequence_checks import tokens_joined
 from meshpar.parallel.sequence_lengths import check_sequences
 from meshpar.testing import check_layouts
-from meshpar.testing.given_batch import check_undeclared, undeclared, with_batch
+from meshpar.testing.batches import check_undeclared, undeclared, with_batch
 
 SEQ = 16
 TOKENS = {name: Input(("batch", "seq"), "int", below=11) for name in ("x", "label")}

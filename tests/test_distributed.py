@@ -15,7 +15,7 @@ from meshpar import InputError
 from meshpar.distributed import DistributedError, Place, Processes, find_place, start
 from meshpar.distributed.cluster import first_node
 from meshpar.distributed.collectives_check import check_collectives
-from meshpar.distributed.errors import status_of
+from meshpar.distributed.endings import exit_status
 from meshpar.distributed.lines import Lines
 from meshpar.distributed.roll_call import (
     Greeting,
@@ -172,7 +172,7 @@ def caused(error, cause):
     ],
 )
 def test_what_may_pass_ends_with_another_status_than_bad_input(error, status):
-    assert status_of(error) == status
+    assert exit_status(error) == status
 
 
 def test_the_command_ends_with_the_status_of_its_error(refuses_recipe):

@@ -16,13 +16,13 @@ from meshpar.layout import _CHOICES, BY_COST
 from meshpar.model import examples_apart
 from meshpar.parallel import placement
 from meshpar.schedules import SCHEDULES
-from meshpar.testing import equivalence, layout_cases, shrink
+from meshpar.testing import equivalence, layout_cases
+from meshpar.testing import report as reports
 from meshpar.testing.comparison import Deviation
+from meshpar.testing.draws import DRAWS, TWISTS
 from meshpar.testing.layout_cases import Case, Choices, draw_cases, refusal
-from meshpar.testing.layout_draws import DRAWS
 from meshpar.testing.masks import MASKS
-from meshpar.testing.shrink import simpler_cases
-from meshpar.testing.twists import TWISTS
+from meshpar.testing.report import simpler_cases
 from tests.marks import slow
 from tests.refusals import check_words
 
@@ -300,7 +300,7 @@ def test_what_goes_on_under_another_layout_agrees_or_the_checkpoint_is_wrong(
         return dataclasses.replace(state, opt_state=zeros)
 
     monkeypatch.setattr(equivalence, "resumed", forgets)
-    monkeypatch.setattr(shrink, "MAX_TRIES", 0)
+    monkeypatch.setattr(reports, "MAX_TRIES", 0)
     assert status_of(words) == 1
     assert "parameters" in capsys.readouterr().out
 
@@ -330,7 +330,7 @@ def test_a_layout_that_stops_is_a_failure_with_its_error(monkeypatch, capsys):
         raise TypeError("no such array")
 
     monkeypatch.setattr(placement, "reduce_gradients", stops)
-    monkeypatch.setattr(shrink, "MAX_TRIES", 0)
+    monkeypatch.setattr(reports, "MAX_TRIES", 0)
     argv = f"fuzz --layout data=2 {SMALL} --seq 2 --global-batch 2"
     assert status_of(argv.split()) == 1
     assert "TypeError: no such array" in capsys.readouterr().out

@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[1]
 # matching name counts. `meshpar` alone is the public API, which those above it use.
 LAYERS = (
     ("meshpar.errors",),
-    ("meshpar.foreign_files", "meshpar.internal_errors"),
-    ("meshpar.key_values", "meshpar.attention_method"),
+    ("meshpar.foreign_files",),
+    ("meshpar.attention_method",),
     ("meshpar.residual_names", "meshpar.collective_kinds", "meshpar.schedules"),
     ("meshpar.layout", "meshpar.hardware", "meshpar.machine"),
     ("meshpar.collectives", "meshpar.distributed"),

@@ -17,7 +17,7 @@ from meshpar.models.moe import MoEConfig, moe
 from meshpar.models.presets import build
 from meshpar.rules.presets import DATA_PARALLEL
 from meshpar.testing.batches import random_batch
-from meshpar.testing.quick_compile import quick_compile_options
+from meshpar.testing.equivalence import quick_compile_options
 from meshpar.train.checkpoint import CheckpointError, Checkpoints
 from meshpar.train.local_steps import nesterov, outer_of
 from tests.marks import slow

@@ -12,7 +12,7 @@ _RUN = """
 import meshpar
 devices = meshpar.emulate(8)
 import numpy as np, optax
-from meshpar.testing.quick_compile import quick_compile_options
+from meshpar.testing.equivalence import quick_compile_options
 from meshpar.models.presets import build
 step = meshpar.make_train_step(
     build("{preset}"), optax.adamw(1e-3), "{layout}", max_grad_norm=1.0,
@@ -86,7 +86,7 @@ import os
 import meshpar
 meshpar.emulate(8)
 import numpy as np, optax
-from meshpar.testing.quick_compile import quick_compile_options
+from meshpar.testing.equivalence import quick_compile_options
 from meshpar.models.presets import build
 step = meshpar.make_train_step(
     build("test", layers={layers}), optax.adamw(1e-3), "{layout}", max_grad_norm=1.0,

@@ -11,7 +11,7 @@ from optax import contrib
 
 from meshpar import Layout, Model, Parameter
 from meshpar.model.parameter import is_parameter
-from meshpar.testing.quick_compile import quick_compile_options
+from meshpar.testing.equivalence import quick_compile_options
 from meshpar.train.optimizer.by_layer import by_layer
 from tests.marks import slow
 

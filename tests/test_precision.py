@@ -11,7 +11,7 @@ import pytest
 
 from meshpar import Layout, lint, make_train_step
 from meshpar.model.parameter import is_parameter
-from meshpar.testing.quick_compile import quick_compile_options
+from meshpar.testing.equivalence import quick_compile_options
 from meshpar.train.optimizer_state import full_dtype, stochastic_round
 from tests.kept_gradients import keeping_gradients
 from tests.marks import slow

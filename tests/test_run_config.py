@@ -50,7 +50,7 @@ def test_reading_the_options_imports_no_jax():
         }
         light = {"meshpar.distributed", "meshpar.errors", "meshpar.train.faults"}
         light |= {"meshpar.data.sources", "meshpar.foreign_files", "tyro"}
-        light |= {"meshpar.internal_errors"}
+        light |= {"meshpar.errors"}
         ours = {f"meshpar.recipes.{name}" for name in ("config", "config_file")}
         ours |= {"meshpar.recipes.options", "meshpar.recipes.option_checks"}
         assert all(

@@ -26,7 +26,7 @@ from meshpar.schedules import (
     simulate,
     tick_table,
 )
-from meshpar.testing.layout_draws import draw_layout
+from meshpar.testing.draws import draw_layout
 from tests.pipelined import assert_equal_to_plain, mlp_of, step_of
 
 V_SHAPED = ScheduleMethod(

@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar import Layout, lint, make_mesh
-from meshpar.lint.shards import shards_of
+from meshpar.lint.rows import shards_of
 from meshpar.models.presets import build
 
 LAYOUTS = [

@@ -11,7 +11,7 @@ import pytest
 from meshpar import Layout, audit, lint, make_train_step
 from meshpar.audit.hlo import parse_program
 from meshpar.models.presets import build
-from meshpar.testing.quick_compile import quick_compile_options
+from meshpar.testing.equivalence import quick_compile_options
 from tests.marks import slow
 from tests.pipelined import mlp_of
 

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     import jax
 
     from meshpar.model.contract import Model
+    from meshpar.testing.draws import Twist
     from meshpar.testing.layout_cases import Case, Choices
     from meshpar.testing.report import Report, Result
-    from meshpar.testing.twists import Twist
 
 
 EXAMPLE = "meshpar fuzz --preset tiny --num 1"
@@ -153,8 +153,8 @@ def _cases(
 
 
 def _choices(args: argparse.Namespace) -> Choices:
+    from meshpar.testing.draws import TWISTS
     from meshpar.testing.layout_cases import Choices
-    from meshpar.testing.twists import TWISTS
 
     turns = _turns(args)
     return Choices(
@@ -193,7 +193,7 @@ def _suited_turns(
     Raises:
         InputError: It suits none, or there is no such twist.
     """
-    from meshpar.testing.twists import twist_named
+    from meshpar.testing.draws import twist_named
 
     twist = twist_named(name)
     kept = [tuple(one for one in turn if twist.suits(_build(one))) for turn in turns]
@@ -219,7 +219,7 @@ def _build(text: str) -> Model:
 
 
 def _twist(text: str) -> Twist | None:
-    from meshpar.testing.twists import twist_named
+    from meshpar.testing.draws import twist_named
 
     name = _model_options(text).twist
     return None if name is None else twist_named(name)

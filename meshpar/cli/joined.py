@@ -16,7 +16,7 @@ from meshpar.cli.parsing import (
     positive,
     print_error,
 )
-from meshpar.distributed import Processes, find_place, leave, start, status_of
+from meshpar.distributed import Processes, exit_status, find_place, leave, start
 from meshpar.distributed.cluster import is_kubernetes_pod
 from meshpar.errors import InputError
 from meshpar.machine.emulate import emulate
@@ -108,7 +108,7 @@ def run_joined(
             raise
         print(f"meshpar {args.subcommand}: {one_line(error)}", file=sys.stderr)
         print_error(error, as_json=args.json and _is_first(args))
-        return leave(status_of(error))
+        return leave(exit_status(error))
 
 
 def _is_first(args: argparse.Namespace) -> bool:

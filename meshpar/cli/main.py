@@ -20,9 +20,8 @@ from meshpar.cli.parsing import (
     one_line,
     print_error,
 )
-from meshpar.distributed.leave import leave
-from meshpar.errors import InputError, nearest
-from meshpar.internal_errors import escape_unencodable, print_fault
+from meshpar.distributed.endings import leave
+from meshpar.errors import InputError, escape_unencodable, nearest, print_fault
 
 DONE, NO, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 

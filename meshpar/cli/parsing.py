@@ -12,9 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from meshpar.errors import InputError, printable
-from meshpar.internal_errors import KEY, fault_line
-from meshpar.key_values import key_values
+from meshpar.errors import FAULT_KEY, InputError, fault_line, key_values, printable
 from meshpar.layout import MESH_AXES, Layout
 
 if TYPE_CHECKING:
@@ -267,7 +265,7 @@ def print_error(error: Exception, *, as_json: bool) -> None:
         as_json: Whether there is a `--json`.
     """
     if as_json:
-        key, message = KEY, fault_line(error)
+        key, message = FAULT_KEY, fault_line(error)
         if isinstance(error, InputError):
             key, message = error.key, one_line(error)
         elif isinstance(error, OSError):

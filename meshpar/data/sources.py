@@ -10,8 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from meshpar.data.errors import DataError
-from meshpar.errors import local_path, nearest
-from meshpar.key_values import key_values
+from meshpar.errors import key_values, local_path, nearest
 
 _SUFFIXES = {
     ".txt": "text",

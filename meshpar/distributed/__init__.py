@@ -1,18 +1,21 @@
-"""Many processes as one job: found, joined, watched, and ended together."""
+"""Many processes as one job: how they find and join each other, and end together."""
 
 from __future__ import annotations
 
 from meshpar.distributed.cluster import Place, find_place
-from meshpar.distributed.errors import LOST, DistributedError, status_of
-from meshpar.distributed.leave import leave
+from meshpar.distributed.endings import LOST, DistributedError, exit_status, leave
 from meshpar.distributed.processes import Processes
 from meshpar.distributed.start import start
+
+status_of = exit_status
+"""Deprecated name of `exit_status`; goes with the next release."""
 
 __all__ = [
     "LOST",
     "DistributedError",
     "Place",
     "Processes",
+    "exit_status",
     "find_place",
     "leave",
     "start",

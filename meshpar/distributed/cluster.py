@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshpar.distributed.errors import BAD_INPUT, DistributedError
+from meshpar.distributed.endings import BAD_INPUT, DistributedError
 from meshpar.errors import InputError, whole_number
 
 _PORTS = 2**12

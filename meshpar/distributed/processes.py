@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from meshpar.distributed.errors import LOST, DistributedError, status_of
-from meshpar.distributed.leave import end_now
+from meshpar.distributed.endings import LOST, DistributedError, end_now, exit_status
 from meshpar.distributed.lines import Lines
 from meshpar.distributed.roll_call import Roll
 from meshpar.errors import InputError
@@ -186,7 +185,7 @@ class Processes:
             self._is_closed.set()
             self._end_of(self._lost, self._lost_status)
         reason = " ".join(str(error).split()) or type(error).__name__
-        self.close(reason, status=status_of(error))
+        self.close(reason, status=exit_status(error))
 
     def _wait_for_news(self) -> None:
         """A lost process breaks collectives at once, and is known a little later."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from typing import Any, cast
 
 from meshpar.distributed.cluster import Place
-from meshpar.distributed.errors import BAD_INPUT, LOST, DistributedError
+from meshpar.distributed.endings import BAD_INPUT, LOST, DistributedError
 from meshpar.distributed.lines import Lines
 
 _RETRY_S = 0.2

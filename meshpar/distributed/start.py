@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
 
 from meshpar.distributed.cluster import Place, find_place, is_kubernetes_pod
-from meshpar.distributed.errors import BAD_INPUT, LOST, DistributedError
+from meshpar.distributed.endings import BAD_INPUT, LOST, DistributedError
 from meshpar.distributed.processes import Processes
 from meshpar.distributed.roll_call import Roll, call_roll, free_port
 from meshpar.errors import InputError

@@ -16,7 +16,7 @@ from meshpar.lint.findings import (
     shadowing_overrides,
 )
 from meshpar.lint.large_bytes import LARGE_BYTES
-from meshpar.lint.rows import ParameterRow, replicated_row, row_of
+from meshpar.lint.rows import ParameterRow, parameter_row, replicated_row
 from meshpar.model.activations import Activation, traced_activations
 from meshpar.model.contract import Model, check_model
 from meshpar.parallel.grids.space import space_errors, splits_tokens
@@ -31,13 +31,15 @@ from meshpar.parallel.zero import (
     unsplit_message,
 )
 from meshpar.rules.presets import default_rules
-from meshpar.rules.rules import Rules, check_rules, spec_axes
-from meshpar.rules.table import (
+from meshpar.rules.rules import (
     MeshAxes,
     RuleError,
+    Rules,
     Target,
+    check_rules,
     mesh_axes_of,
     shadowed_message,
+    spec_axes,
 )
 from meshpar.train.layout_refusals import layout_errors
 from meshpar.train.refusals import (
@@ -185,7 +187,7 @@ def _parameter_rows(
     rows, findings = [], []
     for path, parameter in model.flat_parameters().items():
         try:
-            rows.append(row_of(path, parameter, layout, rules))
+            rows.append(parameter_row(path, parameter, layout, rules))
         except RuleError as error:
             row = replicated_row(path, parameter, layout.param_dtype)
             rows.append(row)

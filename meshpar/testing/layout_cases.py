@@ -33,16 +33,16 @@ from meshpar.parallel.grids.space import has_pairs, has_space, space_errors
 from meshpar.parallel.pipeline.program import arranged_for
 from meshpar.parallel.sequence_checks import context_errors
 from meshpar.parallel.zero import parameter_specs
+from meshpar.rules.rules import MeshAxes
 from meshpar.rules.spatial import SPATIAL
-from meshpar.rules.table import MeshAxes
-from meshpar.testing.layout_draws import (
+from meshpar.testing.draws import (
+    Twist,
     built_values,
     draw_layout,
     draw_split_axes,
     pick,
 )
 from meshpar.testing.masks import MASKS
-from meshpar.testing.twists import Twist
 
 SEQS = (8, 12, 16)
 LARGEST_BATCH = 16  # examples

@@ -24,9 +24,8 @@ from meshpar.parallel.placement import Placement
 from meshpar.parallel.reduction import host_groups
 from meshpar.parallel.remat import HOST_MEMORY
 from meshpar.parallel.zero import split_axes_of
-from meshpar.rules.rules import Rules, spec_axes
+from meshpar.rules.rules import RuleError, Rules, spec_axes
 from meshpar.rules.spatial import SPATIAL
-from meshpar.rules.table import RuleError
 from meshpar.train.layout_refusals import PLAIN, layout_errors, zero_refusals
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from meshpar.layout import MESH_AXES
-from meshpar.lint.shards import Shards, shards_of
+from meshpar.lint.rows import Shards, shards_of
 from meshpar.model.contract import Model
 from meshpar.planner.cost.estimate import Estimate
 from meshpar.planner.cost.memory import Memory, rank_memories

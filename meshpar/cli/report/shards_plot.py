@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from meshpar.lint.shards import Shards
+from meshpar.lint.rows import Shards
 from meshpar.planner.cost.estimate import gigabytes
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from meshpar.cli.report.page import heading, page, paragraph, plot, table
 from meshpar.cli.report.shards_plot import MOST_DEVICES, shards_plot
 from meshpar.cli.report.timeline_plot import HOW_TO_READ, timeline_plot
 from meshpar.cli.report.traffic_plot import axes_text, link_text, traffic_plot
-from meshpar.lint.rows import ParameterRow
-from meshpar.lint.shards import Shards
+from meshpar.lint.rows import ParameterRow, Shards
 from meshpar.planner.cost.estimate import gigabytes, milliseconds
 from meshpar.planner.cost.in_words import estimate_in_words
 from meshpar.schedules.render import summary

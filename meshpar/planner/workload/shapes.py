@@ -6,8 +6,7 @@ import re
 from dataclasses import fields, replace
 from typing import Any
 
-from meshpar.errors import InputError
-from meshpar.key_values import key_values
+from meshpar.errors import InputError, key_values
 from meshpar.layout import nearest
 from meshpar.planner.workload.hf_workload import GPT2, LLAMA, workload_from_json
 from meshpar.planner.workload.workload import Workload
