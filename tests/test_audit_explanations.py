@@ -18,7 +18,7 @@ from meshpar.audit.evidence import Evidence, constrained_arrays
 from meshpar.audit.reasons import Explained, explain
 from meshpar.audit.report import AuditReport, audit
 from meshpar.audit.subject import Subject
-from meshpar.audit.traced import operations
+from meshpar.trace.operations import operations
 from tests.test_audit_counts import array, mesh_of
 from tests.test_audit_surprises import line_with
 from tests.test_audit_targets import (

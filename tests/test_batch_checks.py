@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from meshpar import Input, make_train_step
-from meshpar.model.batch_checks import check_batch
+from meshpar.checks.batches import check_batch
 from meshpar.models.inputs import language_inputs
 from meshpar.models.presets import build
 from meshpar.testing.equivalence import check_layouts

@@ -20,8 +20,8 @@ from meshpar import (
     lint,
     make_train_step,
 )
+from meshpar.checks.sequences import check_token_wise
 from meshpar.model.single import forward, loss
-from meshpar.model.token_mixing import mixes_tokens
 from meshpar.model.token_order import TokenOrder
 from meshpar.models.inputs import language_inputs
 from meshpar.models.layers.attention import Attention
@@ -30,9 +30,9 @@ from meshpar.models.llama import RESIDUAL, LlamaConfig, llama
 from meshpar.models.moe import MoEConfig, moe
 from meshpar.models.presets import build
 from meshpar.parallel.context.attention import heads_here
-from meshpar.parallel.sequence_checks import check_token_wise
 from meshpar.schedules import SCHEDULES
 from meshpar.testing import check_layouts
+from meshpar.trace.token_mixing import mixes_tokens
 from tests.covering import every_pair
 from tests.marks import slow
 from tests.pipelined import assert_close

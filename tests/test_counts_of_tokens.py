@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 from meshpar import Input, InputError, Layout, default_rules, from_nnx
-from meshpar.parallel.sequence_checks import tokens_joined
-from meshpar.parallel.sequence_lengths import check_sequences
+from meshpar.checks.sequence_lengths import check_sequences
+from meshpar.checks.sequences import tokens_joined
 from meshpar.testing import check_layouts
 from meshpar.testing.batches import check_undeclared, undeclared, with_batch
 

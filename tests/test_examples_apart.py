@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from meshpar import Input, Layout, from_nnx, make_train_step
-from meshpar.model.examples_apart import check_examples_apart
+from meshpar.checks.examples import check_examples_apart
 from tests.marks import slow
 from tests.states import normal_values
 from tests.zoo.plain import normal

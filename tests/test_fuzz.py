@@ -10,10 +10,10 @@ import jax
 import pytest
 
 from meshpar import Layout
+from meshpar.checks import examples
 from meshpar.cli import fuzz
 from meshpar.cli.main import _parser, main
 from meshpar.layout import _CHOICES, BY_COST
-from meshpar.model import examples_apart
 from meshpar.parallel import placement
 from meshpar.schedules import SCHEDULES
 from meshpar.testing import equivalence, layout_cases
@@ -242,7 +242,7 @@ def test_a_twisted_model_trains_or_is_refused_as_it_must_be(twist, layout, key, 
 
 @pytest.mark.slow
 def test_what_trains_and_must_be_refused_is_a_failure(monkeypatch, capsys):
-    monkeypatch.setattr(examples_apart, "_what_joins", lambda *_: None)
+    monkeypatch.setattr(examples, "_what_joins", lambda *_: None)
     words = ["fuzz", *SMALL.split(), "--twist", "joined_examples"]
     assert status_of([*words, "--layout", "data=2"]) == 1
     assert "model.joins_examples" in capsys.readouterr().out

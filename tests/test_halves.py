@@ -10,9 +10,9 @@ from flax import nnx
 from jax import lax
 
 from meshpar import Input, from_nnx, make_train_step
-from meshpar.model import examples_apart, halves
-from meshpar.model.examples_apart import check_examples_apart
-from meshpar.model.halves import what_halves_change
+from meshpar.checks import examples, halves
+from meshpar.checks.examples import check_examples_apart
+from meshpar.checks.halves import what_halves_change
 from tests.marks import slow
 
 EMBED, SEQ, EXPERTS = 8, 4, 2
@@ -420,14 +420,14 @@ def test_what_is_no_sum_over_examples_is_refused(name, refuses):
 
 def test_sums_that_a_trace_settles_are_not_run(monkeypatch):
     """The count of examples needs a second trace; a sum of the weights does not."""
-    monkeypatch.setattr(examples_apart, "_run_in_halves", None)
+    monkeypatch.setattr(examples, "_run_in_halves", None)
     check_examples_apart(with_sums(), BATCH, "data=2")
 
     def weighted(ends, x):
         return x.sum(), jnp.exp(x).sum()
 
-    monkeypatch.setattr(examples_apart, "_times", lambda batch, times: 1 / 0)
-    monkeypatch.setattr(examples_apart, "_told_apart", lambda batch, *_: many_of(batch))
+    monkeypatch.setattr(examples, "_times", lambda batch, times: 1 / 0)
+    monkeypatch.setattr(examples, "_told_apart", lambda batch, *_: many_of(batch))
     check_examples_apart(with_sums(weighted), BATCH, "data=2")
 
 

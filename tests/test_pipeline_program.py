@@ -20,11 +20,11 @@ from meshpar.audit.flops import flops_of
 from meshpar.audit.flow import may_end_early, places, trip_count
 from meshpar.audit.hlo import arrays_of, parse_program
 from meshpar.machine.mesh import absent_mesh
-from meshpar.model.equations import equations
 from meshpar.models.presets import build
 from meshpar.parallel.pipeline.ends import Shares
 from meshpar.parallel.placement import stream_specs
 from meshpar.schedules import make_schedule, tick_table
+from meshpar.trace.walk import equations
 from tests.marks import slow
 from tests.pipelined import mlp_of
 from tests.test_audit_targets import needs_gpu_compiler, needs_tpu_compiler

@@ -12,14 +12,13 @@ import pytest
 from flax import nnx
 
 from meshpar import Input, Layout, from_nnx
-from meshpar.model import halves
-from meshpar.models.presets import build
-from meshpar.parallel import sequence_halves
-from meshpar.parallel.sequence_checks import (
+from meshpar.checks import halves, sequences
+from meshpar.checks.sequences import (
     check_per_token,
     check_token_wise,
     tokens_joined,
 )
+from meshpar.models.presets import build
 from tests.marks import slow
 
 
@@ -130,7 +129,7 @@ def test_ranks_that_share_the_tokens_of_the_head_refuse_it_too(refuses):
 
 
 def test_a_model_without_such_a_backward_is_not_run(monkeypatch):
-    monkeypatch.setattr(sequence_halves, "what_halves_change", None)
+    monkeypatch.setattr(sequences, "what_halves_change", None)
     check_token_wise(model_of(nnx.silu))
 
 

@@ -24,11 +24,11 @@ from meshpar import (
 from meshpar.audit.collectives import Collective
 from meshpar.audit.evidence import Evidence
 from meshpar.audit.needs import halo_of
-from meshpar.audit.traced import operations
 from meshpar.models.layers.volume import VOLUME, Conv
 from meshpar.models.presets import build
 from meshpar.models.unet3d import UNet3DConfig
 from meshpar.parallel.grids.space import space_errors
+from meshpar.trace.operations import operations
 from tests.refusals import names
 
 BEAMS = {"depth": "context", "height": "tensor"}

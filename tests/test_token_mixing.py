@@ -19,9 +19,9 @@ from meshpar import (
     lint,
     make_train_step,
 )
-from meshpar.model.token_mixing import mixes_tokens
-from meshpar.parallel.sequence_checks import check_token_wise
-from meshpar.parallel.sequence_lengths import check_sequences
+from meshpar.checks.sequence_lengths import check_sequences
+from meshpar.checks.sequences import check_token_wise
+from meshpar.trace.token_mixing import mixes_tokens
 
 T, D = 8, 4
 STREAM = ("batch", "residual_seq", "embed")

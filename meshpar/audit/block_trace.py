@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal
 
 from meshpar.audit.head_trace import in_dtype, logits_bytes
-from meshpar.audit.jaxprs import dot_flops, inner_jaxprs
 from meshpar.model.contract import Model
 from meshpar.model.parameter import is_parameter
 from meshpar.model.scope import Scope
@@ -28,6 +27,7 @@ from meshpar.parallel.blocks import vjp_without
 from meshpar.parallel.placement import DTYPES
 from meshpar.parallel.remat import rematerialised
 from meshpar.planner.workload.workload import TracedBlock, Workload
+from meshpar.trace.walk import dot_flops, inner_jaxprs
 
 _POLICIES = ("none", "selective", "dots", "full")
 

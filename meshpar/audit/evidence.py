@@ -18,10 +18,9 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding
 
 from meshpar.audit.collectives import Collective
-from meshpar.audit.jaxprs import array_shape
-from meshpar.audit.split_rules import Split, split_by
-from meshpar.audit.traced import Operation, Value, shape_of
-from meshpar.model.scan_counts import scan_counts
+from meshpar.trace.operations import Operation, Value, shape_of
+from meshpar.trace.splits import Split, split_by
+from meshpar.trace.walk import array_shape, scan_counts
 
 _ALONG = {
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), "axis"),

@@ -29,16 +29,21 @@ from typing import Any
 from jax.extend.core import JaxprEqn
 
 from meshpar.audit.collectives import Collective
-from meshpar.audit.jaxprs import array_dtype, array_shape
 from meshpar.audit.kept_splits import KeptSplits, unpadded
 from meshpar.audit.needs import CONVOLUTION
-from meshpar.audit.split_rules import Split
-from meshpar.audit.traced import Operation, operations, source_of
 from meshpar.collective_kinds import KINDS, WRITTEN_AS
 from meshpar.errors import InputError
 from meshpar.layout import Layout
-from meshpar.model.equations import collective_axes, equations, programs_in
 from meshpar.parallel.grids.convolution_gradients import OWN_SCOPE
+from meshpar.trace.operations import Operation, operations, source_of
+from meshpar.trace.splits import Split
+from meshpar.trace.walk import (
+    array_dtype,
+    array_shape,
+    collective_axes,
+    equations,
+    programs_in,
+)
 
 _REDUCTIONS = (
     *("psum", "psum_invariant", "psum2", "pmax", "pmin"),

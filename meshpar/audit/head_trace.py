@@ -7,16 +7,15 @@ from typing import Any
 
 import jax
 
-from meshpar.audit.jaxprs import array_shape
 from meshpar.audit.needs import MATMUL
 from meshpar.model.contract import Model
-from meshpar.model.equations import equations
 from meshpar.model.tracing import (
     one_layer_state,
     traced_batch,
     traced_streams,
     tracing_scope,
 )
+from meshpar.trace.walk import array_shape, equations
 
 _EXAMPLE_BYTES = 2**33
 """Logits of the traced tokens: more than any head should make at a time."""

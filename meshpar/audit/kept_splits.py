@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from meshpar.audit.jaxprs import array_shape
-from meshpar.audit.split_rules import RULES, Split, elementwise
-from meshpar.audit.traced import Operation, Value
+from meshpar.trace.operations import Operation, Value
+from meshpar.trace.splits import RULES, Split, elementwise
+from meshpar.trace.walk import array_shape
 
 _WHOLE: frozenset[str] = frozenset()
 _CUTS = ("pad", "slice", "dynamic_slice")

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from meshpar.audit.jaxprs import array_dtype, array_shape, dot_flops
 from meshpar.audit.needs import CONVOLUTION, MATMUL, reach_of
-from meshpar.audit.traced import Operation
 from meshpar.planner.workload.volume import SPACE, Kernel
+from meshpar.trace.operations import Operation
+from meshpar.trace.walk import array_dtype, array_shape, dot_flops
 
 
 def kernels_of(operations: Iterable[Operation]) -> tuple[Kernel, ...]:

@@ -14,9 +14,9 @@ from typing import Any
 
 from meshpar.audit.collectives import Collective
 from meshpar.audit.evidence import Evidence, local_shape, sizes_of
-from meshpar.audit.jaxprs import array_dtype, array_shape
-from meshpar.audit.traced import Operation
 from meshpar.planner.workload.volume import Exchange
+from meshpar.trace.operations import Operation
+from meshpar.trace.walk import array_dtype, array_shape
 
 MATMUL = "dot_general"
 

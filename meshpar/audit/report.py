@@ -30,13 +30,13 @@ from meshpar.audit.reasons import Explained, explain
 from meshpar.audit.subject import Subject, subject_of
 from meshpar.audit.target import Target
 from meshpar.audit.targets import CompiledProgram, TargetError, compile_for
-from meshpar.audit.traced import fallbacks, operations
 from meshpar.errors import InputError
 from meshpar.layout import MESH_AXES
 from meshpar.machine.mesh import slow_axes_of
 from meshpar.machine.mesh_order import SlowAxis, slow_axes
 from meshpar.machine.topology import Topology
 from meshpar.planner.machine.cluster import Cluster
+from meshpar.trace.operations import fallbacks, operations
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,11 +7,11 @@ from typing import Any, Protocol
 
 import jax
 
-from meshpar.audit.live_bytes import most_room
 from meshpar.audit.needs import exchanges
 from meshpar.audit.subject import FlatFunction, Subject
-from meshpar.audit.traced import operations
 from meshpar.planner.workload.volume import SpaceWorkload
+from meshpar.trace.live_bytes import most_room
+from meshpar.trace.operations import operations
 
 
 class _Traced(Protocol):

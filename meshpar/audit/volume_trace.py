@@ -12,10 +12,7 @@ from typing import Any
 
 import optax
 
-from meshpar.audit.jaxprs import array_shape
 from meshpar.audit.kernels import kernels_of
-from meshpar.audit.live_bytes import most_room
-from meshpar.audit.traced import Operation, operations
 from meshpar.errors import InputError
 from meshpar.layout import Layout
 from meshpar.machine.mesh import absent_mesh
@@ -23,6 +20,9 @@ from meshpar.model.contract import Model
 from meshpar.model.inputs import shapes_of
 from meshpar.parallel.grids.space import has_space
 from meshpar.planner.workload.volume import SPACE, Kernel, SpaceWorkload, VolumeWorkload
+from meshpar.trace.live_bytes import most_room
+from meshpar.trace.operations import Operation, operations
+from meshpar.trace.walk import array_shape
 
 
 def traced_volume(

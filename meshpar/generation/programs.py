@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshpar.audit.subject import Subject
+from meshpar.checks.sequences import tokens_joined
 from meshpar.errors import InputError
 from meshpar.generation.agreement import check_takes_part
 from meshpar.generation.cache_memory import check_memory
@@ -33,7 +34,6 @@ from meshpar.model.values import initial_values
 from meshpar.parallel.paged_cache import Pools, Rows, Source
 from meshpar.parallel.pipeline.program import Pipeline, pipeline_of
 from meshpar.parallel.placement import PARAM_DTYPES, Placement
-from meshpar.parallel.sequence_checks import tokens_joined
 from meshpar.rules.presets import default_rules
 from meshpar.rules.rules import Rules, check_rules
 from meshpar.rules.sharding import path_name

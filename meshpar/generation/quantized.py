@@ -20,9 +20,8 @@ from jax import lax
 from meshpar.errors import InputError
 from meshpar.layout import Layout
 from meshpar.model.contract import Model
-from meshpar.model.matrix import Matrix
-from meshpar.model.parameter import Parameter, Params, flat
-from meshpar.model.rebuilt import rebuilt
+from meshpar.model.lora import rebuilt
+from meshpar.model.parameter import Matrix, Parameter, Params, flat
 from meshpar.parallel.placement import DTYPES
 from meshpar.rules.sharding import insert, path_name
 from meshpar.train.state import TrainState, put_in, take_out

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
+from meshpar.checks.sequences import context_errors
 from meshpar.errors import InputError, whole_number
 from meshpar.layout import Layout
 from meshpar.lint.findings import (
@@ -17,13 +18,12 @@ from meshpar.lint.findings import (
 )
 from meshpar.lint.large_bytes import LARGE_BYTES
 from meshpar.lint.rows import ParameterRow, parameter_row, replicated_row
-from meshpar.model.activations import Activation, traced_activations
 from meshpar.model.contract import Model, check_model
+from meshpar.model.tracing import Activation, traced_activations
 from meshpar.parallel.grids.space import space_errors, splits_tokens
 from meshpar.parallel.pipeline.program import arranged_for
 from meshpar.parallel.remat import check_residual_names
 from meshpar.parallel.sequence import token_order
-from meshpar.parallel.sequence_checks import context_errors
 from meshpar.parallel.zero import (
     moved_because,
     parameter_specs,

@@ -19,11 +19,11 @@ import jax.numpy as jnp
 
 from meshpar.hardware.platforms import platform_named
 from meshpar.layout import BATCH_AXES
-from meshpar.model.equations import collective_axes, equations
 from meshpar.model.inputs import Batch
 from meshpar.model.scope import Scope
 from meshpar.model.sums import Sums
 from meshpar.rules.rules import auto_mesh_shape
+from meshpar.trace.walk import collective_axes, equations
 
 Run = Callable[[Any, Any, Scope], tuple[Any, Sums]]
 """(parameters, stream, scope) -> (stream, sums)."""

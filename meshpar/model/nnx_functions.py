@@ -12,15 +12,18 @@ from flax import nnx
 from jax import lax
 
 from meshpar.errors import InputError
-from meshpar.model.dependence import arguments_read, passed_on
-from meshpar.model.nnx_builds import build, built
-from meshpar.model.nnx_checks import check_axes, check_method
-from meshpar.model.nnx_errors import TRACED_NUMBER, traced_number
-from meshpar.model.nnx_leaves import in_full, value_of
+from meshpar.model.nnx_builds import build, built, in_full, value_of
+from meshpar.model.nnx_checks import (
+    TRACED_NUMBER,
+    check_axes,
+    check_method,
+    traced_number,
+)
 from meshpar.model.parameter import Parameter, Params
 from meshpar.model.scope import Scope
 from meshpar.model.sums import is_pair
 from meshpar.rules.sharding import axes_of, insert, path_name
+from meshpar.trace.dependence import arguments_read, passed_on
 
 _STATISTICS = "batch_norm."
 """Begins the names of the sums that `nnx.BatchNorm` makes, before a state's path."""

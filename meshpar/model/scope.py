@@ -16,8 +16,7 @@ from meshpar.collectives import asked, summed
 from meshpar.errors import InputError
 from meshpar.model.inputs import Batch
 from meshpar.model.token_cache import TokenCache
-from meshpar.model.token_order import TokenOrder
-from meshpar.model.whole_sequence import over_sequence, sequence_sum
+from meshpar.model.token_order import TokenOrder, over_sequence, sequence_sum
 from meshpar.rules.rules import LogicalAxes, Rules, auto_mesh_shape, spec_axes
 
 SAVED_PREFIX = "meshpar."

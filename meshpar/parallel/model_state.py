@@ -12,13 +12,13 @@ from meshpar.collectives import asked, summed
 from meshpar.errors import InputError
 from meshpar.layout import TOKEN_AXES
 from meshpar.model.contract import BlockGroup
-from meshpar.model.dependence import arguments_read
 from meshpar.model.parameter import Params, flat
 from meshpar.model.sums import Sums
 from meshpar.parallel.blocks import Stack
 from meshpar.parallel.placement import Placement
 from meshpar.parallel.zero import before_use, gather_shards, manual_spec
 from meshpar.rules.rules import spec_axes
+from meshpar.trace.dependence import arguments_read
 
 
 def statistics_of(stack: Stack, sums: Sums) -> Sums:

@@ -13,10 +13,10 @@ from jax.ad_checkpoint import checkpoint_name
 from meshpar.errors import InputError
 from meshpar.layout import STAGE_REMATS, nearest
 from meshpar.model.contract import Model
-from meshpar.model.equations import equations
 from meshpar.model.scope import SAVED_PREFIX, Scope
 from meshpar.model.tracing import traced_batch, traced_forward, tracing
 from meshpar.residual_names import BLOCK_INPUT, ResidualNames, is_named
+from meshpar.trace.walk import equations
 
 HOST_MEMORY = "pinned_host"
 """JAX's name for memory of the host that devices read and write by themselves."""

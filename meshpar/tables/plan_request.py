@@ -11,7 +11,6 @@ import jax
 import optax
 
 from meshpar.audit.kernels import kernels_of
-from meshpar.audit.traced import operations
 from meshpar.errors import InputError
 from meshpar.hardware import device as matmul_time
 from meshpar.layout import MESH_AXES, Layout
@@ -32,6 +31,7 @@ from meshpar.tables.step import TableStep, with_tables
 from meshpar.tables.table import Table
 from meshpar.tables.tables import embedding_tables
 from meshpar.tables.traffic import table_traffic
+from meshpar.trace.operations import operations
 from meshpar.train.step import make_train_step
 
 _VALUE_BYTES, _GRADIENT_BYTES, _UPDATE_BYTES = 4, 4, 28

@@ -22,11 +22,11 @@ from meshpar import (
     TrainStep,
     make_train_step,
 )
+from meshpar.checks.batches import check_batch
 from meshpar.errors import InputError, whole_number
-from meshpar.model.batch_checks import check_batch
-from meshpar.model.building import is_mapped
 from meshpar.model.contract import check_model
 from meshpar.model.inputs import open_size
+from meshpar.model.values import is_mapped
 from meshpar.testing.batches import (
     Arrays,
     check_undeclared,

@@ -25,13 +25,13 @@ from meshpar import (
     lint,
     make_train_step,
 )
+from meshpar.checks.sequences import context_errors
 from meshpar.errors import InputError, whole_number
 from meshpar.layout import nearest
 from meshpar.machine.emulate import DEFAULT_DEVICES
 from meshpar.model.inputs import shapes_of
 from meshpar.parallel.grids.space import has_pairs, has_space, space_errors
 from meshpar.parallel.pipeline.program import arranged_for
-from meshpar.parallel.sequence_checks import context_errors
 from meshpar.parallel.zero import parameter_specs
 from meshpar.rules.rules import MeshAxes
 from meshpar.rules.spatial import SPATIAL

@@ -14,9 +14,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from meshpar.checks.batches import check_batch, check_values
 from meshpar.errors import InputError
 from meshpar.layout import Layout
-from meshpar.model.batch_checks import check_batch, check_values
 from meshpar.model.inputs import Input
 from meshpar.train.refusals import batch_refusal
 

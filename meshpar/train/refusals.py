@@ -16,10 +16,14 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from meshpar.errors import InputError
 from meshpar.layout import BATCH_AXES, ZERO_AXES, Layout
 from meshpar.machine.mesh import hosts_of
-from meshpar.model.activations import traced_activations
 from meshpar.model.contract import BlockGroup, Model
 from meshpar.model.parameter import flat
-from meshpar.model.tracing import traced_batch, traced_forward, tracing
+from meshpar.model.tracing import (
+    traced_activations,
+    traced_batch,
+    traced_forward,
+    tracing,
+)
 from meshpar.parallel.placement import Placement
 from meshpar.parallel.reduction import host_groups
 from meshpar.parallel.remat import HOST_MEMORY

@@ -15,6 +15,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshpar.audit.hazards import PlainConvolutions
 from meshpar.audit.subject import Subject
+from meshpar.checks.sequence_lengths import check_sequences
+from meshpar.checks.sequences import check_context, check_per_token
 from meshpar.errors import InputError
 from meshpar.hardware.compiler_options import compiler_options_for
 from meshpar.layout import BATCH_AXES, Layout
@@ -27,8 +29,6 @@ from meshpar.parallel.placement import DTYPES, Placement
 from meshpar.parallel.prefetch import prefetch_notes, prefetches
 from meshpar.parallel.program import LocalProgram
 from meshpar.parallel.remat import check_residual_names
-from meshpar.parallel.sequence_checks import check_context, check_per_token
-from meshpar.parallel.sequence_lengths import check_sequences
 from meshpar.rules.presets import default_rules
 from meshpar.rules.rules import Rules, check_rules
 from meshpar.rules.sharding import born_sharded
@@ -163,7 +163,7 @@ def make_train_step(
         check: Whether a model that may join the examples of a batch is refused where
             devices or microbatches have some each. What its trace leaves open costs
             some seconds once, as a small instance runs
-            (`meshpar.model.examples_apart`).
+            (`meshpar.checks.examples`).
 
     Raises:
         RuleError: A parameter cannot be laid out, or a rule for activations uses `data`

@@ -15,14 +15,14 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshpar.checks.examples import check_examples_apart, check_examples_first
+from meshpar.checks.sequences import check_logits_tokens
 from meshpar.collectives import asked
 from meshpar.layout import BATCH_AXES
 from meshpar.model.contract import Model
-from meshpar.model.examples_apart import check_examples_apart, check_examples_first
 from meshpar.model.parameter import Params
 from meshpar.parallel.placement import Placement
 from meshpar.parallel.reduction import global_norm, scaled
-from meshpar.parallel.sequence_checks import check_logits_tokens
 from meshpar.train.layer_order import layer_orders
 from meshpar.train.optimizer_state import (
     in_full,

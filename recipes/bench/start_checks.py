@@ -5,7 +5,7 @@
 
 Each step is made and lowered with `check=True` and with `check=False`, in turns,
 with nothing cached. One model has a backward of its own, which only running it in
-halves of a batch can judge (`meshpar.model.halves`).
+halves of a batch can judge (`meshpar.checks.halves`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rich.table import Table
 
 import meshpar
 from meshpar import Model
-from meshpar.model import examples_apart
+from meshpar.checks import examples
 from meshpar.models.presets import build
 from meshpar.recipes.bench.conditions import conditions
 
@@ -85,7 +85,7 @@ def _seconds(model: Model, line: str, runs: int) -> tuple[float, float]:
     for _ in range(runs):
         for check, seconds in found.items():
             jax.clear_caches()
-            examples_apart.clear_cache()
+            examples.clear_cache()
             start = time.perf_counter()
             step = meshpar.make_train_step(
                 model,

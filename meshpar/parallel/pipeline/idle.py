@@ -21,9 +21,9 @@ from typing import Any
 import jax
 
 from meshpar.layout import MANUAL_AXES
-from meshpar.model.equations import collective_axes, equations
 from meshpar.parallel.blocks import Known, Stack
 from meshpar.parallel.pipeline.ends import STAGE
+from meshpar.trace.walk import collective_axes, equations
 
 _PERMUTES = ("ppermute", "pgather")
 

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 
 from meshpar.errors import InputError
 from meshpar.model.contract import BlockGroup, Model
-from meshpar.model.equations import programs_in, without_constants
 from meshpar.model.tracing import (
     one_layer_shapes,
     one_layer_state,
@@ -25,6 +24,7 @@ from meshpar.model.tracing import (
     tracing,
     tracing_scope,
 )
+from meshpar.trace.walk import programs_in, without_constants
 
 SEQ = 8
 """Tokens of the sequence that is traced; every model takes so short a one."""

@@ -18,7 +18,6 @@ from jax import lax
 
 from meshpar.errors import InputError
 from meshpar.model.contract import Stream
-from meshpar.model.dependence import has_gradient, is_read
 from meshpar.model.parameter import Params
 from meshpar.parallel.blocks import Block, Known
 from meshpar.parallel.pipeline.ends import Shares, shareable_parts
@@ -32,6 +31,7 @@ from meshpar.parallel.pipeline.stages import Arrangement, part
 from meshpar.parallel.pipeline.work import At, Work
 from meshpar.parallel.remat import keeps_stage_input
 from meshpar.schedules import Schedule
+from meshpar.trace.dependence import has_gradient, is_read
 
 
 class Functions(Protocol):

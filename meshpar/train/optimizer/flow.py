@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from meshpar.model.elementwise import ELEMENTWISE
+from meshpar.trace.primitives import ELEMENTWISE
 from meshpar.train.optimizer.program import Operation, Program, Reference, Sum
 
 REDUCTIONS = {

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from meshpar.model.elementwise import ELEMENTWISE
+from meshpar.trace.primitives import ELEMENTWISE
 from meshpar.train.optimizer.flow import (
     REDUCTIONS,
     Choice,

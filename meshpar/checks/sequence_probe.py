@@ -11,8 +11,6 @@ import jax.numpy as jnp
 
 from meshpar.model.contract import Model
 from meshpar.model.inputs import BATCH_DIM, logical_sizes, shapes_of
-from meshpar.model.token_counts import ALIKE
-from meshpar.model.token_mixing import mixes_tokens
 from meshpar.model.token_order import TokenOrder
 from meshpar.model.tracing import (
     one_layer_shapes,
@@ -22,6 +20,8 @@ from meshpar.model.tracing import (
     tracing,
 )
 from meshpar.parallel.sequence import sequence_dims
+from meshpar.trace.token_counts import ALIKE
+from meshpar.trace.token_mixing import mixes_tokens
 
 
 @dataclass(frozen=True, kw_only=True)

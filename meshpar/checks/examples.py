@@ -11,17 +11,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshpar.errors import InputError
-from meshpar.model.contract import Model
-from meshpar.model.halves import (
+from meshpar.checks.halves import (
     EXAMPLES,
     check_small,
     what_halves_change,
 )
+from meshpar.checks.own_derivatives import own_derivatives
+from meshpar.errors import InputError
+from meshpar.model.contract import Model
 from meshpar.model.inputs import BATCH_DIM
-from meshpar.model.own_backward import own_derivatives
-from meshpar.model.token_mixing import Traced
 from meshpar.model.tracing import one_layer_shapes, one_layer_state, traced_forward
+from meshpar.trace.token_mixing import Traced
 
 _FEW_TOKENS = (8, 16)
 """Sequence lengths to try, shortest first."""
@@ -71,7 +71,7 @@ def check_examples_apart(
     over them, such as a mean's difference, a contrastive loss or noise of the batch's
     own shape, would be of these alone. A trace settles it where it knows every
     operation and the model defines no backward of its own. Otherwise a small instance
-    of the model runs whole and in halves (`meshpar.model.halves`), and the trace names
+    of the model runs whole and in halves (`meshpar.checks.halves`), and the trace names
     the line. Of a layer too large for that the trace judges alone, and a warning says
     so.
 

@@ -13,8 +13,8 @@ from typing import Any
 from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar.audit.jaxprs import array_shape
 from meshpar.rules.rules import entry_axes
+from meshpar.trace.walk import array_shape
 
 Split = tuple[frozenset[str], ...]
 """The mesh axes that split each dim of an array."""

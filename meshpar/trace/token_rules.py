@@ -6,9 +6,9 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from meshpar.model.elementwise import AS_THEY_ARE, ELEMENTWISE, RANDOM
-from meshpar.model.token_dims import DIM_RULES
-from meshpar.model.token_flow import (
+from meshpar.trace.primitives import AS_THEY_ARE, ELEMENTWISE, RANDOM
+from meshpar.trace.token_dims import DIM_RULES, WINDOW_RULES
+from meshpar.trace.token_flow import (
     Flow,
     Mixed,
     Rule,
@@ -17,7 +17,6 @@ from meshpar.model.token_flow import (
     shape_of,
     the_dim,
 )
-from meshpar.model.token_windows import WINDOW_RULES
 
 _LINEAR = {
     *("add", "add_any", "sub", "neg", "mul", "div", "convert_element_type", "copy"),

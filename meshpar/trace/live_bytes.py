@@ -15,9 +15,9 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from meshpar.audit.jaxprs import inner_jaxprs
 from meshpar.hardware.platforms import platform_named
-from meshpar.model.elementwise import ELEMENTWISE
+from meshpar.trace.primitives import ELEMENTWISE
+from meshpar.trace.walk import inner_jaxprs
 
 _READS_ARRAYS = ("conv_general_dilated", "dot_general", "scan", "while", "cond")
 _LAYS_OUT = ("reshape", "squeeze", "expand_dims", "copy", "sharding_constraint")

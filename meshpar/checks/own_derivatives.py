@@ -13,7 +13,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from meshpar.model.equations import equations
+from meshpar.trace.walk import equations
 
 _UNKNOWN = "an unknown place"
 _MOST_NESTED = 6

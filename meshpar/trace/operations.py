@@ -15,17 +15,15 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import PartitionSpec
 
-from meshpar.audit.jaxprs import array_shape
-from meshpar.audit.split_rules import (
+from meshpar.hardware.attention_choice import words_of_scope
+from meshpar.trace.splits import (
     RULES,
     Split,
     elementwise,
     split_by,
     split_of,
 )
-from meshpar.hardware.attention_choice import words_of_scope
-from meshpar.model.equations import without_constants
-from meshpar.model.scan_counts import scan_counts
+from meshpar.trace.walk import array_shape, scan_counts, without_constants
 
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<")
 

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from meshpar.model.equations import programs_in, without_constants
-from meshpar.model.token_flow import Flow, Mixed, shape_of
+from meshpar.trace.token_flow import Flow, Mixed, shape_of
+from meshpar.trace.walk import programs_in, without_constants
 
 COUNTED = "of tokens by how many are at hand; take scope.seq_length(seq), or sums alone"
 ALIKE = (

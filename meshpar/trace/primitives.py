@@ -4,6 +4,8 @@ The one list that says so: for tokens and examples that must not meet, for layer
 an optimizer has by themselves, and for memory that a fused operation does not take.
 """
 
+from __future__ import annotations
+
 ELEMENTWISE = frozenset(
     (
         *("abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan"),

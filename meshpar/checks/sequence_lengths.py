@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from meshpar.checks.sequence_probe import Probe, what_joins
 from meshpar.errors import InputError
 from meshpar.layout import Layout
 from meshpar.model.contract import Model
@@ -16,7 +17,6 @@ from meshpar.model.token_order import TokenOrder
 from meshpar.model.tracing import traced_forward, tracing
 from meshpar.parallel.grids.space import splits_tokens
 from meshpar.parallel.sequence import sequence_dims, token_order
-from meshpar.parallel.sequence_probe import Probe, what_joins
 from meshpar.rules.rules import Rules
 
 

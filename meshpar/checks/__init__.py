@@ -1,0 +1,1 @@
+"""Checks before training: which examples and tokens a model joins, and its batch."""
