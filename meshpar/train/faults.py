@@ -11,13 +11,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, Literal
-
-import jax
-import jax.numpy as jnp
+from typing import TYPE_CHECKING, Any, Literal
 
 from meshpar.distributed import Processes
 from meshpar.errors import InputError
+
+if TYPE_CHECKING:
+    import jax
 
 Policy = Literal["skip", "rollback", "stop"]
 """What follows a bad step: nothing more, an earlier state, or the end."""
@@ -153,9 +153,12 @@ def probe_s(devices: Sequence[jax.Device]) -> list[float]:
     Nothing else may run on them meanwhile.
 
     Example:
+        >>> import jax
         >>> len(probe_s(jax.local_devices()[:1]))
         1
     """
+    import jax.numpy as jnp
+
     work = _work(devices[0].platform)
     size = _SIZE.get(devices[0].platform, 1024)
     return [_least_s(work, jnp.ones((size, size), device=one)) for one in devices]
@@ -197,6 +200,8 @@ def _least_s(work: Callable[[jax.Array], jax.Array], matrix: jax.Array) -> float
 
 @functools.cache
 def _work(platform: str) -> Callable[[jax.Array], jax.Array]:
+    import jax
+
     def matmuls(matrix: jax.Array) -> jax.Array:
         product = matrix
         for _ in range(_MATMULS):
