@@ -8,6 +8,7 @@ from 0 (clean) to 1 (noise), and initial weights are normal.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -308,9 +309,33 @@ def _zeros(shape: tuple[int, ...], logical_axes: tuple[str | None, ...]) -> nnx.
 
 _IMAGENET = {"image": 32, "classes": 1000}
 
+
+def _sizes(config: DiTConfig) -> dict[str, Any]:
+    """Return the sizes of its `Workload`, whose sequences are patches of an image."""
+    embed, values = config.embed, config.patch**2 * config.channels
+    time = (_FREQUENCIES + 1 + embed + 1) * embed
+    last = 2 * embed * (embed + 1)
+    biases = embed + values
+    return {
+        "layers": config.layers,
+        "hidden": embed,
+        "heads": config.heads,
+        "vocab": values,
+        "ffn": config.ffn,
+        "seq": config.tokens,
+        "biases": True,
+        "causal": False,
+        "modulations": 6,
+        # Classes and that of no class, the time's two matrices, the last modulation.
+        "other_end_parameters": (config.classes + 1) * embed + time + last + biases,
+        "logits_bytes": 0,
+    }
+
+
 DIT = Family(
     config=DiTConfig,
     build=dit,
+    sizes=_sizes,
     presets={
         "tiny-dit": DiTConfig(
             layers=4, embed=128, heads=8, image=8, patch=2, channels=1, classes=10

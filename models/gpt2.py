@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -10,7 +11,7 @@ from flax import nnx
 
 from meshpar import InputError, Model, Scope, from_nnx
 from meshpar.model.inputs import Batch
-from meshpar.models.family import Family
+from meshpar.models.family import Family, workload_sizes
 from meshpar.models.field_types import (
     check_dropout,
     check_field_types,
@@ -24,6 +25,7 @@ from meshpar.models.layers.norm import LayerNorm
 from meshpar.parallel.head_loss import head_cross_entropy
 from meshpar.parallel.sizes import LOGITS_BYTES
 from meshpar.parallel.tensor import vocab_lookup
+from meshpar.planner.workload.config_json import GPT2_FIELDS
 
 WHOLE = ("batch", "seq", "embed")
 
@@ -143,6 +145,7 @@ def gpt2(config: GPT2Config) -> Model:
 GPT2 = Family(
     config=GPT2Config,
     build=gpt2,
+    sizes=functools.partial(workload_sizes, **GPT2_FIELDS),
     fuzzed=("--model layers=6,hidden=32,heads=4,vocab=64,max_seq=16,dropout=0.2",),
 )
 """Its presets stand in `models/presets.py`."""

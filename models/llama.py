@@ -5,6 +5,7 @@ Llama 2 and 3, Qwen2, Qwen3 and SmolLM2 are settings of it (`meshpar.models.pres
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from flax import nnx
 
 from meshpar import InputError, Model, Scope, from_nnx
 from meshpar.model.inputs import Batch
-from meshpar.models.family import Family
+from meshpar.models.family import Family, workload_sizes
 from meshpar.models.field_types import (
     check_field_types,
     check_heads,
@@ -31,6 +32,7 @@ from meshpar.models.layers.rope import RopeScaling, rope_frequencies
 from meshpar.parallel.head_loss import head_cross_entropy
 from meshpar.parallel.sizes import LOGITS_BYTES
 from meshpar.parallel.tensor import vocab_lookup
+from meshpar.planner.workload.config_json import LLAMA_FIELDS
 
 RESIDUAL = ("batch", "residual_seq", "embed")
 WHOLE = ("batch", "seq", "embed")
@@ -230,6 +232,7 @@ def llama(config: LlamaConfig) -> Model:
 LLAMA = Family(
     config=LlamaConfig,
     build=llama,
+    sizes=functools.partial(workload_sizes, **LLAMA_FIELDS),
     fuzzed=(
         "--model layers=4,gated=true,hidden=32,heads=4,kv_heads=2,ffn=64,vocab=64,"
         "tied=true,logits_bytes=3000",

@@ -17,7 +17,7 @@ from flax import nnx
 from meshpar import Blocks, InputError, Model, Scope, from_nnx
 from meshpar.model.parameter import flat
 from meshpar.model.sums import Sums
-from meshpar.models.family import Family
+from meshpar.models.family import Family, workload_sizes
 from meshpar.models.field_types import (
     check_field_types,
     check_heads,
@@ -36,6 +36,7 @@ from meshpar.models.layers.routed_mlp import RoutedMLP
 from meshpar.models.layers.router import RouterConfig
 from meshpar.models.llama import RESIDUAL, LlamaEnds
 from meshpar.parallel.sizes import LOGITS_BYTES
+from meshpar.planner.workload.config_json import LLAMA_FIELDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -386,9 +387,15 @@ def _cost(config: MoEConfig, model: Model, group: str) -> float:
     )
 
 
+def _sizes(config: MoEConfig) -> dict[str, Any]:
+    """Return the sizes of its `Workload`, whose plain MLPs are as wide as an expert."""
+    return {"ffn": config.expert_ffn, **workload_sizes(config, **LLAMA_FIELDS)}
+
+
 MOE = Family(
     config=MoEConfig,
     build=moe,
+    sizes=_sizes,
     fuzzed=(
         "--preset tiny-moe --model layers=4,embed=32,heads=4,kv_heads=2,vocab=64,"
         "experts=8,expert_ffn=16,logits_bytes=3000",

@@ -6,6 +6,7 @@ Sizes are those of each model's released `config.json` (Hugging Face hub, 2024-2
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import MISSING, fields, replace
 from typing import Any
 
@@ -232,6 +233,21 @@ TEXT_PRESETS = (
 
 _BUILDERS = {family.config: family.build for family in FAMILIES}
 
+
+def planner_table() -> str:
+    """Return the text of `meshpar/planner/presets.json`: sizes of every preset.
+
+    They are null for presets whose arithmetic only a trace tells.
+    """
+    sizes = {family.config: family.sizes for family in FAMILIES}
+    rows = []
+    for name, config in {**PRESETS, **OTHER_PRESETS}.items():
+        of_family = sizes[type(config)]
+        row = of_family and of_family(config)
+        rows.append(f"{json.dumps(name)}: {json.dumps(row)}")
+    return "{\n" + ",\n".join(rows) + "\n}\n"
+
+
 # What the command line calls the fields of a config.
 _FIELDS = {"hidden": "embed", "seq": "max_seq"}
 
@@ -367,3 +383,7 @@ def _check_fields(kind: type, sizes: dict[str, object]) -> None:
                 f"{kind.__name__} has no {name!r}; {nearest(name, known)}",
                 key="model.unknown_size",
             )
+
+
+if __name__ == "__main__":
+    print(planner_table(), end="")

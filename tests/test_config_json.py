@@ -7,8 +7,7 @@ import pytest
 from meshpar import InputError
 from meshpar.models.convert.families import json_of
 from meshpar.models.convert.hf_config import config_from_json
-from meshpar.planner.workload.config_json import KEYS, REQUIRED
-from meshpar.planner.workload.hf_workload import workload_from_json
+from meshpar.planner.workload.config_json import KEYS, REQUIRED, workload_from_json
 from tests.transformers_configs import (
     ABSENT,
     BASES,

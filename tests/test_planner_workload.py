@@ -2,11 +2,12 @@
 
 import json
 import math
+from importlib.resources import files
 
 import jax
 import pytest
 
-from meshpar.models.presets import PRESETS, build
+from meshpar.models.presets import PRESETS, build, planner_table
 from meshpar.planner.published.measured import published
 from meshpar.planner.published.megatron import megatron_sc21_flops
 from meshpar.planner.workload.shapes import SHAPES, workload_of
@@ -22,6 +23,12 @@ LARGER = {
     *("smollm2-1.7b", "llama2-7b", "llama3-8b", "llama3-70b", "llama3-405b"),
     *("qwen2-7b", "qwen3-8b", "qwen3-235b-a22b"),
 }
+
+
+def test_the_table_of_presets_is_what_the_models_write():
+    """Write it by `python -m meshpar.models.presets > meshpar/planner/presets.json`."""
+    stored = files("meshpar.planner").joinpath("presets.json").read_text()
+    assert stored == planner_table()
 
 
 def test_a_named_shape_has_the_sizes_of_the_preset():

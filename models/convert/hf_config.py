@@ -10,9 +10,14 @@ from meshpar import InputError
 from meshpar.foreign_files import read_json
 from meshpar.models.convert.rope_json import Rope, rope_of
 from meshpar.models.convert.tables import deepseek, gemma3, moe, t5, vit
+from meshpar.models.family import config_sizes
 from meshpar.models.gpt2 import GPT2Config
 from meshpar.models.llama import LlamaConfig
-from meshpar.planner.workload.config_json import NULL_IS_ABSENT, with_defaults
+from meshpar.planner.workload.config_json import (
+    NULL_IS_ABSENT,
+    sizes_from_config,
+    with_defaults,
+)
 
 _LLAMA_LIKE = {
     "hidden_act": ("silu", "swish"),
@@ -135,31 +140,14 @@ def _config(values: dict[str, Any], kind: str) -> Any:
 
 
 def _gpt2(values: Mapping[str, Any]) -> GPT2Config:
-    return GPT2Config(
-        layers=values["n_layer"],
-        embed=values["n_embd"],
-        heads=values["n_head"],
-        vocab=values["vocab_size"],
-        ffn=values["n_inner"] or 0,
-        max_seq=values["n_positions"],
-        norm_epsilon=values["layer_norm_epsilon"],
-    )
+    sizes = config_sizes(sizes_from_config(values, "gpt2"))
+    return GPT2Config(**sizes, norm_epsilon=values["layer_norm_epsilon"])
 
 
 def _llama(values: Mapping[str, Any], kind: str, rope: Rope) -> LlamaConfig:
-    heads = values["num_attention_heads"]
     return LlamaConfig(
-        layers=values["num_hidden_layers"],
-        embed=values["hidden_size"],
-        heads=heads,
-        kv_heads=values["num_key_value_heads"] or heads,
-        ffn=values["intermediate_size"],
-        vocab=values["vocab_size"],
-        head_dim=values["head_dim"] or 0,
-        tied=values["tie_word_embeddings"],
+        **config_sizes(sizes_from_config(values, kind)),
         rope_theta=rope.theta(values["rope_theta"]),
         rope_scaling=rope.scaling(),
-        qkv_bias=kind == "qwen2",
-        qk_norm=kind == "qwen3",
         norm_epsilon=values["rms_norm_eps"],
     )

@@ -28,7 +28,7 @@ from meshpar.planner.published.measured import (
     published,
     step_row,
 )
-from meshpar.planner.workload.hf_workload import GPT2
+from meshpar.planner.workload.config_json import GPT2_FIELDS
 from meshpar.planner.workload.shapes import SHAPES
 from meshpar.planner.workload.workload import Workload
 
@@ -212,7 +212,7 @@ def _layouts(row: dict[str, Any]) -> Iterator[Layout]:
 
 def _workload(row: dict[str, Any]) -> Workload:
     sizes = {key: row[key] for key in ("layers", "hidden", "heads")}
-    untied = {**GPT2, "tied": False}
+    untied = {**GPT2_FIELDS, "tied": False}
     return Workload(name=row["name"], vocab=_VOCAB, seq=_SEQ, **untied, **sizes)
 
 

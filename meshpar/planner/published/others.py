@@ -38,7 +38,7 @@ from meshpar.planner.published.megatron import (
     megatron_sc21,
     megatron_sc21_flops,
 )
-from meshpar.planner.workload.hf_workload import GPT2
+from meshpar.planner.workload.config_json import GPT2_FIELDS
 from meshpar.planner.workload.shapes import SHAPES
 from meshpar.planner.workload.workload import Workload
 
@@ -133,7 +133,7 @@ def _one_less_at_ends(model: dict[str, Any], stages: int) -> tuple[int, ...]:
 
 def _gpt(name: str, model: dict[str, Any], *, vocab: int, seq: int) -> Workload:
     sizes = {key: model[key] for key in ("layers", "hidden", "heads")}
-    return Workload(name=name, vocab=vocab, seq=seq, **GPT2, **sizes)
+    return Workload(name=name, vocab=vocab, seq=seq, **GPT2_FIELDS, **sizes)
 
 
 def vocab_parallel() -> Iterator[Measured]:

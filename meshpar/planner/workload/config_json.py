@@ -1,4 +1,4 @@
-"""A Hugging Face `config.json`, with what Transformers takes where it is silent.
+"""Sizes of a Hugging Face `config.json`, with Transformers' defaults for absent keys.
 
 The defaults are those of Transformers' config classes: `tests/test_config_json.py`
 compares them with `tests/data/transformers_defaults.json`, which Transformers made.
@@ -8,9 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from meshpar.errors import InputError
+from meshpar.foreign_files import read_json
+from meshpar.planner.workload.workload import Workload
+
+GPT2_FIELDS: Mapping[str, Any] = dict.fromkeys(
+    ("tied", "learned_positions", "layer_norm", "biases"), True
+)
+"""Fields of a GPT-2's `Workload` that differ from the defaults."""
+
+LLAMA_FIELDS: Mapping[str, Any] = {"gated": True}
+"""The same of a Llama."""
 
 REQUIRED: Any = object()
 """In place of a default: a size that a config has to give."""
@@ -254,3 +265,119 @@ def _check_null(values: Mapping[str, Any], key: str, keys: ConfigKeys) -> None:
         f"it out{otherwise}",
         key="weights.null_config_value",
     )
+
+
+def workload_from_json(path: str | Path) -> Workload:
+    """Return the workload of a model's released `config.json`.
+
+    Raises:
+        InputError: It is no JSON object, its `model_type` is unknown here, or a size is
+            missing.
+    """
+    values = read_json(path, key="weights.unreadable_json")
+    kind = values.get("model_type") if isinstance(values, dict) else None
+    if not isinstance(kind, str) or kind not in _PLANNED:
+        raise InputError(
+            f"{str(path)!r} has model_type {kind!r}; known: "
+            f"{', '.join(sorted(_PLANNED))}",
+            key="weights.unknown_model_type",
+        )
+    # Keys that would change a block's parameters, which nothing here counts.
+    for key in ("attention_bias", "mlp_bias", "mlp_only_layers"):
+        if values.get(key):
+            raise InputError(
+                f"{str(path)!r}: {key}={values[key]!r} is not planned for; write sizes "
+                "such as layers=4,hidden=256,biases=true instead",
+                key="weights.unplanned_key",
+            )
+    if values.get("decoder_sparse_step", 1) != 1:
+        raise InputError(
+            f"{str(path)!r}: decoder_sparse_step={values['decoder_sparse_step']!r} is "
+            "not planned for; every layer has experts where it is 1",
+            key="weights.unplanned_key",
+        )
+    try:
+        given = with_defaults(values, kind)
+        sizes = sizes_from_config(given, kind)
+        if kind == "gpt2":
+            return Workload(**{"name": str(path), **GPT2_FIELDS, **sizes})
+        sizes.setdefault("ffn", sizes.get("expert_ffn"))
+        seq = given.get("max_position_embeddings") or 2048
+        return Workload(name=str(path), seq=seq, **LLAMA_FIELDS, **sizes)
+    except KeyError as error:
+        raise InputError(
+            f"{str(path)!r} does not give {error}", key="weights.missing_config_value"
+        ) from error
+    except InputError as error:
+        raise InputError(f"{str(path)!r}: {error}", key=error.key) from error
+
+
+def sizes_from_config(values: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Return the sizes of a `config.json` under the names of `Workload`'s fields.
+
+    Args:
+        values: Its values, `with_defaults`.
+        kind: Its `model_type`: `gpt2`, `deepseek_v3` or a Llama-like one.
+
+    Raises:
+        KeyError: A size is missing.
+    """
+    if kind == "gpt2":
+        return {
+            "layers": values["n_layer"],
+            "hidden": values["n_embd"],
+            "heads": values["n_head"],
+            "vocab": values["vocab_size"],
+            "ffn": values["n_inner"] or 0,
+            "seq": values["n_positions"],
+        }
+    heads = values["num_attention_heads"]
+    sizes = {
+        "layers": values["num_hidden_layers"],
+        "hidden": values["hidden_size"],
+        "heads": heads,
+        "vocab": values["vocab_size"],
+    }
+    if kind == "deepseek_v3":
+        return {
+            **sizes,
+            "ffn": values["intermediate_size"],
+            "experts": values["n_routed_experts"],
+            "top_k": values["num_experts_per_tok"],
+            "expert_ffn": values["moe_intermediate_size"],
+            "shared_experts": values["n_shared_experts"],
+            "dense_layers": values["first_k_dense_replace"],
+            "q_lora_rank": values["q_lora_rank"] or 0,
+            **{name: values[name] for name in _LATENT},
+        }
+    sizes |= {
+        "kv_heads": values["num_key_value_heads"] or heads,
+        "head_dim": values["head_dim"] or 0,
+        "tied": values["tie_word_embeddings"],
+        "qk_norm": kind in ("qwen3", "qwen3_moe"),
+    }
+    routed = _ROUTED.get(kind)
+    if routed is None:
+        qkv_bias = kind == "qwen2"
+        return {**sizes, "ffn": values["intermediate_size"], "qkv_bias": qkv_bias}
+    experts, expert_ffn = routed
+    return {
+        **sizes,
+        "experts": values[experts],
+        "top_k": values["num_experts_per_tok"],
+        "expert_ffn": values[expert_ffn],
+    }
+
+
+_LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_ROUTED = {
+    "mixtral": ("num_local_experts", "intermediate_size"),
+    "qwen3_moe": ("num_experts", "moe_intermediate_size"),
+}
+"""Keys of the number of experts and of their hidden size."""
+
+_PLANNED = (
+    *("gpt2", "llama", "mistral", "qwen2", "qwen3"),
+    *("qwen3_moe", "mixtral", "deepseek_v3"),
+)
+"""Model types whose workload follows from their sizes."""

@@ -1,103 +1,52 @@
-"""Where a workload comes from: a named shape, words, or a `config.json`."""
+"""Workloads by name (`presets.json`, published runs), from words, or a `config.json`.
+
+`presets.json` is written by `python -m meshpar.models.presets`, so that a plan of a
+preset needs no jax.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import fields, replace
+from importlib.resources import files
 from typing import Any
 
 from meshpar.errors import InputError, key_values
 from meshpar.layout import nearest
-from meshpar.planner.workload.hf_workload import GPT2, LLAMA, workload_from_json
+from meshpar.planner.workload.config_json import (
+    GPT2_FIELDS,
+    LLAMA_FIELDS,
+    workload_from_json,
+)
 from meshpar.planner.workload.workload import Workload
 
 _FIELDS = {field.name for field in fields(Workload)} - {"name", "traced"}
 
 
-def _gpt2(layers: int, hidden: int, heads: int, vocab: int, seq: int = 1024) -> dict:
-    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "vocab": vocab}
-    return {**GPT2, **sizes, "seq": seq}
-
-
-def _megatron(layers: int, hidden: int, heads: int) -> dict:
-    return _gpt2(layers, hidden, heads, vocab=51_200, seq=2048)
-
-
-def _llama(
-    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, **more: Any
-) -> dict:
+def _megatron(layers: int, hidden: int, heads: int) -> dict[str, Any]:
     sizes = {"layers": layers, "hidden": hidden, "heads": heads}
-    return {**LLAMA, **sizes, "kv_heads": kv_heads, "ffn": ffn, **more}
+    return {**GPT2_FIELDS, **sizes, "vocab": 51_200, "seq": 2048}
 
 
-_QWEN3 = {"vocab": 151_936, "head_dim": 128, "qk_norm": True}
-
-# Sizes of each model's released config.json (Hugging Face hub, 2024-2025), and of:
-# Narayanan et al. 2021, table 1 (megatron-*); Korthikanti et al. 2022, table 3 (22b to
-# 1t); Brown et al. 2020, table 2.1, with Megatron's vocabulary (gpt3-175b).
-_SHAPES: dict[str, dict[str, Any]] = {
-    "test": _llama(2, 32, 4, 2, 64, vocab=64, tied=True),
-    "tiny": _llama(4, 128, 8, 4, 384, vocab=256),
-    "tiny-8": _llama(4, 128, 8, 8, 384, vocab=256),
-    **dict.fromkeys(
-        ("tiny-moe", "tiny-moe-capacity"),
-        _llama(4, 128, 8, 4, 192, vocab=256, experts=8, top_k=2),
-    ),
-    "tiny-gpt2": _gpt2(4, 128, 8, 256, seq=256),
-    "gpt2": _gpt2(12, 768, 12, 50_257),
-    "gpt2-medium": _gpt2(24, 1024, 16, 50_257),
-    "gpt2-large": _gpt2(36, 1280, 20, 50_257),
-    "gpt2-xl": _gpt2(48, 1600, 25, 50_257),
-    "smollm2-135m": _llama(30, 576, 9, 3, 1536, vocab=49_152, tied=True),
-    "smollm2-1.7b": _llama(24, 2048, 32, 32, 8192, vocab=49_152, tied=True),
-    "qwen2-0.5b": _llama(24, 896, 14, 2, 4864, vocab=151_936, tied=True, qkv_bias=True),
-    "qwen2-7b": _llama(28, 3584, 28, 4, 18_944, vocab=152_064, qkv_bias=True),
-    "qwen3-0.6b": _llama(28, 1024, 16, 8, 3072, tied=True, **_QWEN3),
-    "qwen3-8b": _llama(36, 4096, 32, 8, 12_288, **_QWEN3),
-    "llama2-7b": _llama(32, 4096, 32, 32, 11_008, vocab=32_000),
-    "llama3.2-1b": _llama(16, 2048, 32, 8, 8192, vocab=128_256, tied=True),
-    "llama3-8b": _llama(32, 4096, 32, 8, 14_336, vocab=128_256),
-    "llama3-70b": _llama(80, 8192, 64, 8, 28_672, vocab=128_256),
-    "llama3-405b": _llama(126, 16_384, 128, 8, 53_248, vocab=128_256),
-    "qwen3-30b-a3b": _llama(48, 2048, 32, 4, 768, experts=128, top_k=8, **_QWEN3),
-    "qwen3-235b-a22b": _llama(94, 4096, 64, 4, 1536, experts=128, top_k=8, **_QWEN3),
-    "mixtral-8x7b": _llama(32, 4096, 32, 8, 14_336, vocab=32_000, experts=8, top_k=2),
-    # Without the multi-token prediction layer, which is not the main model's.
-    "deepseek-v3": _llama(
-        61,
-        7168,
-        128,
-        128,
-        18_432,
-        vocab=129_280,
-        experts=256,
-        top_k=8,
-        expert_ffn=2048,
-        shared_experts=1,
-        dense_layers=3,
-        q_lora_rank=1536,
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-    ),
-}
-
+# Sizes of Narayanan et al. 2021, table 1 (megatron-*); Korthikanti et al. 2022, table 3
+# (22b to 1t); Brown et al. 2020, table 2.1, with Megatron's vocabulary (gpt3-175b).
 _PUBLISHED: dict[str, dict[str, Any]] = {
     # OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", and its config.json; with
     # attention to all tokens in every layer, and no sinks.
-    "gpt-oss-120b": _llama(
-        36,
-        2880,
-        64,
-        8,
-        2880,
-        vocab=201_088,
-        head_dim=64,
-        experts=128,
-        top_k=4,
-        biases=True,
-    ),
+    "gpt-oss-120b": {
+        **LLAMA_FIELDS,
+        "layers": 36,
+        "hidden": 2880,
+        "heads": 64,
+        "kv_heads": 8,
+        "ffn": 2880,
+        "vocab": 201_088,
+        "head_dim": 64,
+        "experts": 128,
+        "top_k": 4,
+        "biases": True,
+    },
     "gpt3-175b": _megatron(96, 12_288, 96),
     "megatron-1.7b": _megatron(24, 2304, 24),
     "megatron-3.6b": _megatron(30, 3072, 32),
@@ -115,120 +64,43 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
     "1t": _megatron(128, 25_600, 160),
 }
 
-SHAPES = {
+_TABLE: dict[str, dict[str, Any] | None] = json.loads(
+    files("meshpar.planner").joinpath("presets.json").read_text()
+)
+_PRESETS = {
     name: Workload(name=name, **sizes)
-    for name, sizes in {**_SHAPES, **_PUBLISHED}.items()
+    for name, sizes in _TABLE.items()
+    if sizes is not None
 }
-"""Workloads by name: those of `meshpar.models.presets`, and published runs."""
+
+SHAPES = {
+    **{name: each for name, each in _PRESETS.items() if each.causal},
+    **{name: Workload(name=name, **sizes) for name, sizes in _PUBLISHED.items()},
+}
+"""Workloads of text by name: presets, and published runs."""
 
 PUBLISHED = frozenset(_PUBLISHED)
-"""Names of published runs, which are no preset."""
+"""Names of published runs, which are no presets."""
 
-_FREQUENCIES = 256
-"""Sinusoids of a time, which the first of two matrices reads."""
+OTHER_SHAPES = {name: each for name, each in _PRESETS.items() if not each.causal}
+"""Workloads of other inputs than text, by the name of their preset."""
 
-
-def dit_workload(
-    name: str,
-    *,
-    layers: int,
-    hidden: int,
-    heads: int,
-    image: int,
-    patch: int,
-    channels: int = 4,
-    classes: int = 1000,
-) -> Workload:
-    """The workload of `meshpar.models.dit`: sequences are the patches of an image.
-
-    Args:
-        name: What reports call it.
-        layers: Number of blocks.
-        hidden: Width of the residual stream.
-        heads: Attention heads.
-        image: Height and width of the latents.
-        patch: Of a patch.
-        channels: Of a latent.
-        classes: Labels, beside that of no class.
-
-    Example:
-        >>> xl = dit_workload(
-        ...     "dit-xl2", layers=28, hidden=1152, heads=16, image=32, patch=2
-        ... )
-        >>> xl.seq, round(xl.num_parameters / 1e6)
-        (256, 675)
-    """
-    values = patch * patch * channels
-    time = (_FREQUENCIES + 1 + hidden + 1) * hidden
-    last = 2 * hidden * (hidden + 1)
-    biases = hidden + values
-    return Workload(
-        name=name,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        vocab=values,
-        seq=(image // patch) ** 2,
-        biases=True,
-        causal=False,
-        modulations=6,
-        other_end_parameters=(classes + 1) * hidden + time + last + biases,
-        logits_bytes=0,
-    )
-
-
-def _imagenet(layers: int, hidden: int, heads: int) -> dict[str, int]:
-    sizes = {"layers": layers, "hidden": hidden, "heads": heads}
-    return {**sizes, "image": 32, "patch": 2}
-
-
-_SIZES = {
-    "tiny-dit": {
-        "layers": 4,
-        "hidden": 128,
-        "heads": 8,
-        "image": 8,
-        "patch": 2,
-        "channels": 1,
-        "classes": 10,
-    },
-    "dit-s2": _imagenet(12, 384, 6),
-    "dit-b2": _imagenet(12, 768, 12),
-    "dit-l2": _imagenet(24, 1024, 16),
-    "dit-xl2": _imagenet(28, 1152, 16),
-    "dit-12b": {"layers": 32, "hidden": 4608, "heads": 36, "image": 256, "patch": 2},
-}
-
-OTHER_SHAPES = {name: dit_workload(name, **sizes) for name, sizes in _SIZES.items()}
-"""Workloads of Diffusion Transformers by the name of their preset.
-
-`meshpar.models.dit` has the sources of their sizes.
-"""
-
-TRACED = frozenset(
-    (
-        *("tiny-gemma3", "gemma3-270m", "tiny-vit", "vit-b16", "vit-l16"),
-        *("tiny-t5", "t5-small", "t5-base"),
-        *("tiny-afno", "afno-quarter-degree", "tiny-pair", "evoformer-pair"),
-        *("tiny-unet3d", "unet3d-512"),
-        *("tiny-dlrm", "tiny-dlrm-cross", "dlrm-v2"),
-    )
-)
-"""Presets without a workload here: what is known of them is traced, which needs jax."""
+TRACED = frozenset(name for name, sizes in _TABLE.items() if sizes is None)
+"""Presets without a workload here: their arithmetic is traced, which needs jax."""
 
 _BY_NAME = {**SHAPES, **OTHER_SHAPES}
 
 
 def workload_of(model: str, *, words: str | None = None) -> Workload:
-    """The workload of a name, of a `config.json`, or of `key=value` words.
+    """Return the workload of a name, of a `config.json`, or of `key=value` words.
 
     Args:
         model: A name in `SHAPES` or `OTHER_SHAPES`, a path that ends in .json, or
             `layers=4,hidden=256,heads=8,vocab=256`; `ffn` is `4 * hidden` when absent.
-        words: What differs from it, in words.
+        words: Sizes that differ from it, as `key=value,...`.
 
     Raises:
-        InputError: No such name, file or word, or sizes that do not fit together.
+        InputError: Unknown name, file or word, or sizes that do not fit together.
 
     Example:
         >>> workload_of("layers=2,hidden=64,heads=4,vocab=96,gated=true").num_parameters
@@ -251,7 +123,7 @@ def workload_of(model: str, *, words: str | None = None) -> Workload:
 
 
 def _changed(workload: Workload, words: str) -> Workload:
-    """`workload` with other words; sizes that follow from them follow again."""
+    """Return `workload` with other sizes, and derive again what follows from them."""
     given = _words(words)
     derived = {
         "kv_heads": "heads" in given and workload.kv_heads == workload.heads,
@@ -276,12 +148,12 @@ def _from_words(text: str) -> Workload:
             key="model.missing_sizes",
         )
     # As `meshpar.models.presets.build` has it: a Llama where gated, otherwise a GPT-2.
-    family = {} if given.get("gated") else GPT2
+    family = {} if given.get("gated") else GPT2_FIELDS
     return Workload(**{"name": text, **family, **given})
 
 
 _OTHER_WORDS = {"embed": "hidden", "max_seq": "seq"}
-"""As the configs of `meshpar.models.presets` call them."""
+"""Names of sizes in the configs of `meshpar.models.presets`."""
 
 
 def _words(text: str) -> dict[str, Any]:

@@ -22,8 +22,10 @@ from meshpar.models.convert.tables.llama import (
     decoder_sizes,
     ends,
 )
+from meshpar.models.family import config_sizes
 from meshpar.models.layers.rope import RopeScaling, YarnScaling
 from meshpar.models.moe import MoEConfig
+from meshpar.planner.workload.config_json import sizes_from_config
 
 COMPUTED: Mapping[str, tuple[Any, ...]] = {
     "architectures": ("DeepseekV3ForCausalLM",),
@@ -156,16 +158,7 @@ def from_json(values: Mapping[str, Any], rope: Rope) -> MoEConfig:
             key="weights.unsupported_config_value",
         )
     return MoEConfig(
-        layers=values["num_hidden_layers"],
-        embed=values["hidden_size"],
-        heads=heads,
-        vocab=values["vocab_size"],
-        experts=values["n_routed_experts"],
-        top_k=values["num_experts_per_tok"],
-        expert_ffn=values["moe_intermediate_size"],
-        shared_experts=values["n_shared_experts"],
-        dense_layers=values["first_k_dense_replace"],
-        ffn=values["intermediate_size"],
+        **config_sizes(sizes_from_config(values, "deepseek_v3")),
         score="sigmoid",
         normalised=values["norm_topk_prob"],
         scale=values["routed_scaling_factor"],
@@ -174,11 +167,6 @@ def from_json(values: Mapping[str, Any], rope: Rope) -> MoEConfig:
         bias_rate=_BIAS_RATE,
         balance_coefficient=values.get("aux_loss_alpha", 0.0001),
         z_coefficient=0.0,
-        q_lora_rank=values["q_lora_rank"] or 0,
-        kv_lora_rank=values["kv_lora_rank"],
-        qk_nope_head_dim=values["qk_nope_head_dim"],
-        qk_rope_head_dim=values["qk_rope_head_dim"],
-        v_head_dim=values["v_head_dim"],
         rope_theta=rope.theta(values["rope_theta"]),
         rope_scaling=None if rope.kind == "default" else _yarn(rope.values),
         norm_epsilon=values["rms_norm_eps"],

@@ -11,7 +11,9 @@ from meshpar.models.convert.row import Row
 from meshpar.models.convert.tables import deepseek
 from meshpar.models.convert.tables.attention import attention
 from meshpar.models.convert.tables.llama import LAYER, NORMS, decoder_sizes, ends
+from meshpar.models.family import config_sizes
 from meshpar.models.moe import MoEConfig
+from meshpar.planner.workload.config_json import sizes_from_config
 
 COMPUTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "mixtral": {
@@ -100,21 +102,10 @@ def from_json(values: Mapping[str, Any], kind: str, rope: Rope) -> MoEConfig:
         KeyError: A size, or a number of the rotary positions, is missing.
         InputError: A size is not a whole number, or sizes contradict one another.
     """
-    heads, is_qwen = values["num_attention_heads"], kind == "qwen3_moe"
     return MoEConfig(
-        layers=values["num_hidden_layers"],
-        embed=values["hidden_size"],
-        heads=heads,
-        kv_heads=values["num_key_value_heads"] or heads,
-        head_dim=values["head_dim"] or 0,
-        vocab=values["vocab_size"],
-        experts=values["num_experts" if is_qwen else "num_local_experts"],
-        top_k=values["num_experts_per_tok"],
-        expert_ffn=values["moe_intermediate_size" if is_qwen else "intermediate_size"],
-        normalised=values["norm_topk_prob"] if is_qwen else True,
-        qk_norm=is_qwen,
+        **config_sizes(sizes_from_config(values, kind)),
+        normalised=values["norm_topk_prob"] if kind == "qwen3_moe" else True,
         balance_coefficient=values["router_aux_loss_coef"],
-        tied=values["tie_word_embeddings"],
         norm_epsilon=values["rms_norm_eps"],
         rope_theta=rope.theta(values["rope_theta"]),
         rope_scaling=rope.scaling(),
