@@ -21,13 +21,13 @@ from rich.text import Text
 from meshpar import TrainState, TrainStep, batch_shapes, lint
 from meshpar.cli.lint import parameter_table
 from meshpar.errors import printable
+from meshpar.planner.from_model.step import slow_links
 from meshpar.recipes.bubble import Bubble
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.corpus import Corpus
 from meshpar.recipes.resume import Position
 from meshpar.train.data import bigram_loss, unigram_loss
 from meshpar.train.faults import BadStepError
-from meshpar.train.slow_links import slow_links
 
 _MOST_OF_BIGRAM = 1024
 """The vocabulary, whose square it counts."""

@@ -10,12 +10,12 @@ import optax
 import pytest
 
 from meshpar import Layout, Scope, lint, make_train_step
-from meshpar.audit.block_trace import traced_workload
 from meshpar.model.single import forward, loss
 from meshpar.models.layers.patches import to_images, to_patches
 from meshpar.models.presets import build, configure
 from meshpar.planner.cost.estimate import estimate
-from meshpar.planner.inference.estimate import estimate_inference
+from meshpar.planner.from_model.block import traced_workload
+from meshpar.planner.inference import estimate_inference
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.execution import MESHPAR
 from meshpar.planner.search.refusals import layout_problems

@@ -10,7 +10,7 @@ from meshpar import Layout
 from meshpar.cli.main import main
 from meshpar.generation.programs import Programs
 from meshpar.models.presets import build
-from meshpar.planner.inference.estimate import estimate_inference
+from meshpar.planner.inference import estimate_inference
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.workload.shapes import workload_of
 

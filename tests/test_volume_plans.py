@@ -9,13 +9,12 @@ import optax
 import pytest
 
 from meshpar import absent_mesh, default_rules, make_train_step
-from meshpar.audit.space_trace import traced_space
-from meshpar.audit.volume_trace import traced_volume
 from meshpar.cli.main import main
 from meshpar.model.inputs import shapes_of
 from meshpar.models.presets import OTHER_PRESETS, build
 from meshpar.planner.cost.volume_time import exposed, halo_bytes
 from meshpar.planner.curve import BEND, curve_in_words, scaling_curve
+from meshpar.planner.from_model.step import traced_space, traced_volume
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.search.constraints import Constraints
 from meshpar.planner.search.volume_plans import VolumeRequest

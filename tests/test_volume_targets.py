@@ -6,9 +6,9 @@ import optax
 import pytest
 
 from meshpar import absent_mesh, audit, make_train_step
-from meshpar.audit.space_trace import traced_space
 from meshpar.model.inputs import shapes_of
 from meshpar.models.presets import build
+from meshpar.planner.from_model.step import traced_space
 from meshpar.train.memory_report import estimated_bytes
 from tests.test_audit_targets import needs_gpu_compiler
 

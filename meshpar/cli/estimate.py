@@ -18,8 +18,7 @@ from meshpar.hardware.devices import DEVICES
 from meshpar.layout import Layout
 from meshpar.planner.cost.estimate import Estimate, estimate
 from meshpar.planner.cost.in_words import estimate_in_words
-from meshpar.planner.inference.estimate import estimate_inference
-from meshpar.planner.inference.in_words import in_words
+from meshpar.planner.inference import estimate_inference, inference_lines
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.execution import (
@@ -157,7 +156,7 @@ def _of_generation(args: argparse.Namespace, layout: Layout, cluster: Cluster) -
         seq=args.seq or workload.seq,
         prompt=args.prompt or 0,
     )
-    text = "\n".join(in_words(found))
+    text = "\n".join(inference_lines(found))
     print(json.dumps(found.as_json()) if args.json else text)
     return 0 if found.fits else 1
 

@@ -13,16 +13,15 @@ import jax.numpy as jnp
 
 from meshpar.audit.memory import MemoryUse
 from meshpar.audit.report import audit
-from meshpar.audit.space_trace import traced_space
 from meshpar.audit.target import Target
 from meshpar.errors import InputError
 from meshpar.layout import STAGE_REMATS
 from meshpar.parallel.grids.space import has_space, space_degree
 from meshpar.planner.cost.memory import Memory, fullest_memory
 from meshpar.planner.cost.run import Run
+from meshpar.planner.from_model.step import planned_run, traced_space
 from meshpar.planner.workload.activations import kept_bytes, stage_input_bytes
 from meshpar.train.batch_placement import batch_structs
-from meshpar.train.planned_run import planned_run
 from meshpar.train.state_memory import Part, gradient_bytes_of, local_bytes, states
 from meshpar.train.step import Batch, TrainStep
 

@@ -12,6 +12,7 @@ Reference: Pope et al. 2022, "Efficiently scaling transformer inference", sectio
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -322,3 +323,33 @@ def estimate_inference(
         seq=seq,
         prompt=prompt or max(1, seq // 2),
     )
+
+
+def inference_lines(shown: InferenceEstimate) -> Sequence[str]:
+    """Return lines of text: memory, decode, prefill, and a table of slots."""
+    device = shown.cluster.device
+    gigabytes = [
+        f"{name} {value / 1e9:.2f} GB"
+        for name, value in (
+            ("parameters", shown.parameter_bytes),
+            ("cache", shown.cache_bytes),
+            ("other", shown.other_bytes),
+        )
+    ]
+    rows = [
+        f"  {one.slots:>7} slots {1e3 * one.decode_s:9.2f} ms a token "
+        f"{one.tokens_per_s:12,.0f} tokens/s"
+        for one in shown.table()
+    ]
+    return [
+        f"{shown.workload.name} on {shown.cluster.text}, layout {shown.layout}: "
+        f"{shown.slots} slots of {shown.seq} tokens",
+        f"memory {shown.total_bytes / 1e9:.2f} of {device.memory_bytes / 1e9:.2f} GB: "
+        f"{'fits' if shown.fits else 'does not fit'}",
+        f"  {', '.join(gigabytes)}",
+        f"decode {1e3 * shown.decode_s:.2f} ms a token, bound by {shown.bound}; "
+        f"{shown.tokens_per_s:,.0f} tokens/s",
+        f"prefill {1e3 * shown.prefill_s:.1f} ms for {shown.prompt} tokens",
+        "against the number of slots, all of them full:",
+        *rows,
+    ]

@@ -1,4 +1,4 @@
-"""A model of one's own as a workload of the planner: its blocks, traced and counted."""
+"""Workload of any model under the contract: its blocks and head, traced and counted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal
 
-from meshpar.audit.head_trace import in_dtype, logits_bytes
+from meshpar.audit.needs import MATMUL
 from meshpar.model.contract import Model
 from meshpar.model.parameter import is_parameter
 from meshpar.model.scope import Scope
@@ -27,7 +27,7 @@ from meshpar.parallel.blocks import vjp_without
 from meshpar.parallel.placement import DTYPES
 from meshpar.parallel.remat import rematerialised
 from meshpar.planner.workload.workload import TracedBlock, Workload
-from meshpar.trace.walk import dot_flops, inner_jaxprs
+from meshpar.trace.walk import array_shape, dot_flops, equations, inner_jaxprs
 
 _POLICIES = ("none", "selective", "dots", "full")
 
@@ -40,7 +40,7 @@ def traced_workload(
     name: str = "traced",
     order: TokenOrder | None = None,
 ) -> Workload:
-    """The workload of a model, by tracing one block of each group.
+    """Return the workload of a model, by tracing one block of each group.
 
     Nothing is computed. Sizes are those that parameters' logical axes name; a model
     without `heads` or `vocab` has one of them, which `tensor` does not split. FLOPs are
@@ -52,9 +52,9 @@ def traced_workload(
         model: A model under the contract.
         seq: Tokens of a sequence.
         precision: Arithmetic of the blocks.
-        name: What reports call it.
-        order: As if the devices of another one shared the sequence, of one device:
-            attention then keeps no softmax. None for whole sequences.
+        name: Name in reports.
+        order: Trace as if the devices of this mesh axis shared the sequence: attention
+            then keeps no softmax. None for whole sequences.
 
     Example:
         >>> from meshpar.models.presets import build
@@ -95,7 +95,7 @@ def traced_workload(
 
 
 def _sizes(model: Model, hidden: int) -> dict[str, int]:
-    """Sizes by the logical axes that parameters name, 1 where none does."""
+    """Sizes by the logical axes of parameters; 1 for a missing one."""
     found: dict[str, int] = {}
     for parameter in model.flat_parameters().values():
         for axis, size in zip(parameter.logical_axes, parameter.shape, strict=True):
@@ -113,7 +113,7 @@ def _sizes(model: Model, hidden: int) -> dict[str, int]:
 
 
 def _tables(model: Model) -> list[tuple[int, ...]]:
-    """Shapes of the parameters outside the blocks that have a vocabulary."""
+    """Shapes of the parameters outside the blocks that have axis `vocab`."""
     group_names = {group.name for group in model.groups}
     return [
         parameter.shape
@@ -168,7 +168,7 @@ def _residual_bytes(
     known: tuple,
     order: TokenOrder | None,
 ) -> float:
-    """Of one forward, parameters left out; the block's input is among them."""
+    """Bytes of the residuals of one forward, with its input, without parameters."""
     call = rematerialised(block, remat)
 
     def make_scope(known: tuple) -> Scope:
@@ -185,7 +185,7 @@ def _residual_bytes(
 
 
 def _dots(jaxpr: Jaxpr, weights: set[Any]) -> Iterator[tuple[float, bool]]:
-    """FLOPs of every dot, and whether one of its sides comes from weights alone."""
+    """Yield FLOPs of every dot, and True if a side comes from weights only."""
     for equation in jaxpr.eqns:
         known = [
             not isinstance(atom, Literal) and atom in weights
@@ -208,3 +208,43 @@ def _dots(jaxpr: Jaxpr, weights: set[Any]) -> Iterator[tuple[float, bool]]:
             for flag, atom in zip(known, equation.invars, strict=True)
         ):
             weights = weights | set(equation.outvars)
+
+
+_EXAMPLE_BYTES = 2**33
+"""Bytes of the logits of the traced tokens: more than a head makes at a time."""
+
+
+def logits_bytes(model: Model, *, seq: int, vocab: int, dtype: Any) -> int:
+    """Return the most bytes of fp32 logits at a time; 0 if those of all tokens.
+
+    Args:
+        model: A model under the contract.
+        seq: Tokens of a sequence.
+        vocab: Size of the vocabulary.
+        dtype: Dtype of the head's input and parameters.
+    """
+    examples = -(-_EXAMPLE_BYTES // (4 * seq * vocab))
+    params = in_dtype(model.split(model.parameters)[0], dtype)
+
+    def head(params: Any, x: Any, state: Any, batch: Any) -> Any:
+        scope = tracing_scope(batch, state)
+        return model.loss_sums(params, x, scope.batch, scope)
+
+    jaxpr = jax.make_jaxpr(head)(
+        params,
+        in_dtype(traced_streams(model, examples, seq)[-1], dtype),
+        one_layer_state(model)[0],
+        traced_batch(model, examples, seq),
+    )
+    matmuls = (
+        array_shape(equation.outvars[0])
+        for equation in equations(jaxpr.jaxpr)
+        if equation.primitive.name == MATMUL
+    )
+    most = max((math.prod(shape) for shape in matmuls if vocab in shape), default=0)
+    return 0 if most >= examples * seq * vocab else 4 * most
+
+
+def in_dtype(tree: Any, dtype: Any) -> Any:
+    """Return the shapes of a tree of arrays or parameters in another dtype."""
+    return jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, dtype), tree)

@@ -1,1 +1,0 @@
-"""Memory of generation under a layout, and time of prefill and decode."""
