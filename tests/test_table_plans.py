@@ -31,8 +31,8 @@ def request(devices=4, global_batch=4096, rows=1_000_000, **kept):
 
 
 def test_rows_move_as_the_closed_form_says():
-    plan, _ = request().of_layout()
-    (traffic,) = plan.traffic
+    plan, _ = request().kept_plan()
+    (traffic,) = plan.run.traffic
     row = 4 * DIM
     held = 4096 * FEATURES / 4  # by rows, each device has its part of every table
     asked = 4096 / 4 * FEATURES
@@ -50,15 +50,15 @@ def test_rows_move_as_the_closed_form_says():
 
 
 def test_one_device_sends_nothing():
-    plan, _ = request(devices=1).of_layout()
-    assert plan.traffic[0].exchanged_rows == 0 and not plan.time.exposed_s
+    plan, _ = request(devices=1).kept_plan()
+    assert plan.run.traffic[0].exchanged_rows == 0 and not plan.time.exposed_s
 
 
 def test_lookups_and_all_to_alls_are_in_the_step():
-    plan, _ = request().of_layout()
+    plan, _ = request().kept_plan()
     link, device = plan.run.link("data"), plan.run.cluster.device
-    assert plan.time.exposed_s["data"] > plan.traffic[0].sent_s(4, link)
-    memory_s = plan.traffic[0].memory_bytes / device.memory_bytes_per_s
+    assert plan.time.exposed_s["data"] > plan.run.traffic[0].sent_s(4, link)
+    memory_s = plan.run.traffic[0].memory_bytes / device.memory_bytes_per_s
     assert plan.time.compute_s > memory_s
     assert (
         TableTraffic(dim=DIM, held_rows=0, asked_rows=0, exchanged_rows=0).memory_bytes
@@ -67,7 +67,7 @@ def test_lookups_and_all_to_alls_are_in_the_step():
 
 
 def test_longer_tables_take_memory_and_no_time():
-    short, long = (request(rows=rows).of_layout()[0] for rows in (10**6, 10**7))
+    short, long = (request(rows=rows).kept_plan()[0] for rows in (10**6, 10**7))
     assert long.step_s == short.step_s
     grown = long.memory.table_bytes / short.memory.table_bytes
     assert grown == pytest.approx(10, rel=0.01)
@@ -93,19 +93,19 @@ def test_a_curve_of_tables_says_what_is_lost():
 )
 def test_what_tables_are_not_planned_over_is_refused(kept, refusal, refuses):
     with refuses(*refusal):
-        request(**kept).of_layout()
+        request(**kept).kept_plan()
 
 
 def test_data_that_is_forbidden_is_refused_where_there_are_replicas(refuses):
     forbidden = Constraints(forbidden=frozenset({"data"}))
     with refuses("plan.data_forbidden", "data", 4):
         dataclasses.replace(request(), constraints=forbidden)
-    dataclasses.replace(request(devices=1), constraints=forbidden).of_layout()
+    dataclasses.replace(request(devices=1), constraints=forbidden).kept_plan()
 
 
 def test_a_batch_that_does_not_divide_is_refused(refuses):
     with refuses("batch.indivisible", "global_batch", 10, 4):
-        dataclasses.replace(request(), global_batch=10).of_layout()
+        dataclasses.replace(request(), global_batch=10).kept_plan()
 
 
 def test_the_command_prints_loads(capsys, refuses_command):

@@ -72,20 +72,20 @@ def step_of(layout, levels, **rules):
 
 
 def test_halo_seconds_are_bytes_over_a_port_and_a_hop_for_each_convolution():
-    plan, _ = request(4, context=4).of_layout()
+    plan, _ = request(4, context=4).kept_plan()
     device = plan.run.cluster.device
     halo = 2 * PLANE * 32
     one_s = halo / (device.link_bytes_per_s * device.efficiency.link)
     halos_s = 2 * (one_s + device.efficiency.hop_s)
     alone = dataclasses.replace(MADE, kernels=MADE.kernels[2:])
-    others, _ = request(4, alone, context=4).of_layout()
+    others, _ = request(4, alone, context=4).kept_plan()
     found = exposed(plan.run)["context"] - exposed(others.run)["context"]
     assert found == pytest.approx(halos_s)
     assert halo_bytes(plan.run) == 2 * halo
 
 
 def test_a_second_split_dim_sends_the_halo_of_the_first_too():
-    plan, _ = request(8, context=4, tensor=2).of_layout()
+    plan, _ = request(8, context=4, tensor=2).kept_plan()
     along_depth = 2 * 32 * 64 * 32
     along_height = 2 * (64 / 4 + 2) * 64 * 32
     assert halo_bytes(plan.run) == 2 * (along_depth + along_height)
@@ -111,14 +111,14 @@ BEAMS = {"depth": "context", "height": "tensor"}
 )
 def test_halos_and_memory_are_those_of_the_traced_step(layout, rules, levels, by_hand):
     step, batch = step_of(layout, levels, **rules)
-    plan, _ = request(4, tiny(levels), **step.layout.mesh_shape).of_layout()
+    plan, _ = request(4, tiny(levels), **step.layout.mesh_shape).kept_plan()
     assert halo_bytes(plan.run) == traced_space(step, batch).halo_bytes + by_hand
     states, at_once = estimated_bytes(step, batch)
     assert plan.memory.total_bytes == pytest.approx(states + at_once, rel=1e-3)
 
 
 def test_devices_that_share_a_volume_hold_their_part_of_it():
-    one, eight = (request(n, context=n).of_layout()[0] for n in (1, 8))
+    one, eight = (request(n, context=n).kept_plan()[0] for n in (1, 8))
     assert eight.memory.activation_bytes == one.memory.activation_bytes / 8
     assert one.memory.halo_bytes == 0
     assert eight.memory.halo_bytes == 2 * PLANE * 32
@@ -148,12 +148,12 @@ def test_what_is_computed_again_is_no_work_of_the_model():
 
 def test_plans_for_tpus_count_channels_along_their_lanes_and_say_so():
     asked = dataclasses.replace(request(8), cluster=cluster_of("tpu-v5p", devices=8))
-    plan, fits = asked.of_layout()
+    plan, fits = asked.kept_plan()
     assert fits and "fits" in "\n".join(plan.lines)
     curve = scaling_curve(asked)
     assert curve_in_words(curve)[-1] == curve.note == plan.note
     assert "128 lanes" in plan.as_json()["note"]
-    gpu, _ = request(8).of_layout()
+    gpu, _ = request(8).kept_plan()
     assert gpu.as_json()["note"] is None
     apart = 16 * gpu.memory.activation_bytes, 16 * gpu.memory.other_bytes
     assert (plan.memory.activation_bytes, plan.memory.other_bytes) == apart
@@ -175,7 +175,7 @@ def test_memory_on_tpus_is_what_their_compiler_said(sizes, compiled_bytes):
     work = traced_volume(build("unet3d-512", **sizes), "u")
     cluster = cluster_of("tpu-v5p", devices=8)
     asked = dataclasses.replace(request(8, work, context=8), cluster=cluster)
-    plan, _ = asked.of_layout()
+    plan, _ = asked.kept_plan()
     assert plan.memory.total_bytes == pytest.approx(compiled_bytes, rel=0.03)
 
 
@@ -184,9 +184,9 @@ def test_beams_whose_parts_a_convolution_refuses_are_no_plans(refuses):
     coarse = dataclasses.replace(MADE, kernels=(window,))
     asked = {"global_batch": 2, "context": 8, "tensor": 2}
     with refuses("grid.short_part_beside_examples", "'depth'", 8, 3, 1):
-        request(32, coarse, data=2, **asked).of_layout()
-    request(16, coarse, data=1, **asked).of_layout()
-    request(128, coarse, **{**asked, "data": 2, "tensor": 8}).of_layout()
+        request(32, coarse, data=2, **asked).kept_plan()
+    request(16, coarse, data=1, **asked).kept_plan()
+    request(128, coarse, **{**asked, "data": 2, "tensor": 8}).kept_plan()
 
 
 def test_plans_divide_the_batch_and_the_coarsest_level(refuses):

@@ -36,7 +36,7 @@ from meshpar.planner.cost.estimate import (
 )
 from meshpar.planner.cost.in_words import estimate_in_words
 from meshpar.planner.machine.execution import execution_of
-from meshpar.planner.other_plan import OtherRequest
+from meshpar.planner.plan import PlanRequest
 from meshpar.planner.published import validate
 from meshpar.planner.search.constraints import Constraints
 from meshpar.planner.search.nearest_fit import nearest_fit
@@ -197,7 +197,7 @@ def _report(
     return report
 
 
-def _any_request(args: argparse.Namespace) -> Request | OtherRequest:
+def _any_request(args: argparse.Namespace) -> Request | PlanRequest:
     """What is planned: a transformer, or another model."""
     if args.global_batch is None:
         raise InputError(

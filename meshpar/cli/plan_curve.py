@@ -11,7 +11,7 @@ from meshpar.cli.plan_training import OF_TRAINING
 from meshpar.cli.report.destination import PICTURES, check_picture, output_file
 from meshpar.errors import InputError, local_path
 from meshpar.planner.curve import BATCHES, bend_in_words, curve_in_words, scaling_curve
-from meshpar.planner.other_plan import OtherRequest
+from meshpar.planner.plan import PlanRequest
 from meshpar.planner.search.search import Request
 
 _OF_PLANS = ("measure", "confirm", "plans", *OF_TRAINING)
@@ -59,7 +59,7 @@ def check_curve(args: argparse.Namespace) -> None:
         check_picture("--plot", args.plot, PICTURES)
 
 
-def run_curve(args: argparse.Namespace, request: Request | OtherRequest) -> int:
+def run_curve(args: argparse.Namespace, request: Request | PlanRequest) -> int:
     """Prints the curve; 0 if anything fits, 1 if nothing does."""
     name = request.workload.name if isinstance(request, Request) else request.name
     curve = scaling_curve(request, args.curve)

@@ -15,7 +15,7 @@ from meshpar.errors import InputError
 from meshpar.planner.cost.estimate import gigabytes, milliseconds
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import MESHPAR
-from meshpar.planner.other_plan import OtherPlan, OtherRequest
+from meshpar.planner.plan import Plan, PlanRequest
 from meshpar.planner.search.constraints import Constraints
 from meshpar.planner.workload.shapes import TRACED
 
@@ -62,7 +62,7 @@ def other_request(
     cluster: Cluster,
     constraints: Constraints,
     global_batch: int,
-) -> OtherRequest:
+) -> PlanRequest:
     """What is planned of such a preset.
 
     Raises:
@@ -79,7 +79,7 @@ def other_request(
     return _request(args, name, model, {**shared, "constraints": constraints})
 
 
-def run_other(args: argparse.Namespace, request: OtherRequest) -> int:
+def run_other(args: argparse.Namespace, request: PlanRequest) -> int:
     """Prints plans; 0 if there are any, 1 if nothing fits."""
     start = time.perf_counter()
     plans = list(request.plans())
@@ -94,14 +94,14 @@ def run_other(args: argparse.Namespace, request: OtherRequest) -> int:
         print("\n".join(_text(request, shown)))
     else:
         capacity = gigabytes(request.capacity_bytes)
-        print(f"{request.what}\nnothing fits in {capacity}; give more --devices")
+        print(f"{request.heading}\nnothing fits in {capacity}; give more --devices")
     return 0 if plans else 1
 
 
-def run_estimate(args: argparse.Namespace, request: OtherRequest) -> int:
+def run_estimate(args: argparse.Namespace, request: PlanRequest) -> int:
     """Prints the estimate of one layout; 0 if it fits, 1 if it does not."""
-    plan, fits = request.of_layout()
-    text = "\n".join([request.what, *plan.lines])
+    plan, fits = request.kept_plan()
+    text = "\n".join([request.heading, *plan.lines])
     print(json.dumps(plan.as_json()) if args.json else text)
     return 0 if fits else 1
 
@@ -137,7 +137,7 @@ def _check(args: argparse.Namespace, name: str) -> None:
 
 def _request(
     args: argparse.Namespace, name: str, model: Model, shared: dict[str, Any]
-) -> OtherRequest:
+) -> PlanRequest:
     from meshpar.parallel.grids.space import has_space
 
     kept = shared["constraints"].kept
@@ -213,17 +213,17 @@ def _rows(text: str) -> int:
     return int(text)
 
 
-def _text(request: OtherRequest, plans: Sequence[OtherPlan]) -> list[str]:
+def _text(request: PlanRequest, plans: Sequence[Plan]) -> list[str]:
     best = plans[0]
     return [
-        request.what,
+        request.heading,
         "",
         *best.lines,
         "",
         "plans, fastest first:",
         *(
             f"  {milliseconds(plan.step_s):>8}  MFU {plan.mfu:5.1%}  "
-            f"{gigabytes(plan.memory.total_bytes):>8}  {plan.layout_in_words}"
+            f"{gigabytes(plan.memory.total_bytes):>8}  {plan.layout_text}"
             for plan in plans
         ),
         "",

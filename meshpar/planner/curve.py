@@ -20,9 +20,8 @@ from typing import Any
 
 from meshpar.errors import InputError
 from meshpar.planner.cost.estimate import Estimate, gigabytes
-from meshpar.planner.cost.in_words import why_exposed
 from meshpar.planner.machine.cluster import Cluster
-from meshpar.planner.other_plan import OtherPlan, OtherRequest
+from meshpar.planner.plan import Plan, PlanRequest
 from meshpar.planner.search.search import Request, search
 
 BATCHES = ("strong", "weak")
@@ -57,7 +56,7 @@ class Point:
 
     cluster: Cluster
     global_batch: int
-    plan: Estimate | OtherPlan | None = None
+    plan: Estimate | Plan | None = None
     problem: str = ""
     efficiency: float = 0.0
     lost: Mapping[str, float]
@@ -81,21 +80,8 @@ class Point:
         axis = self.most_lost.removeprefix("exposed on ")
         if axis in _WHY:
             return _WHY[axis]
-        plan = self.plan
-        if isinstance(plan, Estimate):
-            why = why_exposed(plan, axis)
-        else:
-            why = plan.why_exposed(axis)
-        return f"over the {plan.run.link(axis).name}, {why}"
-
-    @property
-    def layout_in_words(self) -> str:
-        """The plan's layout, and arguments beside it; empty without a plan."""
-        if self.plan is None:
-            return ""
-        if isinstance(self.plan, Estimate):
-            return str(self.plan.run.layout)
-        return self.plan.layout_in_words
+        link = self.plan.run.link(axis)
+        return f"over the {link.name}, {self.plan.why_exposed(axis)}"
 
     def as_json(self) -> dict[str, Any]:
         """Return an entry of `points` of `meshpar plan --curve --json`."""
@@ -106,7 +92,7 @@ class Point:
         return {
             **found,
             "fits": True,
-            "layout": self.layout_in_words,
+            "layout": plan.layout_text,
             "step_s": plan.step_s,
             "sequences_per_s": self.global_batch / plan.step_s,
             "examples_per_s": self.global_batch / plan.step_s,
@@ -170,7 +156,7 @@ class Curve:
         }
 
 
-def scaling_curve(request: Request | OtherRequest, batch: str = "strong") -> Curve:
+def scaling_curve(request: Request | PlanRequest, batch: str = "strong") -> Curve:
     """Return the curve up to a request's devices, their number halved repeatedly.
 
     Args:
@@ -232,7 +218,7 @@ def curve_in_words(curve: Curve) -> list[str]:
         lost = f"{point.lost[worst]:.1%} {worst}; " if worst else ""
         lines.append(
             f"{counts} {rate:>12,.4g} {point.efficiency:>11.1%}  "
-            f"{lost}{point.layout_in_words}"
+            f"{lost}{point.plan.layout_text}"
         )
     return [*lines, bend_in_words(curve), *([curve.note] if curve.note else [])]
 
@@ -274,7 +260,7 @@ def _halves(cluster: Cluster) -> Iterator[Cluster]:
         yield from _halves(replace(cluster, devices_per_host=each))
 
 
-def _planned(request: Request | OtherRequest, cluster: Cluster, examples: int) -> Point:
+def _planned(request: Request | PlanRequest, cluster: Cluster, examples: int) -> Point:
     """Return the point of the fastest plan, or of the reason why there is none."""
     here: dict[str, Any] = {"cluster": cluster, "global_batch": examples}
     try:
@@ -287,8 +273,8 @@ def _planned(request: Request | OtherRequest, cluster: Cluster, examples: int) -
 
 
 def _fastest(
-    request: Request | OtherRequest, cluster: Cluster, examples: int
-) -> tuple[Estimate | OtherPlan | None, float]:
+    request: Request | PlanRequest, cluster: Cluster, examples: int
+) -> tuple[Estimate | Plan | None, float]:
     """Return the fastest plan that fits, or None, and the usable bytes of a device."""
     if isinstance(request, Request):
         here = replace(request, cluster=cluster, global_batch=examples)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,13 +19,14 @@ from meshpar.model.inputs import BATCH_DIM, shapes_of
 from meshpar.model.scope import Scope
 from meshpar.model.single import loss
 from meshpar.planner.cost.estimate import gigabytes
-from meshpar.planner.cost.step_time import StepTime
+from meshpar.planner.cost.step_time import StepTime, straggler_fraction
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.collective_cost import all_reduce_s
+from meshpar.planner.plan import Plan
 from meshpar.planner.search.constraints import Constraints
 from meshpar.planner.workload.volume import Kernel
 from meshpar.tables.optimizers import RowwiseAdagrad
-from meshpar.tables.plan import TablePlan, TableRun
+from meshpar.tables.plan import TableRun, table_plan
 from meshpar.tables.step import TableStep, with_tables
 from meshpar.tables.table import Table
 from meshpar.tables.tables import embedding_tables
@@ -90,7 +90,7 @@ class TableRequest:
         return ""
 
     @property
-    def what(self) -> str:
+    def heading(self) -> str:
         """The model and the machine, in a line."""
         rows = sum(table.rows for table in self.tables)
         values = sum(table.rows * table.dim for table in self.tables)
@@ -110,16 +110,16 @@ class TableRequest:
         """The same on other devices."""
         return replace(self, cluster=cluster, global_batch=global_batch)
 
-    def plans(self) -> Sequence[TablePlan]:
+    def plans(self) -> Sequence[Plan]:
         """The one plan, if it fits.
 
         Raises:
             InputError: The devices do not divide the batch.
         """
-        plan, fits = self.of_layout()
+        plan, fits = self.kept_plan()
         return [plan] if fits else []
 
-    def of_layout(self) -> tuple[TablePlan, bool]:
+    def kept_plan(self) -> tuple[Plan, bool]:
         """The plan, and whether it fits.
 
         Raises:
@@ -152,19 +152,20 @@ class TableRequest:
         traced = jax.make_jaxpr(jax.value_and_grad(both))(params, batch)
         return kernels_of(operations(traced))
 
-    def _plan(self, layout: Layout) -> TablePlan:
+    def _plan(self, layout: Layout) -> Plan:
         step = self._step(layout)
         device, devices = self.cluster.device, self.cluster.num_devices
         inputs = step.tables.batch_inputs(self.model.known_inputs)
         batch = shapes_of(inputs, {BATCH_DIM: self.global_batch})
         placements, memory = step.placements, step.predicted_memory(batch)
+        traffic = table_traffic(step.functions.stores, placements, self.global_batch)
         run = TableRun(
             cluster=self.cluster,
             layout=layout,
             global_batch=self.global_batch,
             placements=placements,
+            traffic=traffic,
         )
-        traffic = table_traffic(step.functions.stores, placements, self.global_batch)
         moved = sum(one.memory_bytes for one in traffic)
         compute_s = matmul_time.memory_s(device, moved + 2 * memory.temp_bytes)
         compute_s += sum(
@@ -177,19 +178,16 @@ class TableRequest:
         exposed_s = {"data": waits} if devices > 1 else {}
         optimizer_s = matmul_time.memory_s(device, _UPDATE_BYTES * parameters)
         busy_s = compute_s + optimizer_s + sum(exposed_s.values())
-        slowest = device.efficiency.spread * math.sqrt(2 * math.log(devices))
         time = StepTime(
             compute_s=compute_s,
             bubble_s=0.0,
             exposed_s=exposed_s,
             optimizer_s=optimizer_s,
-            straggler_s=busy_s * slowest,
+            straggler_s=busy_s * straggler_fraction(self.cluster),
             host_s=0.0,
         )
         flops = sum(one.flops for one in self._kernels(1))
-        return TablePlan(
-            run=run, memory=memory, time=time, traffic=traffic, flops=flops
-        )
+        return table_plan(run, memory=memory, time=time, flops=flops)
 
     def _step(self, layout: Layout) -> TableStep:
         optimizer = optax.adam(1e-3)

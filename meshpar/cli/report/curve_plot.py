@@ -116,7 +116,7 @@ def _row(point: Point) -> tuple[str, ...]:
     if plan is None:
         return ()
     return (
-        point.layout_in_words,
+        plan.layout_text,
         f"{point.num_devices:,}",
         f"{point.global_batch:,}",
         milliseconds(plan.step_s),

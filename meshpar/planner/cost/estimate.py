@@ -17,6 +17,16 @@ from meshpar.planner.machine.execution import MESHPAR, Execution
 from meshpar.planner.search.refusals import layout_problems, stage_blocks_of
 from meshpar.planner.workload.workload import Workload
 
+_ONCE = "gradients are reduced once, behind the last backward"
+_WHY_EXPOSED = {
+    "tensor": "sums of the residual stream stand between a block's matmuls",
+    "fsdp": "weights and gradients take longer than the layer's work beside them",
+    "data": _ONCE,
+    "stage": "a stage waits for its input and, where shared, for embedding and head",
+    "context": "keys and values take longer than the attention beside them",
+    "expert": "tokens must reach their experts before these can start",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
@@ -61,6 +71,18 @@ class Estimate:
     def fits(self) -> bool:
         """True if the fullest device has enough memory."""
         return self.memory.total_bytes <= self.run.cluster.device.usable_bytes
+
+    @property
+    def layout_text(self) -> str:
+        """The layout as text."""
+        return str(self.run.layout)
+
+    def why_exposed(self, mesh_axis: str) -> str:
+        """Return the reason why the step waits for a mesh axis."""
+        layer_by_layer = self.run.layout.zero == 3 and not self.run.gathers_once
+        if mesh_axis == "fsdp" and not layer_by_layer:
+            return _ONCE
+        return _WHY_EXPOSED[mesh_axis]
 
     def as_json(self) -> dict[str, Any]:
         """Return what `meshpar estimate --json` prints."""

@@ -9,16 +9,6 @@ from meshpar.planner.cost.estimate import (
     milliseconds,
 )
 
-_ONCE = "gradients are reduced once, behind the last backward"
-_WHY_EXPOSED = {
-    "tensor": "sums of the residual stream stand between a block's matmuls",
-    "fsdp": "weights and gradients take longer than the layer's work beside them",
-    "data": _ONCE,
-    "stage": "a stage waits for its input and, where shared, for embedding and head",
-    "context": "keys and values take longer than the attention beside them",
-    "expert": "tokens must reach their experts before these can start",
-}
-
 
 def estimate_in_words(estimate: Estimate) -> list[str]:
     """Return lines of text: model and machine, memory, time, communication."""
@@ -28,14 +18,6 @@ def estimate_in_words(estimate: Estimate) -> list[str]:
         *_time(estimate),
         *_links(estimate),
     ]
-
-
-def why_exposed(estimate: Estimate, mesh_axis: str) -> str:
-    """Return the reason why a plan waits for a mesh axis."""
-    layer_by_layer = estimate.run.layout.zero == 3 and not estimate.run.gathers_once
-    if mesh_axis == "fsdp" and not layer_by_layer:
-        return _ONCE
-    return _WHY_EXPOSED[mesh_axis]
 
 
 def _heading(estimate: Estimate) -> list[str]:
@@ -90,7 +72,7 @@ def _time(estimate: Estimate) -> list[str]:
         lines.append(f"  waiting for the host {_share(time.host_s, step_s)}")
     for mesh_axis, seconds in time.exposed_s.items():
         link = estimate.run.link(mesh_axis).name
-        why = why_exposed(estimate, mesh_axis)
+        why = estimate.why_exposed(mesh_axis)
         lines.append(
             f"  exposed on {mesh_axis} ({link}) {_share(seconds, step_s)}: {why}"
         )

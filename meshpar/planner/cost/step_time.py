@@ -35,6 +35,7 @@ from meshpar.planner.cost.traffic_row import (
     exposed,
     rows_in,
 )
+from meshpar.planner.machine.cluster import Cluster
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,18 +103,18 @@ def step_time(run: Run) -> StepTime:
         bubble_s=max(0.0, all_microbatches_s - own.total_s),
         exposed_s={axis: s for axis, s in exposed_s.items() if s > 0},
         optimizer_s=optimizer_s,
-        straggler_s=busy_s * straggler_fraction(run),
+        straggler_s=busy_s * straggler_fraction(run.cluster),
         host_s=waits_s,
     )
 
 
-def straggler_fraction(run: Run) -> float:
+def straggler_fraction(cluster: Cluster) -> float:
     """Return how much longer than the mean the slowest device takes, as a fraction.
 
     The largest of n normal values lies about `sigma sqrt(2 ln n)` above their mean.
     """
-    devices = run.cluster.num_devices
-    return run.cluster.device.efficiency.spread * math.sqrt(2 * math.log(devices))
+    devices = cluster.num_devices
+    return cluster.device.efficiency.spread * math.sqrt(2 * math.log(devices))
 
 
 def _rank_cost(run: Run, stages: tuple[StageTime, ...], rank: int) -> Cost:

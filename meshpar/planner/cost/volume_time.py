@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from meshpar.hardware import device as matmul_time
 from meshpar.layout import BATCH_AXES, Layout
-from meshpar.planner.cost.step_time import StepTime
+from meshpar.planner.cost.step_time import StepTime, straggler_fraction
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.collective_cost import all_reduce_s, send_s
 from meshpar.planner.machine.link import Link
@@ -129,13 +129,12 @@ def volume_time(run: VolumeRun) -> StepTime:
     exposed_s = exposed(run)
     optimizer_s = matmul_time.memory_s(device, _UPDATE_BYTES * work.num_parameters)
     busy_s = compute_s + sum(exposed_s.values()) + optimizer_s
-    slowest = math.sqrt(2 * math.log(run.cluster.num_devices))
     return StepTime(
         compute_s=compute_s,
         bubble_s=0.0,
         exposed_s=exposed_s,
         optimizer_s=optimizer_s,
-        straggler_s=busy_s * device.efficiency.spread * slowest,
+        straggler_s=busy_s * straggler_fraction(run.cluster),
         host_s=0.0,
     )
 

@@ -121,7 +121,7 @@ class Bounds:
         self._step_costs: dict[tuple, _StepCost] = {}
         self._least_step_costs: dict[tuple, _StepCost] = {}
         self._overheads: dict[tuple, float] = {}
-        self._slowest = 1 + straggler_fraction(run)
+        self._slowest = 1 + straggler_fraction(run.cluster)
 
     def without_capacity(self) -> Bounds:
         """Return bounds of the same layouts that have the time of all of them."""

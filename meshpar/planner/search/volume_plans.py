@@ -8,21 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from meshpar.errors import InputError
 from meshpar.layout import MESH_AXES, Layout
-from meshpar.planner.cost.estimate import gigabytes, milliseconds
-from meshpar.planner.cost.step_time import StepTime
+from meshpar.planner.cost.estimate import gigabytes
 from meshpar.planner.cost.volume_time import (
-    VolumeMemory,
     VolumeRun,
     halo_bytes,
     volume_memory,
     volume_time,
 )
 from meshpar.planner.machine.cluster import Cluster
-from meshpar.planner.other_plan import exposed_lines, fits, mfu_of, shared_json
+from meshpar.planner.plan import Plan
 from meshpar.planner.search.constraints import Constraints
 from meshpar.planner.search.space import divisors
 from meshpar.planner.workload.volume import SPACE, VolumeWorkload
@@ -39,99 +36,46 @@ PADDING = (
 """Of plans for TPUs; measured with jax 0.10.2 (`docs/guides/volumes.md`)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class VolumePlan:
-    """What the planner expects of one layout.
-
-    Args:
-        run: What was asked.
-        memory: Of one device.
-        time: Where the step's time goes.
-    """
-
-    run: VolumeRun
-    memory: VolumeMemory
-    time: StepTime
-
-    @property
-    def step_s(self) -> float:
-        """Time of one step."""
-        return self.time.step_s
-
-    @property
-    def mfu(self) -> float:
-        """Of the devices' peak."""
-        return mfu_of(self)
-
-    @property
-    def model_flops(self) -> float:
-        """FLOPs of the convolutions and matmuls of one step."""
-        return self.run.workload.flops * self.run.global_batch
-
-    @property
-    def note(self) -> str:
-        """What differs on these devices; empty for nothing."""
-        return _note(self.run.cluster)
-
-    @property
-    def layout_in_words(self) -> str:
-        """The layout, and the rules that it needs beside its own."""
-        rules = self.run.rules
-        return f"{self.run.layout}" + (f" with {rules}" if rules else "")
-
-    @property
-    def how_to_run(self) -> str:
-        """The call that trains under it."""
-        parts = filter(None, self.run.rules.split(","))
-        rules = ", ".join(part.replace("=", '="') + '"' for part in parts)
-        more = f", rules=default_rules(layout).with_rules({rules})" if rules else ""
-        layout = str(self.run.layout)
-        return f"meshpar.make_train_step(model, optimizer, {layout!r}{more})"
-
-    def why_exposed(self, mesh_axis: str) -> str:
-        """What waits for a mesh axis."""
-        if mesh_axis == "data":
-            return "gradients are reduced once, behind the last backward"
-        return (
-            f"halos of convolutions ({gigabytes(halo_bytes(self.run))} a device) and "
-            "sums over space stand between kernels"
-        )
-
-    def as_json(self) -> dict[str, Any]:
-        """One of the `plans` of `meshpar plan --json`."""
-        memory = self.memory
-        return {
-            **shared_json(self),
-            "rules": self.run.rules,
-            "note": self.note or None,
-            "halo_bytes": round(halo_bytes(self.run)),
+def volume_plan(run: VolumeRun) -> Plan:
+    """Return the plan of one layout."""
+    memory, halos, work = volume_memory(run), halo_bytes(run), run.workload
+    parts = filter(None, run.rules.split(","))
+    rules = ", ".join(part.replace("=", '="') + '"' for part in parts)
+    more = f", rules=default_rules(layout).with_rules({rules})" if rules else ""
+    sums = (
+        f"halos of convolutions ({gigabytes(halos)} a device) and sums over space "
+        "stand between kernels"
+    )
+    once = "gradients are reduced once, behind the last backward"
+    together = f"{run.sharing} devices together" if run.sharing > 1 else "a device"
+    return Plan(
+        run=run,
+        memory=memory,
+        time=volume_time(run),
+        model_flops=work.flops * run.global_batch,
+        layout_text=f"{run.layout}" + (f" with {run.rules}" if run.rules else ""),
+        how_to_run="meshpar.make_train_step(model, optimizer, "
+        f"{str(run.layout)!r}{more})",
+        memory_parts={
+            "volumes": memory.activation_bytes,
+            "largest halo": memory.halo_bytes,
+            "batch": memory.batch_bytes,
+            "states": memory.state_bytes,
+            "gradients and used parameters": memory.other_bytes,
+        },
+        reasons={"data": once, "context": sums, "tensor": sums},
+        share=f"{_volumes(run.volumes)} on {together}",
+        note=_note(run.cluster),
+        details={
+            "rules": run.rules,
+            "note": _note(run.cluster) or None,
+            "halo_bytes": round(halos),
             "memory": {
                 **{part: round(size) for part, size in asdict(memory).items()},
                 "total_bytes": round(memory.total_bytes),
             },
-        }
-
-    @property
-    def lines(self) -> list[str]:
-        """What people read: memory, time, and what waits."""
-        memory, time, run = self.memory, self.time, self.run
-        device = run.cluster.device
-        verdict = "fits" if fits(self) else "does not fit"
-        return [
-            f"layout {self.layout_in_words}: {_volumes(run.volumes)} on "
-            + (f"{run.sharing} devices together" if run.sharing > 1 else "a device"),
-            f"memory {gigabytes(memory.total_bytes)} of "
-            f"{gigabytes(device.memory_bytes)}: {verdict}",
-            *([f"  {self.note}"] if self.note else []),
-            f"  volumes {gigabytes(memory.activation_bytes)}, largest halo "
-            f"{gigabytes(memory.halo_bytes)}, batch {gigabytes(memory.batch_bytes)}, "
-            f"states {gigabytes(memory.state_bytes)}, gradients and used parameters "
-            f"{gigabytes(memory.other_bytes)}",
-            f"step {milliseconds(self.step_s)}, MFU {self.mfu:.1%}: computing "
-            f"{milliseconds(time.compute_s)}, optimizer "
-            f"{milliseconds(time.optimizer_s)}",
-            *exposed_lines(self),
-        ]
+        },
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +116,7 @@ class VolumeRequest:
         return self.workload.name
 
     @property
-    def what(self) -> str:
+    def heading(self) -> str:
         """The model and the machine, in a line."""
         work = self.workload
         return (
@@ -190,7 +134,7 @@ class VolumeRequest:
         """What a plan may fill of a device."""
         return self.constraints.capacity_bytes(self.cluster.device)
 
-    def plans(self) -> list[VolumePlan]:
+    def plans(self) -> list[Plan]:
         """All that fit, the fastest first.
 
         Raises:
@@ -200,7 +144,7 @@ class VolumeRequest:
         fitting = [plan for plan in self._all() if plan.memory.total_bytes <= capacity]
         return sorted(fitting, key=lambda plan: plan.step_s)
 
-    def of_layout(self) -> tuple[VolumePlan, bool]:
+    def kept_plan(self) -> tuple[Plan, bool]:
         """The plan of the layout that is kept, and whether it fits.
 
         Raises:
@@ -209,7 +153,7 @@ class VolumeRequest:
         plan = self._all()[0]
         return plan, plan.memory.total_bytes <= self.capacity_bytes
 
-    def _all(self) -> list[VolumePlan]:
+    def _all(self) -> list[Plan]:
         dividing = list(volume_runs(self))
         refused = [_refusal(run) for run in dividing]
         runs = [run for run, why in zip(dividing, refused, strict=True) if why is None]
@@ -225,10 +169,7 @@ class VolumeRequest:
                 + "); give another number of devices or keep less",
                 key="plan.no_dividing_layout",
             )
-        return [
-            VolumePlan(run=run, memory=volume_memory(run), time=volume_time(run))
-            for run in runs
-        ]
+        return [volume_plan(run) for run in runs]
 
 
 def _note(cluster: Cluster) -> str:
