@@ -13,7 +13,7 @@ import tyro
 
 from meshpar.errors import InputError, local_path, whole_number
 from meshpar.recipes.option_checks import (
-    OF_DATA,
+    DATA_OPTIONS,
     check_data,
     check_rollback,
     check_texts,
@@ -41,17 +41,17 @@ _OR_NONE = (
 
 
 _MOST = 2**31 - 1
-"""Of a count, which a device may hold in 32 bits."""
+"""Largest count: a device may hold it in 32 bits."""
 _MOST_SEED = 2**32 - 1
 
 PATHS = (
     *("schedule", "from_weights", "out", "log_json", "tensorboard"),
     *("tokenizer", "data_cache"),
 )
-"""Options that are a path."""
+"""Names of the options whose value is a path."""
 
 SEVERAL = ("text", "data", "validation_data")
-"""Options that may be given again, and are then all meant."""
+"""Names of the options that may be repeated."""
 
 
 def _num_virtual_devices() -> int:
@@ -61,83 +61,89 @@ def _num_virtual_devices() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """A run of the recipe.
+    """Options of one training run.
 
     Args:
-        layout: The layout's line; nothing else changes with it.
-        schedule: CSV file of a pipeline schedule of one's own, one row a rank.
-        preset: A model by name; "tiny" where --model gives no other.
-        model: What differs from the preset, such as layers=2,hidden=64; without one,
-            all sizes of a model; or the path of a Hugging Face config.json.
-        steps: Optimizer steps in all.
-        seed: Of initial values, order of the text, and samples.
-        dtype: Arithmetic of the blocks; the layout's by default.
-        from_weights: Also --from: a folder of a Hugging Face model, whose config is
-            the model's unless another is given, and whose weights it starts from.
-        text: A file, or a folder of .txt files; give it again for more. Shakespeare's
-            plays by default.
-        data: In place of text: a file, a folder or a pattern of text, JSON lines,
-            Parquet, or tokens of Megatron or nanoGPT; or of a mixture
-            path=web/*.jsonl,weight=0.7,field=text, and again for each source.
-        validation_data: To validate on, alike; by default a tenth of each source, at
-            most a million tokens.
-        tokenizer: A tokenizer.json, of the package tokenizers; bytes by default.
-        eos: The token that ends a document, of the tokenizer; without one the number
-            of that of files of tokens. By default the tokenizer's.
-        pack: Whole documents side by side in a row, where each sees itself alone, and
-            not windows across them.
-        on_bad_line: What follows a broken line of JSON or a row of Parquet without
-            text: "stop", or "skip", which counts them.
-        data_cache: Folder for the tokens of texts, made once; OUT/tokens by default.
+        layout: Layout of the run; no other option depends on it.
+        schedule: CSV file of a custom pipeline schedule, one row per rank.
+        preset: Name of a model; "tiny" unless --model gives all sizes.
+        model: Sizes that differ from the preset, such as layers=2,hidden=64; all sizes
+            if there is no preset; or the path of a Hugging Face config.json.
+        steps: Total number of optimizer steps.
+        seed: Seed of the initial values, the data order and the samples.
+        dtype: Dtype of the blocks' arithmetic; the layout's by default.
+        from_weights: Folder of a Hugging Face model whose weights the run starts from.
+            Its config gives the sizes, unless `model` or `preset` does.
+        text: Text file, or folder of .txt files; may be repeated. Shakespeare's plays
+            by default.
+        data: Source of training data instead of --text: a file, folder or glob pattern
+            of text, JSON lines, Parquet, or tokens of Megatron or nanoGPT; in a
+            mixture path=web/*.jsonl,weight=0.7,field=text. Repeat it for each source.
+        validation_data: Source of validation data, written as --data is. By default a
+            tenth of each source is held out, at most a million tokens.
+        tokenizer: A tokenizer.json of the package tokenizers; bytes are the tokens by
+            default.
+        eos: Token that ends a document: a text of the tokenizer (by default its own),
+            or the number of the token in files of tokens.
+        pack: Pack whole documents into a row, each of which attends to itself only,
+            instead of cutting windows across documents.
+        on_bad_line: Action on a malformed JSON line or a Parquet row without text:
+            "stop", or "skip" and count it.
+        data_cache: Folder that caches the tokens of texts; OUT/tokens by default.
         out: Folder of the run; runs/ and the time by default.
-        resume: Go on from the newest checkpoint of --out; what is not given is as it
-            was there. "auto" begins where there is none.
-        log_json: File of metrics, a JSON object a line; OUT/metrics.jsonl by default.
-        tensorboard: Folder to write TensorBoard's events to.
-        sync_every: Steps that each part of the layout's `data` does by itself before
-            all average their parameters, for slow links; the layout's by default.
-        outer_optimizer: What takes that average further: "nesterov", "sgd" or "adam".
-        outer_learning_rate: Its.
-        outer_momentum: Its, and Adam's first one; sgd has none.
-        gradient_reduction: "by_host" sums gradients inside each host first, on CPUs of
-            several processes; GPUs and TPUs do so by themselves.
+        resume: Resume from the newest checkpoint of --out. Options you omit keep their
+            saved values. "auto" starts a new run if there is no checkpoint.
+        log_json: File of metrics, one JSON object per line; OUT/metrics.jsonl by
+            default.
+        tensorboard: Folder of TensorBoard event files.
+        sync_every: Local steps of each replica along the layout's `data` axis between
+            averages of their parameters (for slow links); the layout's by default.
+        outer_optimizer: Optimizer that applies the averaged local updates: "nesterov",
+            "sgd" or "adam".
+        outer_learning_rate: Learning rate of the outer optimizer.
+        outer_momentum: Momentum of the outer optimizer: nesterov's momentum, or
+            Adam's b1; unused by sgd.
+        gradient_reduction: "by_host" sums gradients within each host first, on CPUs of
+            several processes; GPUs and TPUs do that by themselves.
         mesh_order: Mesh axes from the slowest link to the fastest, such as
             stage,data,fsdp; the layout's own by default.
-        global_batch: Sequences in a step.
-        seq: Tokens of a sequence.
-        learning_rate: Its peak: it rises to it over a tenth of --decay-steps, and
-            falls to a tenth of it along a cosine.
-        decay_steps: Steps over which it does; --steps by default.
+        global_batch: Sequences per optimizer step.
+        seq: Tokens per sequence.
+        learning_rate: Peak learning rate. It warms up over the first tenth of
+            --decay-steps and decays along a cosine to a tenth of the peak.
+        decay_steps: Steps of that schedule; --steps by default.
         save_every: Steps between checkpoints.
-        keep: How many of the newest stay.
-        keep_every: Those whose step divides by it stay, too.
-        validate_every: Steps between looks at the validation text.
-        stop_after: Save and stop after this step.
-        on_bad_step: What follows a loss or gradients that are not finite, which change
-            nothing: "skip" goes on unless ten come in a row, "rollback" goes back to
-            a checkpoint and on with the text after the bad step, "stop" ends.
-        spike: With rollback or stop: a loss above this many times the median of the
-            last 32 is bad too.
-        rollback_steps: Steps at least by which a rollback goes back.
-        replay_every: Steps between those whose gradients are computed twice and
-            compared bit by bit, which finds devices that miscalculate; 0 for none.
-        hang_timeout: Seconds that a step, a save or another phase may take before all
-            processes write their stacks and end, four times that where programs are
-            compiled; 0 waits for ever.
-        on_low_memory: What follows where the run needs more memory than there is, by
-            arithmetic: "stop" before any parameter is built, "warn" goes on.
-        profile: Steps to trace into OUT/profile, for XProf and Perfetto: those after
-            the second of this start.
-        sample_tokens: Bytes to write at the end.
-        bubble_rounds: Pairs of steps that time the pipeline's bubble at the end; 0
-            leaves it out.
-        emulate: Virtual CPU devices of each process; 0 uses the machine's own.
+        keep: Number of newest checkpoints to keep.
+        keep_every: Keep every checkpoint whose step is a multiple of this, too.
+        validate_every: Steps between evaluations on the validation data.
+        stop_after: Save a checkpoint and stop after this step.
+        on_bad_step: Action on a loss or gradients that are not finite (such a step
+            never changes the parameters): "skip" continues, but stops after ten in a
+            row; "rollback" restores a checkpoint and skips the data up to the bad
+            step; "stop" ends the run.
+        spike: With rollback or stop, also treat a loss above this multiple of the
+            median of the last 32 losses as bad.
+        rollback_steps: Least number of steps that a rollback goes back.
+        replay_every: Steps between steps whose gradients are computed twice and
+            compared bit for bit, to detect devices that miscalculate; 0 disables it.
+        hang_timeout: Seconds that a step, save or other phase may take before every
+            process prints its stacks and exits; four times that while programs
+            compile; 0 disables it.
+        on_low_memory: Action if the run is estimated to need more memory than there
+            is: "stop" before any parameter is built, or "warn" and continue.
+        profile: Number of steps to profile into OUT/profile, for XProf and Perfetto,
+            after the second step of this start.
+        sample_tokens: Bytes of sample text to generate at the end.
+        bubble_rounds: Pairs of steps that measure the pipeline bubble at the end; 0
+            skips it.
+        emulate: Number of virtual CPU devices per process; 0 uses the real devices.
         coordinator: HOST:PORT of process 0, to join processes by hand; SLURM,
-            Kubernetes, Open MPI and TPU pods are found.
-        num_processes: How many are started.
-        process_id: Which this is, from 0.
-        start_timeout: Seconds in which all have to come.
-        heartbeat: Seconds of silence after which a process ends the others.
+            Kubernetes, Open MPI and TPU pods are detected.
+        num_processes: Number of processes, with --coordinator.
+        process_id: Number of this process, from 0.
+        start_timeout: Seconds within which all processes must join.
+        heartbeat: Seconds of silence after which a process is taken to be lost and
+            the others exit.
 
     Raises:
         InputError: A number is out of its range.
@@ -270,7 +276,7 @@ class RunConfig:
             value = getattr(self, name)
             texts = (value,) if isinstance(value, str | Path) else value
             object.__setattr__(self, name, tuple(map(str, texts)))
-        check_data({name: getattr(self, name) for name in ("text", *OF_DATA)})
+        check_data({name: getattr(self, name) for name in ("text", *DATA_OPTIONS)})
         if self.on_bad_line not in ("stop", "skip"):
             raise InputError(
                 f"on_bad_line={self.on_bad_line!r}: must be 'stop' or 'skip'",
@@ -290,10 +296,10 @@ class RunConfig:
 
     @property
     def folder(self) -> Path:
-        """Where the run lies, once `out` is decided.
+        """Folder of the run.
 
         Raises:
-            InputError: It is not.
+            InputError: `out` is not set.
         """
         if self.out is None:
             raise InputError(
@@ -303,15 +309,15 @@ class RunConfig:
 
     @property
     def metrics_path(self) -> Path:
-        """The file of its metrics."""
+        """File of the run's metrics."""
         return self.log_json or self.folder / "metrics.jsonl"
 
     def values(self) -> dict[str, Any]:
-        """Every option as a plain value, paths as text and several as a list."""
+        """return the plain value of every option."""
         return {one.name: _plain(getattr(self, one.name)) for one in fields(self)}
 
     def changed(self) -> dict[str, Any]:
-        """The options that are not at their default."""
+        """Return the options that differ from their default."""
         default = RunConfig().values()
         return {
             name: value
@@ -320,14 +326,14 @@ class RunConfig:
         }
 
 
-OF_ONE_START = (
+START_OPTIONS = (
     *("out", "resume", "stop_after", "profile"),
     *("coordinator", "num_processes", "process_id", "start_timeout", "heartbeat"),
 )
-"""Options of one start of a run, not of the run."""
+"""Names of the options of one start, which config.toml does not keep."""
 
 OPTIONS = tuple(one.name for one in fields(RunConfig))
-"""The name of every option; the command line writes `-` for `_`."""
+"""Names of all options; the command line writes `-` for `_`."""
 
 
 def _plain(value: Any) -> Any:

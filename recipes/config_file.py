@@ -17,7 +17,7 @@ from meshpar.foreign_files import (
     parse_yaml,
     read_text,
 )
-from meshpar.recipes.config import OF_ONE_START, OPTIONS, PATHS, SEVERAL, RunConfig
+from meshpar.recipes.config import OPTIONS, PATHS, SEVERAL, START_OPTIONS, RunConfig
 
 SAVED = "config.toml"
 """The file in a run's folder."""
@@ -106,7 +106,7 @@ def as_toml(config: RunConfig) -> str:
         values[name] = [str(source.absolute()) for source in sources]
     lines = ["# Read back by --config."]
     for name, value in values.items():
-        if name not in OF_ONE_START:
+        if name not in START_OPTIONS:
             comment = "# " if value is None else ""
             text = '""' if value is None else _toml_value(value)
             lines.append(f"{comment}{name} = {text}")

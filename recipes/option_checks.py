@@ -8,7 +8,7 @@ from typing import Any
 from meshpar.data.sources import DataSource
 from meshpar.errors import InputError
 
-OF_DATA = ("data", "validation_data", "tokenizer", "eos", "pack", "data_cache")
+DATA_OPTIONS = ("data", "validation_data", "tokenizer", "eos", "pack", "data_cache")
 """Options that are none of a run on `text`."""
 
 
@@ -37,19 +37,19 @@ def check_data(values: Mapping[str, Any]) -> None:
     """Refuses options of data without data, or that would have no effect.
 
     Args:
-        values: Of `text` and `OF_DATA`.
+        values: Of `text` and `DATA_OPTIONS`.
 
     Raises:
         InputError: There is one.
     """
-    text, data, held_out = (values[name] for name in ("text", *OF_DATA[:2]))
+    text, data, held_out = (values[name] for name in ("text", *DATA_OPTIONS[:2]))
     if text and data:
         raise InputError(
             f"text {str(text[0])!r} and data {data[0]!r} are both given; give one of "
             "them: data reads text files, too",
             key="run.text_and_data",
         )
-    for name in OF_DATA[1:]:
+    for name in DATA_OPTIONS[1:]:
         if values[name] and not data:
             raise InputError(
                 f"{name}={values[name]} goes with data: give --data PATH",

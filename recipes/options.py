@@ -1,4 +1,4 @@
-"""The options of a run, from the command line over a file over the defaults."""
+"""Parse the options of a run: the command line, then a file, then the defaults."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ from meshpar.errors import InputError, nearest
 from meshpar.recipes.config import (
     ENVIRONMENT_VARIABLE,
     NUM_VIRTUAL_DEVICES,
-    OF_ONE_START,
     OPTIONS,
     SEVERAL,
+    START_OPTIONS,
     RunConfig,
 )
 from meshpar.recipes.config_file import SAVED, read_options
-from meshpar.recipes.option_checks import OF_DATA
+from meshpar.recipes.option_checks import DATA_OPTIONS
 
 _DESCRIPTION = """\
-Trains a language model on a text, under any layout.
+Train a language model on text, under any layout.
 
 example:
   {command} --layout data=4,tensor=2 --text mine.txt --out runs/mine
 
-exit status: 0 done, 1 stopped by a bad step, 2 bad input, 130 or 143 saved and stopped
-by Ctrl-C or SIGTERM, 75 ended because another process had: start all again with
---resume auto"""
+exit status: 0 done; 1 stopped by a bad step; 2 bad input; 130 or 143 saved and stopped
+by Ctrl-C or SIGTERM; 75 ended because another process failed: start all processes again
+with --resume auto"""
 
 
-def _words_of(names: Iterable[str]) -> set[str]:
+def _flags(names: Iterable[str]) -> set[str]:
     return {f"--{name.replace('_', '-')}" for name in names}
 
 
 _T = TypeVar("_T")
-_SEVERAL = _words_of(SEVERAL)
-_NOT_OF_A_FOLDER = _words_of((*OF_ONE_START, "emulate"))
-_WRITTEN = _words_of(("log_json", "tensorboard", "data_cache"))
+_SEVERAL = _flags(SEVERAL)
+_NOT_OF_A_FOLDER = _flags((*START_OPTIONS, "emulate"))
+_WRITTEN = _flags(("log_json", "tensorboard", "data_cache"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommandLine:
-    """What a command line says: the options of a run, or where to find them.
+    """Options of a command line: those of a run, and a file of more.
 
     Args:
-        run: The run.
-        config: A TOML or YAML file of these options; the command line wins over it.
+        run: Options of the run.
+        config: TOML or YAML file of these options; the command line overrides it.
     """
 
     run: tyro.conf.OmitArgPrefixes[RunConfig]
@@ -64,17 +64,17 @@ class CommandLine:
 def parse_arguments(
     argv: Sequence[str] | None = None, command: str = "pretrain"
 ) -> RunConfig:
-    """The run that a command line asks for.
+    """Return the configuration that a command line asks for.
 
-    Where it resumes, what neither it nor its `--config` gives is as the run's folder
-    has it.
+    A resumed run takes the options that neither the command line nor its `--config`
+    gives from `config.toml` in the run's folder.
 
     Args:
-        argv: Its words; those of this process when absent.
-        command: What comes before them, for messages.
+        argv: Words of the command line; those of this process by default.
+        command: Name of the command, for messages.
 
     Raises:
-        InputError: An option or a value is not to be had.
+        InputError: An option or a value is unknown or invalid.
 
     Example:
         >>> parse_arguments(["--steps", "5"]).steps
@@ -83,7 +83,7 @@ def parse_arguments(
     words = with_values(sys.argv[1:] if argv is None else argv)
     faults: dict[str, Path] = {}
     if config := _value(words, "--config"):
-        words = [*_below(words, Path(config), command, faults), *words]
+        words = [*_file_options(words, Path(config), command, faults), *words]
     resumed = _value(words, "--resume") not in (None, "False")
     saved = Path(_value(words, "--out") or "") / SAVED
     if resumed and _value(words, "--out") and saved.exists():
@@ -108,7 +108,7 @@ def _folder_options(
         InputError: The saved options write outside the folder, and the command line
             does not repeat them.
     """
-    kept = _without(_below(words, saved, command, faults), _NOT_OF_A_FOLDER)
+    kept = _without(_file_options(words, saved, command, faults), _NOT_OF_A_FOLDER)
     given = {_option(word) for word in words}
     for option in sorted(_WRITTEN - given):
         path = _value(kept, option)
@@ -124,25 +124,26 @@ def _folder_options(
 
 
 def _value(words: Sequence[str], option: str) -> str | None:
-    """What an option has on a command line, the last time that it is given."""
-    found = None
+    """Return the value of an option's last occurrence, or None."""
+    value = None
     for word, following in zip(words, [*words, None][1:], strict=True):
         if _option(word) == option:
-            found = word.partition("=")[2] if "=" in word else following
-    return found
+            value = word.partition("=")[2] if "=" in word else following
+    return value
 
 
-def _below(
+def _file_options(
     words: list[str], path: Path, command: str, faults: dict[str, Path]
 ) -> list[str]:
-    """The options of a file, without those that would add to what `words` give.
+    """Return the options of a file that `words` do not override.
 
-    Nor those of data where `words` give a text, and the other way round. What is wrong
-    with the file alone is noted in `faults`: `words` may put it right.
+    A repeated option of `words` replaces all of the file's, `--text` replaces the
+    options of data, and `--data` replaces `--text`. Errors of the file alone are kept
+    in `faults`, as `words` may correct them.
     """
-    found = read_options(path)
+    options = read_options(path)
     try:
-        _parse(found, command)
+        _parse(options, command)
     except InputError as error:
         faults[str(error)] = path
     given = {_option(word) for word in words}
@@ -150,8 +151,8 @@ def _below(
     if "--data" in given:
         replaced |= {"--text"}
     elif "--text" in given:
-        replaced |= _words_of(OF_DATA)
-    return _without(found, replaced)
+        replaced |= _flags(DATA_OPTIONS)
+    return _without(options, replaced)
 
 
 def _without(words: Sequence[str], options: set[str]) -> list[str]:
@@ -163,9 +164,10 @@ def _option(word: str) -> str:
 
 
 def with_values(words: Sequence[str]) -> list[str]:
-    """The words, `--resume` with the value that it has where none is given.
+    """Return the words with the option names and values that users may leave out.
 
-    What a shell makes of a pattern after `--data` are several values of it.
+    `--resume` alone means `--resume True`, and each further value after `--data` (as a
+    shell expands a pattern) becomes an option of its own.
 
     Example:
         >>> with_values(["--resume", "--steps", "5"])
@@ -173,17 +175,21 @@ def with_values(words: Sequence[str]) -> list[str]:
         >>> with_values(["--data", "a.txt", "b.txt"])
         ['--data', 'a.txt', '--data', 'b.txt']
     """
-    told: list[str] = []
+    completed: list[str] = []
     for word, following in zip(words, [*words, ""][1:], strict=True):
         if word == "--no-resume":
-            told += ["--resume", "False"]
+            completed += ["--resume", "False"]
         else:
-            if told[-2:-1] and told[-2] in _SEVERAL and not word.startswith("-"):
-                told.append(told[-2])
-            told.append(word)
+            if (
+                completed[-2:-1]
+                and completed[-2] in _SEVERAL
+                and not word.startswith("-")
+            ):
+                completed.append(completed[-2])
+            completed.append(word)
         if word == "--resume" and following not in ("auto", "True", "False"):
-            told.append("True")
-    return told
+            completed.append("True")
+    return completed
 
 
 def _parse(words: Sequence[str], command: str) -> CommandLine:
@@ -200,16 +206,16 @@ def _parse(words: Sequence[str], command: str) -> CommandLine:
 def parse_words(
     kind: type[_T], words: Sequence[str], *, known: Sequence[str], **options: Any
 ) -> _T:
-    """Return the options of a command line as one of their dataclass.
+    """Parse a command line into an options dataclass.
 
     Args:
         kind: The dataclass.
-        words: Of the command line.
-        known: Names of all options, for what is misspelt.
-        options: Of `tyro.cli`.
+        words: Words of the command line.
+        known: Names of all options, to suggest one for a misspelt name.
+        options: Further arguments of `tyro.cli`.
 
     Raises:
-        InputError: An option or a value is not to be had.
+        InputError: An option or a value is unknown or invalid.
     """
     output = io.StringIO()
     try:
@@ -227,21 +233,21 @@ def parse_words(
 
 
 def _reason(text: str, end: SystemExit) -> InputError:
-    """Return the error that tyro tells, without the box that it draws around it."""
+    """Return tyro's error without the box that it draws around the text."""
     error = end.__context__
     while error is not None:
         if isinstance(error, InputError):
             return InputError(str(error), key=error.key)
         error = error.__cause__ or error.__context__
     title, *lines = [line.strip("│ ") for line in text.splitlines()] or ["bad options"]
-    told: list[str] = []
+    message: list[str] = []
     for line in lines:
-        if set(line) <= set("─-╰╯"):  # A rule: above the text, or below it.
-            if told:
+        if set(line) <= set("─-╰╯"):  # A rule above or below the text.
+            if message:
                 break
             continue
-        told.append(line)
-    return InputError(" ".join(told).rstrip(".") or title, key="command.bad_option")
+        message.append(line)
+    return InputError(" ".join(message).rstrip(".") or title, key="command.bad_option")
 
 
 def _unknown(word: str, names: Sequence[str]) -> InputError:
@@ -258,11 +264,11 @@ def _unknown(word: str, names: Sequence[str]) -> InputError:
 
 
 def resuming_command(config: RunConfig, program: Sequence[str]) -> str:
-    """The command that goes on with a run, as a shell takes it.
+    """Return the shell command that resumes a run.
 
     Args:
-        config: The run's.
-        program: The words before its options.
+        config: Options of the run.
+        program: Words before the options.
 
     Example:
         >>> run = RunConfig(steps=9, text="my text.txt", out="runs/a", emulate=8)
@@ -282,11 +288,12 @@ def resuming_command(config: RunConfig, program: Sequence[str]) -> str:
 
 
 def program_words(argv: Sequence[str], default: Sequence[str]) -> list[str]:
-    """The words that started this process, up to its options.
+    """Return the words that started this process, up to its options.
 
     Args:
-        argv: The options; `default` is the answer where the process has others.
-        default: The words of a call from Python.
+        argv: The options. If this process was started with others, `default` is
+            returned.
+        default: Words for a call from Python.
     """
     words = list(sys.orig_argv)
     count = len(words) - len(argv)
@@ -296,6 +303,6 @@ def program_words(argv: Sequence[str], default: Sequence[str]) -> list[str]:
     script = words[1]
     if Path(script).name != "meshpar":
         return words
-    found = shutil.which("meshpar")
-    same = found is not None and Path(found).samefile(script)
+    installed = shutil.which("meshpar")
+    same = installed is not None and Path(installed).samefile(script)
     return ["meshpar" if same else script, *words[2:]]

@@ -12,7 +12,7 @@ from rich.console import Console
 from meshpar import TrainStep
 from meshpar.data.sources import DataSource
 from meshpar.distributed import Processes
-from meshpar.recipes.config import OF_ONE_START, RunConfig
+from meshpar.recipes.config import START_OPTIONS, RunConfig
 from meshpar.recipes.corpus import Corpus
 from meshpar.recipes.goodput import Goodput
 from meshpar.recipes.model import sizes_of
@@ -47,7 +47,7 @@ class Run:
         """What a checkpoint says of its run once `done` steps are done."""
         values = self.config.values()
         return {
-            **{name: values[name] for name in values if name not in OF_ONE_START},
+            **{name: values[name] for name in values if name not in START_OPTIONS},
             "model_sizes": sizes_of(self.config),
             "precision": self.step.layout.precision,
             "text": [str(path.resolve()) for path in self.config.text],
