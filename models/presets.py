@@ -11,7 +11,7 @@ from dataclasses import MISSING, fields, replace
 from typing import Any
 
 from meshpar import InputError, Model
-from meshpar.layout import nearest
+from meshpar.errors import nearest
 from meshpar.models.afno import AFNO
 from meshpar.models.convert.hf_config import config_from_json
 from meshpar.models.dit import DIT

@@ -13,7 +13,8 @@ from meshpar import Layout
 from meshpar.checks import examples
 from meshpar.cli import fuzz
 from meshpar.cli.main import _parser, main
-from meshpar.layout import _CHOICES, BY_COST
+from meshpar.layout import BY_COST
+from meshpar.layout.layout import _CHOICES
 from meshpar.parallel import placement
 from meshpar.schedules import SCHEDULES
 from meshpar.testing import equivalence, layout_cases

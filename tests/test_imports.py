@@ -14,7 +14,7 @@ LAYERS = (
     ("meshpar.errors",),
     ("meshpar.foreign_files",),
     ("meshpar.attention_method",),
-    ("meshpar.residual_names", "meshpar.collective_kinds", "meshpar.schedules"),
+    ("meshpar.layout.residual_names", "meshpar.collective_kinds", "meshpar.schedules"),
     ("meshpar.layout", "meshpar.hardware", "meshpar.machine"),
     ("meshpar.collectives", "meshpar.distributed"),
     ("meshpar.rules",),

@@ -10,7 +10,6 @@ from meshpar.schedules import SCHEDULES
 counts = st.integers(min_value=1, max_value=64)
 choices = {
     "schedule": tuple(SCHEDULES),
-    "execution": ("uniform", "divergent"),
     "zero": (0, 1, 2, 3),
     "zero_axes": ((), ("data",), ("fsdp", "context"), ("data", "fsdp")),
     "fsdp_gather": ("step", "microbatch"),
@@ -127,7 +126,6 @@ METHOD = "attention.unknown_method"
             "context=4,attention=ulysses:4+ring:1",
             ("attention.degree_too_small", 2, "ulysses"),
         ),
-        ("execution=both", (VALUE, "execution=both", "uniform, divergent")),
         ("precision=fp16", (VALUE, "precision=fp16", "fp32, bf16")),
         ("data=-1,tensor=-1", ("layout.two_open_sizes", "'data' and 'tensor'", -1)),
     ],

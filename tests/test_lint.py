@@ -283,7 +283,6 @@ REFUSED = [
     "fsdp=2,zero=0,zero_axes=fsdp",
     "fsdp=2,fsdp_gather=microbatch",
     "data=2,param_dtype=bf16",
-    "stage=2,execution=divergent",
     "stage=8",
     "stage=2,splits=1/4",
 ]

@@ -288,11 +288,6 @@ def test_a_model_whose_ends_look_at_several_tokens_is_not_shared():
         ),
         (
             4,
-            "stage=2,execution=divergent",
-            ("layout.unsupported_execution", "execution=divergent"),
-        ),
-        (
-            4,
             "microbatches=2,remat=stage",
             ("layout.stage_remat_without_stages", "stage=1", "remat=full"),
         ),

@@ -132,10 +132,6 @@ def test_every_reason_is_there_as_data(refuses):
         ("fsdp=8,remat=stage", ("layout.stage_remat_without_stages", "stage=1")),
         ("fsdp=8,schedule=gpipe", ("layout.option_without_axis", "stage=1")),
         (
-            "stage=2,splits=16/16,execution=divergent",
-            ("layout.unsupported_execution", "execution=divergent"),
-        ),
-        (
             "fsdp=8,zero=0,zero_axes=fsdp",
             ("layout.zero_axes_without_effect", "zero_axes=fsdp", "zero=0"),
         ),

@@ -11,6 +11,7 @@ import pytest
 
 from meshpar import Input, Layout, Parameter, Scope, lint, make_train_step
 from meshpar.audit.report import audit
+from meshpar.layout.residual_names import ResidualNames
 from meshpar.machine.mesh import absent_mesh
 from meshpar.model.contract import BlockGroup
 from meshpar.model.single import loss
@@ -18,7 +19,6 @@ from meshpar.model.tracing import batch_shapes
 from meshpar.models.presets import build
 from meshpar.parallel.blocks import restore_vjp, vjp_without
 from meshpar.parallel.remat import rematerialised, residuals_of
-from meshpar.residual_names import ResidualNames
 from tests import pipelined
 from tests.marks import slow
 from tests.states import zeros_of

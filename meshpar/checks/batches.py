@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshpar.errors import InputError
-from meshpar.layout import nearest
+from meshpar.errors import InputError, nearest
 from meshpar.model.inputs import BATCH_DIM, Input, Inputs
 
 _ACCEPTED = {

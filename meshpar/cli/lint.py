@@ -15,8 +15,7 @@ from meshpar.cli.parsing import (
     model_of,
     not_negative,
 )
-from meshpar.errors import InputError, key_value_pairs
-from meshpar.layout import nearest
+from meshpar.errors import InputError, key_value_pairs, nearest
 from meshpar.lint.large_bytes import LARGE_BYTES
 
 # JAX, and what prints tables, are imported where a command runs: --help and a misspelt

@@ -15,8 +15,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from meshpar.errors import InputError
-from meshpar.layout import nearest
+from meshpar.errors import InputError, nearest
 
 
 class Kernel(NamedTuple):

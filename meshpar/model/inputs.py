@@ -16,8 +16,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from meshpar.errors import InputError, whole_number
-from meshpar.layout import nearest
+from meshpar.errors import InputError, nearest, whole_number
 from meshpar.rules.rules import LogicalAxes
 
 BATCH_DIM = "batch"

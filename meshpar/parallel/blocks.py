@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshpar.layout.residual_names import is_named
 from meshpar.model.contract import BlockGroup, Stream
 from meshpar.model.sums import Sums
 from meshpar.parallel.remat import names_in, refuse_unknown, rematerialised
@@ -24,7 +25,6 @@ from meshpar.parallel.zero import (
     in_loop,
     reduce_scatter,
 )
-from meshpar.residual_names import is_named
 
 # As JAX names the passes of what it differentiates, so that profiles and the audit tell
 # them apart here too.

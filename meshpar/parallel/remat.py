@@ -10,12 +10,12 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from meshpar.errors import InputError
-from meshpar.layout import STAGE_REMATS, nearest
+from meshpar.errors import InputError, nearest
+from meshpar.layout import STAGE_REMATS
+from meshpar.layout.residual_names import BLOCK_INPUT, ResidualNames, is_named
 from meshpar.model.contract import Model
 from meshpar.model.scope import SAVED_PREFIX, Scope
 from meshpar.model.tracing import traced_batch, traced_forward, tracing
-from meshpar.residual_names import BLOCK_INPUT, ResidualNames, is_named
 from meshpar.trace.walk import equations
 
 HOST_MEMORY = "pinned_host"

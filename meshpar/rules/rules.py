@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar.errors import InputError
-from meshpar.layout import MESH_AXES, nearest
+from meshpar.errors import InputError, nearest
+from meshpar.layout import MESH_AXES
 
 MeshAxes = tuple[str, ...]
 Target = str | Sequence[str] | None

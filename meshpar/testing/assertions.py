@@ -19,8 +19,7 @@ from meshpar.audit.tables import (
     overlap_table,
 )
 from meshpar.collective_kinds import KINDS
-from meshpar.errors import InputError, whole_number
-from meshpar.layout import nearest
+from meshpar.errors import InputError, nearest, whole_number
 
 Counts = Mapping[str, Mapping[str, int]]
 """Mesh axes (`tensor`, or `data+fsdp`) -> kind of collective -> executions."""

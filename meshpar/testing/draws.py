@@ -17,8 +17,8 @@ import numpy as np
 import optax
 
 from meshpar import MESH_AXES, Layout, Model, RuleError, default_rules, make_train_step
-from meshpar.errors import InputError
-from meshpar.layout import STAGE_REMATS, nearest
+from meshpar.errors import InputError, nearest
+from meshpar.layout import STAGE_REMATS
 from meshpar.parallel.grids.space import splits_tokens
 from meshpar.rules.rules import MeshAxes, Rules
 from meshpar.schedules import SCHEDULES
@@ -56,7 +56,6 @@ DRAWS: dict[str, Draw] = {
     "schedule": Draw(tuple(SCHEDULES), beside=("stage",)),
     "chunks": Draw((1, 2), beside=("stage",)),  # of a schedule that has them
     "splits": Draw(((), "cost"), beside=("stage",)),  # or sizes for the layers
-    "execution": Draw(("uniform", "divergent"), beside=("stage",)),
     "zero": Draw((3, 3, 0, 1, 2), beside=("fsdp", "data")),
     "zero_axes": Draw(
         ((), (), (), ("data",), ("fsdp",), ("data", "fsdp"), ("context",)),

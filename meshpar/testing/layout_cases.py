@@ -26,8 +26,7 @@ from meshpar import (
     make_train_step,
 )
 from meshpar.checks.sequences import context_errors
-from meshpar.errors import InputError, whole_number
-from meshpar.layout import nearest
+from meshpar.errors import InputError, nearest, whole_number
 from meshpar.machine.emulate import DEFAULT_DEVICES
 from meshpar.model.inputs import shapes_of
 from meshpar.parallel.grids.space import has_pairs, has_space, space_errors

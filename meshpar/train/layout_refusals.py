@@ -14,7 +14,6 @@ _OPTION_OF = {
     "schedule": "stage",
     "chunks": "stage",
     "splits": "stage",
-    "execution": "stage",
     "attention": "context",
 }
 """Keys of a layout that mean something on one mesh axis only."""
@@ -31,12 +30,6 @@ def layout_errors(layout: Layout) -> dict[str, InputError]:
                 f"{mesh_axis}=1; leave it out, or give {mesh_axis!r} a size",
                 key="layout.option_without_axis",
             )
-    if layout.execution != "uniform" and "execution" not in refusals:
-        refusals["execution"] = InputError(
-            f"layout {str(layout)!r}: execution={layout.execution} is not supported; "
-            "leave it out: all ranks run the same instructions every tick",
-            key="layout.unsupported_execution",
-        )
     if layout.remat in STAGE_REMATS and layout.stage == 1:
         refusals["remat"] = InputError(
             f"layout {str(layout)!r}: remat={layout.remat} keeps the input of each "

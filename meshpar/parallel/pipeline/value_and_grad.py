@@ -12,8 +12,8 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from meshpar.collectives import asked
-from meshpar.errors import InputError
-from meshpar.layout import REMATS, nearest
+from meshpar.errors import InputError, nearest
+from meshpar.layout import REMATS
 from meshpar.parallel.pipeline.ends import STAGE
 from meshpar.parallel.pipeline.executor import Executor
 from meshpar.parallel.pipeline.float_leaves import differentiable

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from meshpar.errors import InputError
+from meshpar.errors import InputError, nearest
 from meshpar.hardware.device import Device, Efficiency
 from meshpar.hardware.devices import DEVICES, OTHER_NAMES
-from meshpar.layout import nearest
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.toml_file import check_fields, toml_values
 

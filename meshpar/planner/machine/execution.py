@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from meshpar.errors import InputError
+from meshpar.errors import InputError, nearest
 from meshpar.hardware.attention_kernels import OWN_KERNEL
-from meshpar.layout import nearest
 from meshpar.planner.machine.execution_fields import Execution
 from meshpar.planner.machine.toml_file import check_fields, toml_values
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from meshpar.errors import InputError
+from meshpar.errors import InputError, nearest
 from meshpar.hardware.attention_kernels import KERNELS, OWN_KERNEL
 from meshpar.hardware.device import is_number
-from meshpar.layout import nearest
 
 
 @dataclass(frozen=True, kw_only=True)

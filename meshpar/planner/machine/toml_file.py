@@ -7,9 +7,8 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from meshpar.errors import InputError
+from meshpar.errors import InputError, nearest
 from meshpar.foreign_files import read_toml
-from meshpar.layout import nearest
 
 
 def toml_values(path: str | Path, *, room: str) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from meshpar.layout import STAGE_REMATS
+from meshpar.layout.residual_names import BLOCK_INPUT, ResidualNames, is_named
 from meshpar.planner.cost.run import Run
 from meshpar.planner.workload.workload import TracedBlock
-from meshpar.residual_names import BLOCK_INPUT, ResidualNames, is_named
 
 
 def kept_bytes(run: Run, *, moe: bool) -> float:

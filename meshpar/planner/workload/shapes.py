@@ -12,8 +12,7 @@ from dataclasses import fields, replace
 from importlib.resources import files
 from typing import Any
 
-from meshpar.errors import InputError, key_values
-from meshpar.layout import nearest
+from meshpar.errors import InputError, key_values, nearest
 from meshpar.planner.workload.config_json import (
     GPT2_FIELDS,
     LLAMA_FIELDS,

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 
 from meshpar.attention_method import ONE_WORD, AttentionMethod
 from meshpar.errors import InputError, key_values, nearest, whole_number
-from meshpar.residual_names import ResidualNames, is_named
+from meshpar.layout.residual_names import ResidualNames, is_named
 from meshpar.schedules import schedule_method
 
 MESH_AXES = ("data", "fsdp", "stage", "context", "expert", "tensor")
@@ -38,7 +38,6 @@ BY_COST: Final = "cost"
 """The value of `splits` that balances the stages by what their layers cost."""
 
 _CHOICES = {
-    "execution": ("uniform", "divergent"),
     "zero": (0, 1, 2, 3),
     "fsdp_gather": ("step", "microbatch"),
     "fsdp_prefetch": ("auto", "on", "off"),
@@ -72,7 +71,6 @@ class Layout:
         chunks: Stages per rank of an interleaved schedule.
         splits: Blocks of each stage; empty is as even as possible in number, `cost`
             in what they cost (`BlockGroup.costs`, or else their matmul FLOPs).
-        execution: Whether all ranks run the same instructions every tick.
         zero: ZeRO stage, what the devices of a split batch share out: 0 nothing,
             1 optimizer state, 2 gradients too, 3 parameters too. With microbatches 2
             reduce-scatters each one's gradients: so many times the traffic of 1.
@@ -131,7 +129,6 @@ class Layout:
     schedule: str = "1f1b"
     chunks: int = 1
     splits: tuple[int, ...] | Literal["cost"] = ()
-    execution: str = "uniform"
     zero: int = 3
     zero_axes: tuple[str, ...] = ()
     fsdp_gather: str = "step"

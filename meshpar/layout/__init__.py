@@ -1,0 +1,31 @@
+"""A layout: how a step lies on its devices, as plain data and one line of text.
+
+`Layout` has the size of each mesh axis and the options of a step. Nothing here imports
+JAX or reads a model.
+"""
+
+from __future__ import annotations
+
+from meshpar.layout.layout import (
+    BATCH_AXES,
+    BY_COST,
+    MANUAL_AXES,
+    MESH_AXES,
+    REMATS,
+    STAGE_REMATS,
+    TOKEN_AXES,
+    ZERO_AXES,
+    Layout,
+)
+
+__all__ = [
+    "BATCH_AXES",
+    "BY_COST",
+    "MANUAL_AXES",
+    "MESH_AXES",
+    "REMATS",
+    "STAGE_REMATS",
+    "TOKEN_AXES",
+    "ZERO_AXES",
+    "Layout",
+]
