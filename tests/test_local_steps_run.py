@@ -116,10 +116,10 @@ def test_states_of_replicas_are_read_as_their_mean(tmp_path):
         checkpoints.save(state, {"layout": str(step.layout)})
     _, tree = read_arrays(tmp_path)
     for name in ("bias", "tokens"):
-        of_replicas = np.asarray(state.model_state["blocks"]["mlp"]["router"][name])
+        replica_specs = np.asarray(state.model_state["blocks"]["mlp"]["router"][name])
         found = tree["model_state"]["blocks"]["mlp"]["router"][name]
-        assert found.shape == of_replicas.shape[1:]
-        np.testing.assert_allclose(found[...], of_replicas.mean(0))
+        assert found.shape == replica_specs.shape[1:]
+        np.testing.assert_allclose(found[...], replica_specs.mean(0))
     wanted = step.in_layer_order(step.parameters(state))["token_embed"]
     embed = tree["params"]["token_embed"][...].astype(wanted.dtype)
     np.testing.assert_array_equal(embed, wanted)

@@ -9,7 +9,12 @@ from meshpar import Layout
 from meshpar.model.parameter import is_parameter
 from meshpar.models.presets import build
 from meshpar.parallel.pipeline.stages import in_layer_order
-from meshpar.parallel.resharding import Lying, moved, reshard_bytes, reshard_memory
+from meshpar.parallel.resharding import (
+    Arrangement,
+    moved,
+    reshard_bytes,
+    reshard_memory,
+)
 from meshpar.testing.layout_cases import Choices, draw_cases
 from tests.marks import slow
 
@@ -33,7 +38,7 @@ def devices_of(layout):
 
 def params_of(model, layout):
     """Random parameters as they lie in a layout, and how they lie."""
-    source = Lying.of(model, layout, devices=devices_of(layout))
+    source = Arrangement.from_layout(model, layout, devices=devices_of(layout))
     rng = np.random.default_rng(0)
     params = jax.tree.map(
         lambda x, sharding: jax.device_put(
@@ -53,7 +58,7 @@ def check(model, one, other, devices=None):
         params, one, other, model=model, devices=devices or devices_of(other)
     )
     assert all(array.is_deleted() for array in jax.tree.leaves(params))
-    target = Lying.of(model, other, devices=devices or devices_of(other))
+    target = Arrangement.from_layout(model, other, devices=devices or devices_of(other))
     lying = jax.tree.map(lambda array: array.sharding, found)
     assert lying == target.shardings
     jax.tree.map(
@@ -81,9 +86,9 @@ def check_moved(model, one, other):
         model.parameters,
         is_leaf=is_parameter,
     )
-    source = Lying.of(model, one, devices=devices_of(one))
-    target = Lying.of(model, other, devices=devices_of(other))
-    params = moved(values, Lying(model=model), source)
+    source = Arrangement.from_layout(model, one, devices=devices_of(one))
+    target = Arrangement.from_layout(model, other, devices=devices_of(other))
+    params = moved(values, Arrangement(model=model), source)
     memory = reshard_memory(params, source, target)
     assert memory.peak <= memory.limit, (str(one), str(other), memory)
     found = moved(params, source, target, donate=True)
@@ -127,7 +132,7 @@ def test_experts_arrive():
 
 def bytes_of(one, other):
     params, source = params_of(MODEL, one)
-    target = Lying.of(MODEL, other, devices=devices_of(other))
+    target = Arrangement.from_layout(MODEL, other, devices=devices_of(other))
     return reshard_bytes(params, source, target)
 
 

@@ -21,7 +21,7 @@ from meshpar.generation.texts import DECODER_START, reads_source
 from meshpar.layout import Layout
 from meshpar.model.contract import Model
 from meshpar.parallel.pipeline.program import arranged_for
-from meshpar.parallel.resharding import Lying, moved
+from meshpar.parallel.resharding import Arrangement, moved
 from meshpar.rules.rules import Rules
 from meshpar.train.state import TrainState, take_out
 
@@ -266,13 +266,18 @@ def placed(
         )
     check_alike(programs.mesh, (params, state, model_state))
     layout = Layout.of(from_layout)
-    source = Lying(model=arranged_for(model, layout), num_stages=layout.stage)
-    target = Lying(model=programs.placement.model, shardings=programs.stacked_shardings)
+    source = Arrangement(model=arranged_for(model, layout), num_stages=layout.stage)
+    target = Arrangement(
+        model=programs.placement.model, shardings=programs.stacked_shardings
+    )
     dtype = programs.plan.layout.param_dtype
     new_params = programs.at_rest(moved(params, source, target, dtype=dtype))
     if state is None:
         return new_params, programs.first_state(model_state or {})
-    source, target = _of_state(source), _of_state(target, programs.state_shardings)
+    source, target = (
+        _state_arrangement(source),
+        _state_arrangement(target, programs.state_shardings),
+    )
     return new_params, moved(state, source, target)
 
 
@@ -283,9 +288,11 @@ def _resolved(layout: Layout, num_devices: int) -> Layout:
     return layout
 
 
-def _of_state(lying: Lying, shardings: Any = None) -> Lying:
-    model = dataclasses.replace(lying.model, parameters=lying.model.state, groups=())
-    return dataclasses.replace(lying, model=model, shardings=shardings)
+def _state_arrangement(arrangement: Arrangement, shardings: Any = None) -> Arrangement:
+    model = dataclasses.replace(
+        arrangement.model, parameters=arrangement.model.state, groups=()
+    )
+    return dataclasses.replace(arrangement, model=model, shardings=shardings)
 
 
 def _tokens(prompt: Prompt, tokenizer: Any) -> tuple[int, ...]:

@@ -1,10 +1,10 @@
-"""One array from one sharding to another, of stacked arrays layer by layer."""
+"""The move of one array to another sharding; stacked arrays move layer by layer."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,11 +21,11 @@ _PLACE = Struct((), jnp.int32)
 
 
 class DeviceBytes(NamedTuple):
-    """What an array takes of a device.
+    """Bytes of an array on one device.
 
     Args:
-        before, after: As it lies, and as it is to lie.
-        layer_before, layer_after: One layer of it; 0 outside blocks.
+        before, after: Bytes before and after the move.
+        layer_before, layer_after: Bytes of one layer; 0 outside blocks.
     """
 
     before: int
@@ -35,20 +35,20 @@ class DeviceBytes(NamedTuple):
 
     @property
     def growth(self) -> int:
-        """What it takes more afterwards."""
+        """Return by how many bytes the array grows."""
         return self.after - self.before
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayMove:
-    """One array on its way.
+    """The move of one parameter to another sharding and order of layers.
 
     Args:
-        path: Of the parameter.
-        array: JAX's, NumPy's, or anything that parts can be read of.
-        given, wanted: The parameter as it lies, and as it is to lie.
-        sharding: It is to have.
-        dtype: It is to have.
+        path: Path of the parameter.
+        array: Array of JAX or NumPy, or an object whose parts can be read.
+        given, wanted: The parameter before and after the move.
+        sharding: Sharding after the move.
+        dtype: Dtype after the move.
     """
 
     path: str
@@ -60,14 +60,14 @@ class ArrayMove:
 
     @property
     def places(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """The layer at each place, before and after; None where both are alike."""
+        """Return the layer at each place before and after; None if both are equal."""
         if self.given.places == self.wanted.places:
             return None
         return self.given.places, self.wanted.places
 
     @property
     def bytes(self) -> DeviceBytes:
-        """What it takes of a device."""
+        """Return its bytes on one device."""
         shape = self.sharding.shard_shape(self.wanted.stacked_shape)
         after = math.prod(shape) * jnp.dtype(self.dtype).itemsize
         if not isinstance(self.array, jax.Array):
@@ -80,12 +80,12 @@ class ArrayMove:
 
     @property
     def stays(self) -> bool:
-        """Whether the same devices have it, in the same order."""
+        """True if the same devices hold it before and after, in the same order."""
         return _devices(self.array.sharding) == _devices(self.sharding)
 
     @property
     def meets_itself(self) -> bool:
-        """Whether a device has parts of it before and after."""
+        """True if a device holds parts of it both before and after."""
         if not isinstance(self.array, jax.Array):
             return False
         before = self.array.sharding.device_set
@@ -93,31 +93,33 @@ class ArrayMove:
 
     @property
     def can_park(self) -> bool:
-        """Whether this process has all of it, before and after."""
-        here = isinstance(self.array, jax.Array) and self.array.is_fully_addressable
-        return here and self.sharding.is_fully_addressable
+        """True if this process holds all of it, before and after."""
+        return self._is_local and self.sharding.is_fully_addressable
 
     @property
-    def is_of_each(self) -> bool:
-        """Whether each process has all of it now, and will have a part of it.
+    def is_in_each_process(self) -> bool:
+        """True if each process holds all of it, and will hold a part of it.
 
-        Each then reads its own part, and none sends any: that their values are equal is
-        not compared.
+        Each process then reads its own part and sends nothing; whether the values of
+        all processes are equal is not checked.
         """
-        here = isinstance(self.array, jax.Array) and self.array.is_fully_addressable
-        return here and not self.sharding.is_fully_addressable
+        return self._is_local and not self.sharding.is_fully_addressable
+
+    @property
+    def _is_local(self) -> bool:
+        return isinstance(self.array, jax.Array) and self.array.is_fully_addressable
 
     def check(self) -> None:
-        """Refuses what would have to go from one process's devices to another's alone.
+        """Check that no process would have to send to devices of only other processes.
 
         Raises:
-            InputError: It would.
+            InputError: The devices before and after differ, in several processes.
         """
-        if not isinstance(self.array, jax.Array) or self.is_of_each:
+        if not isinstance(self.array, jax.Array) or self.is_in_each_process:
             return
         before, after = self.array.sharding, self.sharding
-        here = before.is_fully_addressable and after.is_fully_addressable
-        if not here and before.device_set != after.device_set:
+        local = before.is_fully_addressable and after.is_fully_addressable
+        if not local and before.device_set != after.device_set:
             raise InputError(
                 f"parameter {self.path} lies on {len(before.device_set)} devices of "
                 f"several processes and is to lie on {len(after.device_set)} others; "
@@ -128,44 +130,37 @@ class ArrayMove:
 
     @property
     def extra_bytes(self) -> int:
-        """Of a device, while its programs run, beside it before and after.
+        """Return the bytes on a device during the move besides the arrays themselves.
 
-        As the compiler says; the most of any of its programs, and a layer under way.
+        The most of its compiled programs, and a layer in transit.
         """
-        if not isinstance(self.array, jax.Array) or self.is_of_each:
+        if not isinstance(self.array, jax.Array) or self.is_in_each_process:
             return 0
         sizes = self.bytes
         if self.stays:
-            known = sizes.before + sizes.after
-            return max(_extra_bytes(program, known) for program in self._programs())
-        one = sizes.layer_before + sizes.layer_after or sizes.before
-        return one + max(
-            _extra_bytes(program, known)
-            for program, known in zip(
-                self._programs(), (sizes.before, sizes.after), strict=False
-            )
-        )
+            both = sizes.before + sizes.after
+            return max(_extra_bytes(program, both) for program in self._programs())
+        layer = sizes.layer_before + sizes.layer_after or sizes.before
+        pairs = zip(self._programs(), (sizes.before, sizes.after), strict=False)
+        return layer + max(_extra_bytes(program, held) for program, held in pairs)
 
-    def done(self) -> jax.Array:
-        """The array as it is to lie; as it lies it stays."""
+    def copied(self) -> jax.Array:
+        """Return the array after the move, and leave the one before it valid."""
         if not isinstance(self.array, jax.Array):
             return self._from_host(self.array)
-        if self.is_of_each:
+        if self.is_in_each_process:
             return self._from_host(Parked(self.array))
         if self.given.num_layers is not None:
             return self._layer_by_layer()
-        # A copy, as what shares memory with an array is gone with it.
-        copied = self._copy(self.array)
-        return copied if self.stays else jax.device_put(copied, self.sharding)
+        # A copy, because the array before may be deleted.
+        result = self._copy(self.array)
+        return result if self.stays else jax.device_put(result, self.sharding)
 
-    def parked(self) -> jax.Array:
-        """The same by way of the host's memory: no device has it twice.
-
-        The array is given up.
-        """
-        there = Parked(self.array)
+    def moved_by_host(self) -> jax.Array:
+        """Delete the array and return it moved, by way of the host's memory."""
+        parked = Parked(self.array)
         self.array.delete()
-        return self._from_host(there)
+        return self._from_host(parked)
 
     def _from_host(self, array: Any) -> jax.Array:
         shape = self.wanted.stacked_shape
@@ -173,37 +168,38 @@ class ArrayMove:
 
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
             spans = zip(index or (), shape, strict=True)
-            key = tuple(one.indices(size)[:2] for one, size in spans)
-            if key not in read:  # Several devices may have the same part.
+            key = tuple(span.indices(size)[:2] for span, size in spans)
+            if key not in read:  # Several devices may hold the same part.
                 read[key] = self._part(array, index)
             return read[key]
 
         return jax.make_array_from_callback(shape, self.sharding, part)
 
     def _part(self, array: Any, index: Any) -> np.ndarray:
-        """What a device is to have, of which only that is read."""
+        """Read the part of the array that a device will hold."""
         if self.places is None:
             return np.asarray(array[index]).astype(self.dtype)
         before, after = self.places
 
         def row(layer: int) -> np.ndarray:
             if layer < 0:
-                return np.zeros(self._shape_of(index), self.dtype)
+                sizes = zip(index[1:], self.wanted.shape, strict=True)
+                shape = (len(range(*part.indices(size))) for part, size in sizes)
+                return np.zeros((1, *shape), self.dtype)
             at = before.index(layer)
-            found = np.asarray(array[(slice(at, at + 1), *index[1:])])
-            return found.astype(self.dtype)
+            values = np.asarray(array[(slice(at, at + 1), *index[1:])])
+            return values.astype(self.dtype)
 
         return np.concatenate([row(layer) for layer in after[index[0]]])
 
-    def _shape_of(self, index: tuple[slice, ...]) -> tuple[int, ...]:
-        """Of one layer of a part."""
-        parts = zip(index[1:], self.wanted.shape, strict=True)
-        return (1, *(len(range(*part.indices(size))) for part, size in parts))
-
     def _layer_by_layer(self) -> jax.Array:
         before, after, layer = self._structs
-        result = _zeros(after)()
-        for to, at in self._rows():
+        result = jnp.zeros(after.shape, after.dtype, device=after.sharding)
+        given_places = self.given.places
+        for to, wanted_layer in enumerate(self.wanted.places):
+            if wanted_layer < 0:
+                continue
+            at = given_places.index(wanted_layer)
             if self.stays:
                 put = _put_from(after, before, layer.sharding)
                 result = put(result, self.array, np.int32(to), np.int32(at))
@@ -212,12 +208,6 @@ class ArrayMove:
                 one = jax.device_put(one, layer.sharding)
                 result = _put(after, layer)(result, one, np.int32(to))
         return result
-
-    def _rows(self) -> list[tuple[int, int]]:
-        """(place wanted, place given) of each layer."""
-        before = self.given.places
-        wanted = enumerate(self.wanted.places)
-        return [(to, before.index(layer)) for to, layer in wanted if layer >= 0]
 
     def _programs(self) -> Iterator[jax.stages.Compiled]:
         before, after, layer = self._structs
@@ -236,60 +226,50 @@ class ArrayMove:
 
     @property
     def _structs(self) -> tuple[Struct, Struct, Struct]:
-        """Shapes of the array before and after, and of a layer as it is to lie."""
+        """Return structs of the array before and after, and of a layer after."""
         array, wanted = self.array, self.wanted
-        of_layer = PartitionSpec(*self.sharding.spec[1:])
+        layer_spec = PartitionSpec(*self.sharding.spec[1:])
         return (
             Struct(array.shape, array.dtype, sharding=array.sharding),
             Struct(wanted.stacked_shape, self.dtype, sharding=self.sharding),
             Struct(
                 wanted.shape,
                 array.dtype,
-                sharding=NamedSharding(self.sharding.mesh, of_layer),
+                sharding=NamedSharding(self.sharding.mesh, layer_spec),
             ),
         )
 
 
 def _devices(sharding: Sharding) -> tuple[jax.Device, ...]:
-    """In the order that a program of that sharding numbers them."""
+    """Return the devices of a sharding, in the order in which programs number them."""
     if isinstance(sharding, NamedSharding):
         return tuple(np.ravel(np.asarray(sharding.mesh.devices)).tolist())
     return tuple(sharding.device_set)
 
 
-def _extra_bytes(program: jax.stages.Compiled, known: int) -> int:
-    """What a device holds while a program runs, beside what is known of."""
-    found: Any = program.memory_analysis()
-    held = found.argument_size_in_bytes + found.output_size_in_bytes
-    held += found.temp_size_in_bytes - found.alias_size_in_bytes
-    return max(0, int(held) - known)
-
-
-@functools.lru_cache
-def _zeros(after: Struct) -> Callable[[], jax.Array]:
-    born = jax.jit(
-        lambda: jnp.zeros(after.shape, after.dtype), out_shardings=after.sharding
-    )
-    return born.lower().compile()
+def _extra_bytes(program: jax.stages.Compiled, held: int) -> int:
+    """Return the bytes that a program takes on a device, less `held` bytes."""
+    sizes: Any = program.memory_analysis()
+    needed = sizes.argument_size_in_bytes + sizes.output_size_in_bytes
+    needed += sizes.temp_size_in_bytes - sizes.alias_size_in_bytes
+    return max(0, int(needed) - held)
 
 
 @functools.lru_cache
 def _copied(before: Struct, dtype: Any, sharding: Any) -> jax.stages.Compiled:
-    def copied(x: jax.Array) -> jax.Array:
-        return jnp.copy(x.astype(dtype))
-
-    return jax.jit(copied, out_shardings=sharding).lower(before).compile()
+    jitted = jax.jit(lambda x: jnp.copy(x.astype(dtype)), out_shardings=sharding)
+    return jitted.lower(before).compile()
 
 
 @functools.lru_cache
 def _put_from(
-    after: Struct, before: Struct, of_layer: NamedSharding
+    after: Struct, before: Struct, layer_sharding: NamedSharding
 ) -> jax.stages.Compiled:
-    """(array, other array, place, place in the other) -> the array with that layer."""
+    """Compile (array, other array, place, other place) -> array with that layer."""
 
     def put(array: Any, other: Any, to: Any, at: Any) -> jax.Array:
         one = jax.lax.dynamic_index_in_dim(other, at, keepdims=False)
-        one = jax.lax.with_sharding_constraint(one.astype(array.dtype), of_layer)
+        one = jax.lax.with_sharding_constraint(one.astype(array.dtype), layer_sharding)
         return array.at[to].set(one)
 
     jitted = jax.jit(put, out_shardings=after.sharding, donate_argnums=0)
@@ -298,7 +278,7 @@ def _put_from(
 
 @functools.lru_cache
 def _put(after: Struct, layer: Struct) -> jax.stages.Compiled:
-    """(array, one layer, place) -> the array with it."""
+    """Compile (array, one layer, place) -> array with that layer."""
 
     def put(array: Any, one: Any, to: Any) -> jax.Array:
         return array.at[to].set(one.astype(array.dtype))
@@ -309,7 +289,7 @@ def _put(after: Struct, layer: Struct) -> jax.stages.Compiled:
 
 @functools.lru_cache
 def _layer(before: Struct) -> jax.stages.Compiled:
-    """(array, place) -> that layer of it."""
+    """Compile (array, place) -> that layer of the array."""
 
     def layer(array: jax.Array, at: Any) -> jax.Array:
         return jax.lax.dynamic_index_in_dim(array, at, keepdims=False)
@@ -318,14 +298,14 @@ def _layer(before: Struct) -> jax.stages.Compiled:
 
 
 Box = tuple[tuple[int, int], ...]
-"""Of each dim, the first place and the one after the last."""
+"""First index of each dim, and the one after the last."""
 
 
 class Parked:
-    """A copy of all shards, each once, of which any part can be read.
+    """A copy of an array in the host's memory, of which any part can be read.
 
     Args:
-        array: Its devices are all of this process.
+        array: An array on devices of this process only.
     """
 
     def __init__(self, array: jax.Array) -> None:
@@ -334,25 +314,25 @@ class Parked:
         for shard in array.addressable_shards:
             box = _box(shard.index, array.shape)
             if box not in self._shards:
-                # A copy: what NumPy has of a CPU's array would be gone with it.
+                # A copy, because NumPy shares the memory of a CPU's array.
                 self._shards[box] = np.array(shard.data)
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """A part: a slice for each of the first dims."""
+        """Return the part of the array in a slice for each of the first dims."""
         index = index if isinstance(index, tuple) else (index,)
         index += (slice(None),) * (len(self.shape) - len(index))
         wanted = _box(index, self.shape)
         if wanted in self._shards:
             return self._shards[wanted]
-        found = np.empty([stop - start for start, stop in wanted], self.dtype)
+        part = np.empty([stop - start for start, stop in wanted], self.dtype)
         for box, shard in self._shards.items():
             common = tuple(
-                (max(one[0], other[0]), min(one[1], other[1]))
-                for one, other in zip(wanted, box, strict=True)
+                (max(span[0], other[0]), min(span[1], other[1]))
+                for span, other in zip(wanted, box, strict=True)
             )
             if all(start < stop for start, stop in common):
-                found[_within(common, wanted)] = shard[_within(common, box)]
-        return found
+                part[_within(common, wanted)] = shard[_within(common, box)]
+        return part
 
 
 def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
@@ -361,7 +341,7 @@ def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
 
 
 def _within(box: Box, whole: Box) -> tuple[slice, ...]:
-    """The part of an array of `whole` that is `box`."""
+    """Return the index of `box` in an array that covers `whole`."""
     return tuple(
         slice(start - first, stop - first)
         for (start, stop), (first, _) in zip(box, whole, strict=True)

@@ -4,8 +4,8 @@
     logits = table @ x
 
 The logits of all tokens would be the largest array of a step: batch x seq x vocab in
-fp32. Here a loop makes those of a chunk of tokens, and at once their gradient and what
-it gives to the input and to the table, so that neither outlives its chunk and nothing
+fp32. Here a loop makes the logits of a chunk of tokens, and at once their gradient and
+its products for the input and the table, so that neither outlives its chunk and nothing
 is computed twice: the loss is a sum, whose one cotangent scales both gradients later.
 Reference: Hsu et al. 2024 (Liger kernels), section 3.2; Wijmans et al. 2024 (cut
 cross-entropy).
@@ -46,7 +46,7 @@ def head_cross_entropy(
     *,
     logits_bytes: int = LOGITS_BYTES,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Summed cross-entropy of logits `x @ table.T` and summed weights.
+    """Return summed cross-entropy of logits `x @ table.T`, and summed weights.
 
     Each device makes the logits of its part of the vocabulary, in fp32, for as many
     tokens at a time as `logits_bytes` hold. Over the vocabulary's mesh axes: two
@@ -69,7 +69,7 @@ def head_cross_entropy(
     """
     if scope.order is not None and scope.order.probing:
         return jnp.sum(x * weights[..., None]), jnp.sum(weights)
-    split = _split_of(x, table, scope)
+    split = _head_split(x, table, scope)
     logical_axes = _RESIDUAL if split.gathered else _WHOLE
     weights = weights.astype(jnp.float32)
     plan = _Plan(
@@ -83,12 +83,12 @@ def head_cross_entropy(
 
 @dataclass(frozen=True, kw_only=True)
 class _Split:
-    """How tokens and vocabulary are split over automatic mesh axes.
+    """Splits of tokens and vocabulary over automatic mesh axes.
 
     Args:
         tokens: Mesh axes that split the sequence throughout.
-        gathered: Those that split it until the head gathers it.
-        vocab: Those that split the vocabulary.
+        gathered: Mesh axes that split the sequence until the head gathers it.
+        vocab: Mesh axes that split the vocabulary.
     """
 
     tokens: tuple[str, ...] = ()
@@ -112,16 +112,16 @@ class _Split:
         return {*self.tokens, *self.gathered, *self.vocab}
 
 
-def _split_of(x: jax.Array, table: AnyArray, scope: Scope) -> _Split:
+def _head_split(x: jax.Array, table: AnyArray, scope: Scope) -> _Split:
     if scope.rules is None:
         return _Split()
     _, tokens, vocab = split_of(scope, _LOGITS, (*x.shape[:2], table.shape[0]))
     residual = tokens
     if "residual_seq" in scope.rules.table:
         residual = split_of(scope, _RESIDUAL, x.shape)[1]
-    # Otherwise GSPMD makes the sequence whole.
-    here = residual == (*tokens, *vocab)
-    return _Split(tokens=tokens, gathered=vocab if here else (), vocab=vocab)
+    # Otherwise GSPMD gathers the sequence.
+    gathered = vocab if residual == (*tokens, *vocab) else ()
+    return _Split(tokens=tokens, gathered=gathered, vocab=vocab)
 
 
 def _num_chunks(x: jax.Array, table: AnyArray, split: _Split, logits_bytes: int) -> int:
@@ -141,11 +141,11 @@ def _num_chunks(x: jax.Array, table: AnyArray, split: _Split, logits_bytes: int)
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """How the loss is computed; its methods see this device's part.
+    """Static arguments of the loss; methods take this device's parts.
 
     Args:
-        split: What the part is.
-        num_chunks: Chunks that its tokens are cut into.
+        split: How tokens and vocabulary are split.
+        num_chunks: Chunks that a device's tokens are cut into.
         platform: Kind of device the program is for.
     """
 
@@ -154,7 +154,7 @@ class _Plan:
     platform: str
 
     def loss(self, *arrays: jax.Array) -> jax.Array:
-        """The summed loss of (x, table, targets, weights)."""
+        """Return the summed loss of (x, table, targets, weights)."""
         x, table, targets, weights = arrays
         total, _ = self._over_chunks(
             lambda chunk: (chunk.loss(), None), self._gather(x), table, targets, weights
@@ -162,7 +162,7 @@ class _Plan:
         return self._sum_tokens(total)
 
     def loss_and_gradients(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        """The same, and its gradients for x, table (fp32) and weights."""
+        """Return the loss, and its gradients for x, table (fp32) and weights."""
         x, table, targets, weights = arrays
         whole = self._gather(x)
         summed = sum_dtype(x.dtype, self.platform)
@@ -207,14 +207,14 @@ class _Plan:
     def _over_chunks(
         self, work: Any, x: jax.Array, table: jax.Array, *arrays: Any
     ) -> Any:
-        """Sums over chunks of what `work` gives first, and what it gives next joined.
+        """Sum the first result of `work` over chunks, and join the second.
 
-        The next has tokens first, and is None or as long as the tokens are.
+        The second result is None, or has the tokens of the chunk first.
         """
         num_tokens = math.prod(x.shape[:2])
         tokens = (x.reshape(num_tokens, x.shape[2]), *(a.reshape(-1) for a in arrays))
 
-        def chunk_of(arrays: tuple) -> Chunk:
+        def make_chunk(arrays: tuple) -> Chunk:
             x, targets, weights = arrays
             return Chunk(
                 x=x,
@@ -225,28 +225,27 @@ class _Plan:
             )
 
         if self.num_chunks == 1:
-            return work(chunk_of(tokens))
+            return work(make_chunk(tokens))
 
         def body(sums: Any, arrays: tuple) -> tuple[Any, Any]:
-            more, joined = work(chunk_of(arrays))
+            more, joined = work(make_chunk(arrays))
             return jax.tree.map(jnp.add, sums, more), joined
 
-        chunks = tuple(_cut(array, self.num_chunks) for array in tokens)
+        def cut(array: jax.Array) -> jax.Array:
+            """(tokens, ...) -> (chunks, tokens of a chunk, ...), padded with zeros."""
+            missing = -array.shape[0] % self.num_chunks
+            if missing:
+                array = jnp.pad(array, ((0, missing), *((0, 0),) * (array.ndim - 1)))
+            return array.reshape(self.num_chunks, -1, *array.shape[1:])
+
+        chunks = tuple(map(cut, tokens))
         first = jax.tree.map(lambda array: array[0], chunks)
-        shapes = jax.eval_shape(lambda arrays: work(chunk_of(arrays))[0], first)
-        zeros = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), shapes)
+        shapes = jax.eval_shape(lambda arrays: work(make_chunk(arrays))[0], first)
+        zeros = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
         sums, joined = lax.scan(body, zeros, chunks)
         return sums, jax.tree.map(
             lambda array: array.reshape(-1, *array.shape[2:])[:num_tokens], joined
         )
-
-
-def _cut(array: jax.Array, num_chunks: int) -> jax.Array:
-    """(tokens, ...) -> (chunks, tokens of one, ...), the last filled up with zeros."""
-    missing = -array.shape[0] % num_chunks
-    if missing:
-        array = jnp.pad(array, ((0, missing), *((0, 0),) * (array.ndim - 1)))
-    return array.reshape(num_chunks, -1, *array.shape[1:])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -287,7 +286,7 @@ _loss_sum.defvjp(_loss_forward, _loss_backward)
 
 
 class Chunk:
-    """The loss of some tokens over this device's part of the vocabulary."""
+    """Cross-entropy of some tokens over this device's part of the vocabulary."""
 
     def __init__(
         self,
@@ -307,7 +306,7 @@ class Chunk:
             highest = lax.pmax(highest, vocab_axes) if vocab_axes else highest
         shifted_CV = logits_CV - highest[:, None]
         row = as_index(targets) - num_rows * shard_index(vocab_axes)
-        # Found by comparing indices, not by a gather (`parallel.tensor`).
+        # By comparing indices instead of a gather, as in `tensor.cross_entropy`.
         index = lax.broadcasted_iota(jnp.int32, logits_CV.shape, 1)
         hit_CV = index == row[:, None]
         self._exp_CV, self._hit_CV = jnp.exp(shifted_CV), hit_CV
@@ -323,16 +322,16 @@ class Chunk:
         self._known = in_vocab(targets, vocab) | (weights == 0)
 
     def losses(self) -> jax.Array:
-        """Of each token, not weighted: the gradient for the weights."""
+        """Return the unweighted loss of each token, the gradient for its weight."""
         return jnp.where(self._known, jnp.log(self._total) - self._target, 0.0)
 
     def loss(self) -> jax.Array:
-        """The weighted sum; NaN if a token that counts has a target outside."""
+        """Return the weighted sum; NaN if a counted target is out of the vocabulary."""
         weighted = self.losses() * self._weights
         return jnp.sum(jnp.where(self._known, weighted, jnp.nan))
 
     def logits_gradient(self) -> jax.Array:
-        """(softmax - one-hot) * weight, in the dtype that matmuls take."""
+        """Return (softmax - one-hot) * weight, in the dtype of `x`."""
         scale = jnp.where(self._known, self._weights, 0.0)[:, None]
         softmax_CV = self._exp_CV / self._total[:, None]
         return ((softmax_CV - self._hit_CV) * scale).astype(self.x.dtype)

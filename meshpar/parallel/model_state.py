@@ -1,4 +1,4 @@
-"""A model's state after a step: what its blocks summed up, over the global batch."""
+"""A model's state after a step, from sums of its blocks over the global batch."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from meshpar.rules.rules import spec_axes
 from meshpar.trace.dependence import arguments_read
 
 
-def statistics_of(stack: Stack, sums: Sums) -> Sums:
-    """The sums of a stack that its state is made of, (places, ...) each."""
+def state_statistics(stack: Stack, sums: Sums) -> Sums:
+    """Return the sums of a stack that its state is made of, (places, ...) each."""
     auxiliary = stack.block.group.auxiliary
     return {name: value for name, value in sums.items() if name not in auxiliary}
 
 
-def sum_statistics(placement: Placement, found: list[Sums]) -> list[Sums]:
-    """Of each group, what its state is made of: of this device -> the global batch.
+def sum_statistics(placement: Placement, statistics: list[Sums]) -> list[Sums]:
+    """Sum each group's statistics over the global batch.
 
-    One all-reduce over the mesh axes that split tokens, where there is any.
+    One all-reduce over the mesh axes that split tokens, if there are any.
     """
     axes = placement.large(TOKEN_AXES)
-    if not axes or not jax.tree.leaves(found):
-        return found
+    if not axes or not jax.tree.leaves(statistics):
+        return statistics
     with asked("batch_sum"):
-        return summed(found, axes, placement.platform)
+        return summed(statistics, axes, placement.platform)
 
 
 def updated_state(
     placement: Placement, params: Params, state: Params, statistics: Sequence[Sums]
 ) -> Params:
-    """The state after a step, layer by layer.
+    """Return the state after a step, made layer by layer.
 
     One all-gather over the batch axes for each parameter that a group's `update_from`
     reads and that is split there at rest: of its P values a device receives the
@@ -50,24 +50,24 @@ def updated_state(
 
     Args:
         placement: The model on its mesh.
-        params: At rest before the step, this device's shards.
-        state: Before, (places, ...) in each group.
-        statistics: Of each group: its sums over the global batch, (places, ...).
+        params: This device's shards at rest, before the step.
+        state: State before the step, (places, ...) in each group.
+        statistics: Sums of each group over the global batch, (places, ...).
 
     Raises:
-        InputError: It reads a parameter that is split over `expert`.
+        InputError: An update reads a parameter that is split over `expert`.
     """
     new: dict[str, Any] = dict(state)
     model = placement.model
     (_, shards), (_, stored) = map(model.split, (params, placement.stored))
-    for group, of_group, layouts, sums in zip(
+    for group, group_shards, layouts, sums in zip(
         model.groups, shards, stored, statistics, strict=True
     ):
         if group.changes_state and group.name in state:
             before = state[group.name]
-            after = _updated(group, layouts, of_group, before, sums)
+            after = _updated(group, layouts, group_shards, before, sums)
             new[group.name] = jax.tree.map(
-                lambda one, like: one.astype(like.dtype), after, before
+                lambda x, like: x.astype(like.dtype), after, before
             )
     return new
 
@@ -75,13 +75,13 @@ def updated_state(
 def _updated(
     group: BlockGroup, stored: Any, shards: Params, before: Params, sums: Sums
 ) -> Params:
-    """One group's state after a step; nothing is gathered that is not read."""
+    """Return one group's state after a step; gather only parameters that it reads."""
     stacked, tree = jax.tree.flatten(stored)
     layouts = [layout.without_layers() for layout in stacked]
     leaves = tree.flatten_up_to(shards)
 
-    def update(leaves: list[Any], *of: Any) -> Params:
-        return group.updated(tree.unflatten(leaves), *of)
+    def update(leaves: list[Any], *arrays: Any) -> Params:
+        return group.updated(tree.unflatten(leaves), *arrays)
 
     def gathered(layouts: list[Any], leaves: list[Any]) -> list[Any]:
         return gather_shards(layouts, leaves, before_use)
@@ -93,17 +93,17 @@ def _updated(
     _check_whole(group, tree, layouts, read)
     used = [layouts[at] for at in read]
 
-    def of_layer(xs: tuple) -> Params:
-        own, *of = xs
-        values = [jnp.zeros(one.shape, one.dtype) for one in whole]
+    def update_layer(xs: tuple) -> Params:
+        own, *arrays = xs
+        values = [jnp.zeros(shape.shape, shape.dtype) for shape in whole]
         for at, value in zip(read, gathered(used, own), strict=True):
             values[at] = value
-        return update(values, *of)
+        return update(values, *arrays)
 
     xs = [leaves[at] for at in read], before, sums
     if any(map(before_use, used)):
-        return jax.lax.map(of_layer, xs)
-    return jax.vmap(of_layer)(xs)
+        return jax.lax.map(update_layer, xs)
+    return jax.vmap(update_layer)(xs)
 
 
 def _check_whole(group: BlockGroup, tree: Any, layouts: list, read: list[int]) -> None:

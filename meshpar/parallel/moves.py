@@ -1,7 +1,7 @@
-"""Moves: a split dim is made whole by an all-to-all that splits another one instead.
+"""Splits of arrays by a scope's rules, and all-to-alls that move them to other dims.
 
-What needs a whole dim, such as a Fourier transform or a sum over it, then runs on the
-part of another dim that each device has. No device ever holds more than its share.
+An operation that needs a whole dim, such as a Fourier transform, then runs on the part
+of another dim that each device has. No device ever holds more than its share.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Split = tuple[tuple[str, ...], ...]
 class Move:
     """One all-to-all inside a `shard_map` that is manual over its mesh axes.
 
-    Of n devices each sends (n-1)/n of what it has.
+    Each of n devices sends (n-1)/n of its part.
 
     Args:
-        mesh_axes: What split `source`, and then splits `target` below what does.
+        mesh_axes: Mesh axes whose split moves; in `target` they become innermost.
         source: The dim that becomes whole over them.
         target: The dim that is split instead.
     """
@@ -39,12 +39,7 @@ class Move:
     target: int
 
     def __call__(self, x: jax.Array, reason: str) -> jax.Array:
-        """`x`, this device's part, after the move.
-
-        Args:
-            x: Its part before.
-            reason: A name in `meshpar.collectives.ASKED`.
-        """
+        """Move this device's part `x`; `reason` is a name in `collectives.ASKED`."""
         with asked(reason):
             return lax.all_to_all(
                 x,
@@ -56,11 +51,11 @@ class Move:
 
     @property
     def undone(self) -> Move:
-        """The move back."""
+        """Return the move back."""
         return Move(mesh_axes=self.mesh_axes, source=self.target, target=self.source)
 
     def after(self, split: Split) -> Split:
-        """How an array is split after it."""
+        """Return the split of an array after the move."""
         dims = list(split)
         kept = len(dims[self.source]) - len(self.mesh_axes)
         dims[self.source] = dims[self.source][:kept]
@@ -69,7 +64,7 @@ class Move:
 
 
 def split_of(scope: Scope, logical_axes: LogicalAxes, shape: Sequence[int]) -> Split:
-    """How the rules of a scope split an array over the mesh axes of GSPMD.
+    """Return how the rules of a scope split an array over the mesh axes of GSPMD.
 
     Raises:
         RuleError: As for `Rules.spec`.
@@ -82,13 +77,13 @@ def split_of(scope: Scope, logical_axes: LogicalAxes, shape: Sequence[int]) -> S
 
 
 def degree(mesh_axes: Sequence[str]) -> int:
-    """Devices along some mesh axes of GSPMD; 1 where those are manual."""
+    """Return the number of devices along some mesh axes of GSPMD."""
     sizes = auto_mesh_shape()
     return math.prod(sizes[axis] for axis in mesh_axes)
 
 
 def ruled_degree(rules: Rules, logical_axis: str) -> int:
-    """`degree` of what the rules map a logical axis to, mesh axes that are there."""
+    """Return the number of devices that the rules split a logical axis over."""
     sizes = auto_mesh_shape()
     return degree([axis for axis in rules.mesh_axes(logical_axis) if axis in sizes])
 
@@ -99,13 +94,13 @@ def on_split(
     splits: Sequence[Split],
     out_split: Split,
 ) -> jax.Array:
-    """`function` of this device's parts of arrays; plain call if none is split.
+    """Call a function of this device's parts of arrays, directly if none is split.
 
     Args:
-        function: Takes and returns parts.
+        function: A function from parts to a part.
         arrays: Its arguments.
-        splits: How each lies.
-        out_split: How its result does.
+        splits: Split of each argument.
+        out_split: Split of the result.
     """
     used = {axis for split in splits for axes in split for axis in axes}
     if not used:
@@ -117,6 +112,6 @@ def on_split(
         axis_names=made_manual(used),
         check_vma=False,
     )
-    # JAX runs a region that is manual over some mesh axes inside `jit` alone, and what
-    # `jax.grad` or `jax.vmap` traces may be outside.
+    # JAX runs a region that is manual over some mesh axes only inside `jit`, and
+    # `jax.grad` or `jax.vmap` may trace outside of it.
     return jax.jit(mapped)(*arrays)

@@ -1,4 +1,8 @@
-"""A model's parameters on a mesh: stored, gathered and reduced, per device."""
+"""A model on its mesh: specs of its arrays, and collectives of a step around blocks.
+
+`Placement` is shared by the programs of a model; `Scopes` makes the scope that the
+model's functions see on a device.
+"""
 
 from __future__ import annotations
 
@@ -47,28 +51,29 @@ BATCH = PartitionSpec(BATCH_AXES)
 REPLICATED = PartitionSpec()
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 PARAM_DTYPES = {**DTYPES, "bf16_stochastic": jnp.bfloat16}
-"""What parameters are stored in, by the layout's `param_dtype`."""
+"""Dtype of stored parameters, by the layout's `param_dtype`."""
 
 _TPU_COLUMNS = 2048
-"""A multiple of so many XLA:TPU scattered in every case that was tried."""
+"""XLA:TPU scattered every matrix tried whose columns are a multiple of this."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """What the programs of a model share; its methods are called inside `on_shards`.
+    """A model on its mesh; methods that communicate are called inside `on_shards`.
 
     Args:
         model: The model.
         layout: Sizes, remat and precision.
         rules: Logical axis -> mesh axes.
-        mesh: The mesh, set with `use_mesh` around every call; an `AbstractMesh` where
-            the devices are absent.
+        mesh: The mesh, set with `use_mesh` around every call; an `AbstractMesh` if the
+            devices are absent.
         platform: Kind of device: `cpu`, `gpu` or `tpu`.
-        gradient_dtype: In which gradients are added up over microbatches and devices.
-        apart: Mesh axes along which each device trains a replica of its own: nothing is
+        gradient_dtype: Dtype in which gradients are added up over microbatches and
+            devices.
+        apart: Mesh axes along which each device trains its own replica: nothing is
             summed over them (`meshpar.train.local_steps`).
-        hosts: The host of each device of the mesh, row by row, where gradients are
-            summed inside hosts first (`meshpar.parallel.reduction`).
+        hosts: The host of each device of the mesh, row by row, if gradients are summed
+            inside hosts first (`reduction.sum_by_host`).
     """
 
     model: Model
@@ -81,7 +86,7 @@ class Placement:
     hosts: tuple[int, ...] | None = None
 
     def on_shards(self, local: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        """`local` of this device's part over the manual mesh axes."""
+        """Map a function of this device's parts over the manual mesh axes."""
         return jax.shard_map(
             local,
             mesh=self.mesh,
@@ -92,47 +97,43 @@ class Placement:
         )
 
     def on_state(self, local: Callable, out_specs: Any) -> Callable:
-        """`local` of this device's part of (params, model state, batch, step, seed)."""
-        of_state = self.manual_specs, self.manual_model_state_specs
-        in_specs = (*of_state, BATCH, REPLICATED, REPLICATED)
+        """Map a function of parts of (params, model state, batch, step, seed)."""
+        state_specs = self.manual_specs, self.manual_model_state_specs
+        in_specs = (*state_specs, BATCH, REPLICATED, REPLICATED)
         return self.on_shards(local, in_specs, out_specs)
 
     def on_training_state(self, local: Callable) -> Callable:
-        """`local` as in `on_state`, giving what `found_specs` lists.
+        """Map a function as `on_state` that returns a loss and gradients.
 
-        Of replicas apart all of these have a leading dim of all of them, and so have
-        the parameters and the state that it takes.
+        It returns loss, metrics, gradients, model state and inputs' gradients. With
+        separate replicas all of these, and the parameters and the state that it takes,
+        have a leading dim of replicas.
         """
-        found = self.found_specs
+        model_state = self.manual_model_state_specs
+        out = REPLICATED, REPLICATED, self.manual_state_specs, model_state, BATCH
         if not self.apart:
-            return self.on_state(local, found)
+            return self.on_state(local, out)
 
-        def of_replica(params: Params, state: Params, *others: Any) -> Any:
+        def on_replica(params: Params, state: Params, *others: Any) -> Any:
             own = jax.tree.map(lambda x: x[0], (params, state))
             return jax.tree.map(lambda x: x[None], local(*own, *others))
 
         params, state, *out_specs = map(
-            self.of_replicas, (self.manual_specs, self.manual_model_state_specs, *found)
+            self.replica_specs, (self.manual_specs, model_state, *out)
         )
         in_specs = params, state, BATCH, REPLICATED, REPLICATED
-        return self.on_shards(of_replica, in_specs, tuple(out_specs))
+        return self.on_shards(on_replica, in_specs, tuple(out_specs))
 
-    @property
-    def found_specs(self) -> tuple[Any, ...]:
-        """Specs of loss, metrics, gradients, model state and inputs' gradients."""
-        of_state = self.manual_model_state_specs
-        return REPLICATED, REPLICATED, self.manual_state_specs, of_state, BATCH
-
-    def of_replicas(self, specs: Any) -> Any:
-        """Specs of arrays with a leading dim of all replicas apart."""
+    def replica_specs(self, specs: Any) -> Any:
+        """Return specs of arrays with a leading dim of all separate replicas."""
         return jax.tree.map(lambda spec: PartitionSpec(self.apart, *spec), specs)
 
     def scopes(self, *, training: bool, order: TokenOrder | None = None) -> Scopes:
-        """What makes the scopes of a model's functions.
+        """Return the maker of scopes of a model's functions.
 
         Args:
-            training: Whether a training step runs.
-            order: Which tokens a device has; None where it has whole sequences.
+            training: True in a training step.
+            order: Order of tokens over devices; None if devices have whole sequences.
         """
         return Scopes(
             order=order,
@@ -145,33 +146,32 @@ class Placement:
         )
 
     def gather_before_loop(self, params: Params) -> tuple[Params, list[Params]]:
-        """The ends' parameters for use, and the blocks' as the loop takes them.
+        """Gather the ends' parameters, and the blocks' as the loop takes them.
 
-        One all-gather over the batch axes for each parameter of the ends that is split
-        there, and for each stacked one where the step gathers once
-        (`fsdp_gather=step`): a device receives the P (n-1)/n of its P values that it
-        lacks, in the compute dtype.
+        One all-gather over the batch axes for each split parameter of the ends, and for
+        each stacked one if the step gathers once (`fsdp_gather=step`): a device
+        receives the P (n-1)/n of its P values that it lacks, in the compute dtype.
 
         Args:
-            params: This device's shards, at rest.
+            params: This device's shards at rest.
 
         Returns:
-            The ends' parameters, whole over the batch axes; of each group of blocks the
-            (layers, ...) of this device's stages, split as `Stored.loop_spec` says.
+            The ends' parameters, whole over the batch axes; the (layers, ...) of each
+            group of blocks on this device's stages, split as `Stored.loop_spec` says.
         """
         ends, _ = self.model.split(params)
         stored, _ = self.model.split(self.stored)
         return gather(stored, ends, before_loop), self.blocks_before_loop(params)
 
     def blocks_before_loop(self, params: Params) -> list[Params]:
-        """The blocks' parameters as the loop takes them (`gather_before_loop`)."""
+        """Gather the blocks' parameters as the loop takes them."""
         _, groups = self.model.split(params)
         if not any(map(before_loop, jax.tree.leaves(self.stored))):
             return groups
         return gather(self.model.split(self.stored)[1], groups, before_loop)
 
     def at_rest(self, values: Params) -> Params:
-        """Parameters as they lie between steps, from shards laid out as states.
+        """Lay parameters out as between steps, from arrays laid out as states.
 
         Args:
             values: Global arrays in their dtype at rest.
@@ -187,11 +187,11 @@ class Placement:
         )
 
     def scatter_ends(self, gradients: Params) -> Params:
-        """The ends' gradients as they are added up.
+        """Reduce-scatter the ends' gradients before they are added up.
 
-        One reduce-scatter over the batch axes for each that is split while it is added
-        up (`zero=2` and `3`): of P values each device sends P (n-1)/n, in
-        `Stored.sum_dtype`. The others stay this device's own, until `reduce`.
+        One reduce-scatter over the batch axes for each gradient that is split while it
+        is added up (`zero=2` and `3`): of P values each device sends P (n-1)/n, in
+        `Stored.sum_dtype`. The others stay this device's own until `reduce`.
 
         Args:
             gradients: Shaped as the ends' parameters for use.
@@ -203,19 +203,22 @@ class Placement:
     def gradient_shapes(
         self, weights: Params, groups: list[Params]
     ) -> tuple[Params, list[Params]]:
-        """Local shapes of gradients while a step adds them up.
+        """Return local shapes of gradients while a step adds them up.
 
         Args:
-            weights: The ends' parameters for use.
-            groups: The blocks' as the loop takes them.
+            weights: Gathered parameters of the ends.
+            groups: Parameters of the blocks, as the loop takes them.
         """
+
+        def degree(mesh_axes: tuple[str, ...]) -> int:
+            return math.prod(self.mesh.shape[axis] for axis in mesh_axes)
 
         def shape(stored: Stored, shard: jax.Array) -> jax.ShapeDtypeStruct:
             dims = list(shard.shape)
             for dim, axes in in_loop(stored):
-                dims[dim] *= self._degree(axes)
+                dims[dim] *= degree(axes)
             for dim, axes in gradient_in_loop(stored):
-                dims[dim] //= self._degree(axes)
+                dims[dim] //= degree(axes)
             return jax.ShapeDtypeStruct(tuple(dims), stored.gradient_dtype)
 
         tree = self.model.join(weights, groups)
@@ -227,16 +230,16 @@ class Placement:
         end_gradients: Params,
         group_gradients: list[Params],
     ) -> Params:
-        """Gradients summed over the batch axes and `stage`, laid out as states.
+        """Sum gradients over the batch axes and `stage`, laid out as states.
 
         Each gradient crosses each mesh axis once, after the loop. Over the batch axes
-        that its state is split over, and it itself was not yet: one reduce-scatter for
-        each gradient, of P values a device sends P (n-1)/n. Over the other batch axes,
-        and `stage` for the ends: one all-reduce of all such gradients, 2 P (n-1)/n.
+        that split its state and not yet the gradient: one reduce-scatter for each
+        gradient; of P values a device sends P (n-1)/n. Over the other batch axes, and
+        `stage` for the ends: one all-reduce of all such gradients, 2 P (n-1)/n.
 
         Args:
-            end_gradients: Of the ends, from `scatter_ends`.
-            group_gradients: Of each group of blocks, as the loop adds them up.
+            end_gradients: Gradients of the ends, from `scatter_ends`.
+            group_gradients: Gradients of each group of blocks, as the loop sums them.
         """
         gradients = self.model.join(end_gradients, group_gradients)
         scattered = reduce_scatter(self.stored, gradients, gradient_after_loop)
@@ -248,14 +251,14 @@ class Placement:
 
     @property
     def sum_options(self) -> dict[str, Any]:
-        """How `reduce_gradients` sums what it does not scatter."""
+        """Return keyword arguments of `reduce_gradients`."""
         if self.hosts is None:
             return {}
         hosts = np.array(self.hosts).reshape(list(self.mesh.shape.values()))
         return {"sum_over": functools.partial(sum_by_host, hosts)}
 
     def sum_losses(self, values: Any, mesh_axes: tuple[str, ...] = TOKEN_AXES) -> Any:
-        """Loss and weights summed over what splits tokens, or over more mesh axes."""
+        """Sum loss and weights over the mesh axes that split tokens, or over others."""
         axes = self.large(mesh_axes)
         if not axes:
             return values
@@ -263,9 +266,9 @@ class Placement:
             return lax.psum(values, axes)
 
     def large(self, mesh_axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Those of some mesh axes whose size is above 1, without `apart`.
+        """Return the mesh axes of size above 1 to sum over, without `apart`.
 
-        Without `context` too where it splits space: GSPMD adds up over it.
+        If `context` splits space it is left out too: GSPMD sums over it.
         """
         absent = self.apart if self.splits_tokens else (*self.apart, "context")
         return tuple(
@@ -275,7 +278,7 @@ class Placement:
         )
 
     def batch_sharding(self, name: str, array: Any) -> NamedSharding:
-        """How an array of a batch lies: its examples split, and its space.
+        """Return the sharding of an array of a batch: examples and space are split.
 
         Raises:
             RuleError: A dim of space does not divide.
@@ -287,29 +290,29 @@ class Placement:
 
     @property
     def splits_space(self) -> bool:
-        """Whether several devices share the space of an example."""
+        """True if several devices share the space of an example."""
         return space_degree(self.model, self.layout, self.rules) > 1
 
     @property
     def splits_tokens(self) -> bool:
-        """Whether `context` splits sequences, each device its own tokens."""
+        """True if `context` splits sequences, each device with its own tokens."""
         return splits_tokens(self.model, self.layout, self.rules)
 
     @property
     def manual_axes(self) -> tuple[str, ...]:
-        """The mesh axes that `on_shards` makes manual."""
+        """Return the mesh axes that `on_shards` makes manual."""
         stage, context = self.layout.runs_in_ticks, self.splits_tokens
         absent = {"stage": not stage, "context": not context}
         return tuple(axis for axis in MANUAL_AXES if not absent.get(axis, False))
 
     @property
     def compute_dtype(self) -> Any:
-        """The dtype that blocks compute in."""
+        """Return the dtype that blocks compute in."""
         return DTYPES[self.layout.precision]
 
     @cached_property
     def stored(self) -> Any:
-        """Tree of `Stored`, beside the parameters."""
+        """Return the tree of `Stored` of the parameters."""
         return stored_parameters(
             self.model,
             self.layout,
@@ -322,47 +325,46 @@ class Placement:
 
     @cached_property
     def manual_specs(self) -> Any:
-        """Specs of the parameters at rest over the manual mesh axes."""
+        """Return specs of the parameters at rest over the manual mesh axes."""
         return self.specs(lambda stored: manual_spec(stored.spec))
 
     @cached_property
     def manual_state_specs(self) -> Any:
-        """Specs of gradients and optimizer states over the manual mesh axes."""
+        """Return specs of gradients and optimizer states over the manual mesh axes."""
         return self.specs(lambda stored: manual_spec(stored.state_spec))
 
     @cached_property
     def model_state_specs(self) -> Any:
-        """Specs of the model's own state: whole over the batch axes."""
+        """Return specs of the model's own state: whole over the batch axes."""
         return jax.tree.map_with_path(
-            lambda path, one: whole_spec(path_name(path), one, self.layout, self.rules),
+            lambda path, array: whole_spec(
+                path_name(path), array, self.layout, self.rules
+            ),
             self.model.state,
         )
 
     @cached_property
     def manual_model_state_specs(self) -> Any:
-        """Those over the manual mesh axes."""
+        """Return the part of `model_state_specs` over the manual mesh axes."""
         return jax.tree.map(manual_spec, self.model_state_specs)
 
-    def specs(self, of: Callable[[Stored], PartitionSpec]) -> Any:
-        """A spec for every parameter."""
-        return jax.tree.map(of, self.stored)
-
-    def _degree(self, mesh_axes: tuple[str, ...]) -> int:
-        return math.prod(self.mesh.shape[axis] for axis in mesh_axes)
+    def specs(self, choose: Callable[[Stored], PartitionSpec]) -> Any:
+        """Choose a spec for every parameter."""
+        return jax.tree.map(choose, self.stored)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scopes:
-    """Makes scopes, inside `jax.shard_map` over the manual mesh axes.
+    """Maker of scopes, inside `jax.shard_map` over the manual mesh axes.
 
     Args:
         rules: Logical axis -> mesh axes.
         platform: Kind of device.
         batch_axes: Mesh axes of size above 1 that split the batch.
-        replica_axes: Mesh axes outside them that do too, for a replica each.
-        num_microbatches: Parts that a device's share of the batch is run in.
-        training: Whether a training step runs.
-        order: Which tokens this device has; None where it has whole sequences.
+        replica_axes: Other mesh axes that split the batch, with one replica each.
+        num_microbatches: Number of parts in which a device runs its examples.
+        training: True in a training step.
+        order: Order of tokens over devices; None if devices have whole sequences.
     """
 
     rules: Rules
@@ -374,7 +376,7 @@ class Scopes:
     replica_axes: tuple[str, ...] = ()
 
     def __call__(self, known: Mapping[str, Any], **shared: Any) -> Scope:
-        """The scope that `known` arrays make; `shared` has what ranks share."""
+        """Return the scope of these arrays; `shared` has fields that ranks share."""
         return Scope(
             rules=self.rules,
             batch=Batch(known["batch"]),
@@ -392,20 +394,20 @@ class Scopes:
         )
 
     def examples(self, batch: Any) -> jax.Array:
-        """The index in the global batch of each of this device's examples, uint32."""
+        """Return the global index of each example of this device, uint32."""
         rows = jax.tree.leaves(batch)[0].shape[0]
         first = shard_index((*self.replica_axes, *self.batch_axes)) * rows
         return (first + jnp.arange(rows)).astype(jnp.uint32)
 
 
 def stream_specs(axes: Any, stream: Stream, rules: Rules) -> Any:
-    """How a group's stream lies over automatic mesh axes: a spec for each array.
+    """Return the spec of each array of a group's stream over automatic mesh axes.
 
-    Of an array that nothing is said of it is empty, of others as long as its dims.
+    The spec of an array without logical axes is empty; others are as long as its dims.
 
     Args:
         axes: Tree of logical axes (`BlockGroup.stream`), or None.
-        stream: The arrays or their shapes, this device's examples.
+        stream: The arrays of this device's examples, or their shapes.
         rules: Logical axis -> mesh axes.
 
     Raises:
@@ -413,8 +415,18 @@ def stream_specs(axes: Any, stream: Stream, rules: Rules) -> Any:
         RuleError: An array of it cannot be laid out.
     """
     _check_real(stream)
+
+    def spec(names: tuple[str | None, ...], x: Any) -> PartitionSpec:
+        if not names:
+            return PartitionSpec()
+        return rules.spec(names, x.shape, mesh_shape=auto_mesh_shape(), path="stream")
+
+    def default_spec(x: Any) -> PartitionSpec:
+        is_residual = len(x.shape) == 3 and "residual_seq" in rules.table
+        return spec(RESIDUAL if is_residual else (), x)
+
     if axes is None:
-        return jax.tree.map(lambda x: _spec(_default(x, rules), x, rules), stream)
+        return jax.tree.map(default_spec, stream)
     declared = jax.tree.structure(axes, is_leaf=is_axes)
     if declared != jax.tree.structure(stream):
         raise InputError(
@@ -423,9 +435,7 @@ def stream_specs(axes: Any, stream: Stream, rules: Rules) -> Any:
             "each of its arrays",
             key="model.stream_of_other_tree",
         )
-    return jax.tree.map(
-        lambda names, x: _spec(names, x, rules), axes, stream, is_leaf=is_axes
-    )
+    return jax.tree.map(spec, axes, stream, is_leaf=is_axes)
 
 
 def _check_real(stream: Stream) -> None:
@@ -437,15 +447,3 @@ def _check_real(stream: Stream) -> None:
                 "blocks has gradients; read integers from scope.batch",
                 key="model.integer_stream",
             )
-
-
-def _default(x: Any, rules: Rules) -> tuple[str | None, ...]:
-    if len(x.shape) == 3 and "residual_seq" in rules.table:
-        return RESIDUAL
-    return ()
-
-
-def _spec(names: tuple[str | None, ...], x: Any, rules: Rules) -> PartitionSpec:
-    if not names:
-        return PartitionSpec()
-    return rules.spec(names, x.shape, mesh_shape=auto_mesh_shape(), path="stream")

@@ -1,17 +1,17 @@
 """FSDP's prefetch: loops over blocks whose communication runs beside another block.
 
 A layer's weights are gathered while the layer before it in the pass computes, and its
-gradients are reduce-scattered while the layer after it does; of L layers
+gradients are reduce-scattered while the layer after it does; for L layers
 
     forward   gather 0 | run 0, gather 1 | ... | run L-1
     backward  run L-1, gather L-2 | run L-2, gather L-3, scatter L-1 | ...
               | run 0, scatter 1 | scatter 0
 
-Every collective stands where its result is not needed yet, which is all that XLA can
-move beside work: it starts none for the next round of a loop. Two layers' weights are
-whole at a time, and one layer's gradients. The last layer's weights stay from its
-forward to its backward; in turn the backward's loop, whose rounds are alike, gathers
-layer 0 twice: what crosses the wire is what crosses it without.
+Every collective is issued before its result is needed, because XLA only moves
+collectives beside work of the same iteration of a loop. Two layers' weights are whole
+at a time, and one layer's gradients. The last layer's weights stay from its forward to
+its backward; in turn the backward's loop gathers layer 0 twice, so as many bytes are
+sent as without prefetch.
 Reference: Zhao et al. 2023, "PyTorch FSDP", section 3.3.2.
 """
 
@@ -35,12 +35,12 @@ from meshpar.parallel.zero import gradient_in_loop, in_loop
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Kept:
-    """What a forward leaves for its backward.
+    """Residuals of a forward for its backward.
 
     Args:
-        others: Residuals of all layers but the last, stacked; None where there is one.
-        last: Those of the last: to join them would copy all.
-        weights: The last layer's, whole.
+        others: Stacked residuals of all layers but the last; None for a single layer.
+        last: Residuals of the last layer, kept separately because joining would copy.
+        weights: Gathered weights of the last layer.
     """
 
     others: Any
@@ -51,21 +51,21 @@ class Kept:
 def run_blocks(
     stack: Stack, x: Stream, known: Known, beside: Any = ()
 ) -> tuple[Stream, Sums, Any]:
-    """As `meshpar.parallel.blocks.run_blocks`.
+    """Run all blocks, as `blocks.run_blocks`, with prefetch.
 
     Args:
         stack: The blocks.
-        x: The stream, this device's examples.
+        x: The stream of this device's examples.
         known: Arrays without gradient that scopes are made of.
-        beside: Arrays that the caller communicates beside the last layer: they are
-            there once the others are done.
+        beside: Arrays that the caller communicates beside the last layer; they come
+            back behind a barrier after the other layers.
 
     Returns:
         The last layer's output, the sums, and `beside`.
     """
 
     def run(weights: Any, x: Stream, place: Any, _: bool) -> tuple[Stream, Sums]:
-        return stack.block.forward(weights, x, *_of_layer(stack, place, known))
+        return stack.block.forward(weights, x, *_layer(stack, place, known))
 
     x, others, last, _, beside = _forward(stack, run, x, beside)
     return x, over_layers(stack.block, _joined(others, last)), beside
@@ -74,17 +74,17 @@ def run_blocks(
 def run_keeping(
     stack: Stack, x: Stream, known: Known, beside: Any = ()
 ) -> tuple[Stream, Sums, Kept, Any]:
-    """`run_blocks`, and what `run_backward` needs besides the arguments.
+    """Run all blocks, and keep residuals for `run_backward`.
 
     Returns:
-        The last layer's output, the sums, what is kept, and `beside`.
+        The last layer's output, the sums, the residuals, and `beside`.
     """
 
     def run(
         weights: Any, x: Stream, place: Any, looped: bool
     ) -> tuple[Stream, tuple[Sums, Any]]:
         (x, sums), residuals = stack.block.forward_keeping(
-            weights, x, *_of_layer(stack, place, known), looped=looped
+            weights, x, *_layer(stack, place, known), looped=looped
         )
         return x, (sums, residuals)
 
@@ -106,10 +106,9 @@ def run_backward(
     of_loss: jax.Array | float,
     beside: Any = (),
 ) -> tuple[Stream, Any, Any]:
-    """As `meshpar.parallel.blocks.run_backward`, after this module's `run_keeping`.
+    """Run the backward of `run_keeping`, as `blocks.run_backward`, with prefetch.
 
-    `beside` are arrays that are communicated beside the last layer, and done before the
-    others begin.
+    Communication of `beside` overlaps with the last layer and ends before the others.
 
     Returns:
         The gradient of its `x`, the totals, and `beside`.
@@ -117,8 +116,8 @@ def run_backward(
     block = stack.block
 
     def run(weights: Any, residuals: Any, dx: Stream, place: Any) -> tuple:
-        of_layer = _of_layer(stack, place, known)
-        return block.backward(weights, residuals, dx, of_loss, *of_layer)
+        layer = _layer(stack, place, known)
+        return block.backward(weights, residuals, dx, of_loss, *layer)
 
     def body(carry: tuple, place: jax.Array) -> tuple[tuple, None]:
         dx, totals, weights, late = carry
@@ -130,7 +129,7 @@ def run_backward(
     last = len(stack.layers) - 1
     with jax.named_scope(BACKWARD):
         if last:
-            # Not before there is work to do beside it.
+            # The barrier delays the gather until there is work to overlap with it.
             dx, shard = lax.optimization_barrier((dx, _at(stack.shards, last - 1)))
             following = block.gather(shard)
         late, dx = run(kept.weights, kept.last, dx, last)
@@ -148,35 +147,39 @@ def _forward(
     x: Stream,
     beside: Any,
 ) -> tuple[Stream, Any, Any, Any, Any]:
-    """The last layer's output, what the others left and it did, its weights, `beside`.
+    """Run a forward over the layers.
 
     Args:
         stack: The blocks.
-        run: (weights, `x`, place, whether in a loop) -> the next `x`, what is left.
+        run: (weights, `x`, place, is in a loop) -> (next `x`, output of the layer).
         x: The stream.
         beside: As for `run_blocks`.
+
+    Returns:
+        The last layer's `x`; stacked outputs of the other layers; the last layer's
+        output and weights; `beside`.
     """
 
     def body(carry: tuple, place: jax.Array) -> tuple[tuple, Any]:
         x, weights = carry
         following = _gather(stack, place + 1)
-        x, left = run(weights, x, place, True)
-        return (x, following), left
+        x, output = run(weights, x, place, True)
+        return (x, following), output
 
     last, weights, others = len(stack.layers) - 1, _gather(stack, 0), None
     if last:
         (x, weights), others = lax.scan(body, (x, weights), jnp.arange(last))
     x, beside = lax.optimization_barrier((x, beside))
-    x, left = run(weights, x, last, False)
-    return x, others, left, weights, beside
+    x, output = run(weights, x, last, False)
+    return x, others, output, weights, beside
 
 
 def _gather(stack: Stack, place: Any) -> Any:
     return stack.block.gather(_at(stack.shards, place))
 
 
-def _of_layer(stack: Stack, place: Any, known: Known) -> tuple[jax.Array, Known]:
-    """A layer's index, and what its scope is made of."""
+def _layer(stack: Stack, place: Any, known: Known) -> tuple[jax.Array, Known]:
+    """Return a layer's index, and the arrays that its scope is made of."""
     return stack.layers[place], {**known, "state": _at(stack.state, place)}
 
 
@@ -185,7 +188,7 @@ def _at(tree: Any, place: Any) -> Any:
 
 
 def _joined(others: Sums | None, last: Sums) -> Sums:
-    """Sums of the layers, stacked."""
+    """Stack the sums of all layers."""
     last = jax.tree.map(lambda value: value[None], last)
     if others is None:
         return last
@@ -193,7 +196,7 @@ def _joined(others: Sums | None, last: Sums) -> Sums:
 
 
 def prefetches(placement: Placement) -> bool:
-    """Whether the blocks prefetch, and have something to communicate."""
+    """Return True if the blocks prefetch, and have something to communicate."""
     choice = placement.layout.fsdp_prefetch
     if placement.layout.runs_in_ticks or choice == "off":
         return False
@@ -201,7 +204,7 @@ def prefetches(placement: Placement) -> bool:
 
 
 def prefetch_notes(placement: Placement) -> tuple[str, ...]:
-    """What is left undone of it by the layout's defaults, a line each."""
+    """Return a line for each prefetch that the layout's defaults leave out."""
     if not _communicates(placement) or placement.layout.fsdp_prefetch == "off":
         return ()
     if placement.layout.runs_in_ticks:
@@ -223,6 +226,6 @@ def prefetch_notes(placement: Placement) -> tuple[str, ...]:
 
 
 def _communicates(placement: Placement) -> bool:
-    """Whether a block's parameters or gradients cross batch axes in the loop."""
-    blocks = placement.model.split(placement.stored)[1]
-    return any(in_loop(one) or gradient_in_loop(one) for one in jax.tree.leaves(blocks))
+    """True if a block's parameters or gradients cross batch axes in the loop."""
+    blocks = jax.tree.leaves(placement.model.split(placement.stored)[1])
+    return any(in_loop(stored) or gradient_in_loop(stored) for stored in blocks)

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from meshpar.model.contract import Stream
+from meshpar.model.dependence import arguments_read
 from meshpar.model.inputs import apart
 from meshpar.model.parameter import Params
 from meshpar.model.sums import Sums
@@ -33,10 +34,14 @@ from meshpar.parallel.blocks import (
     run_blocks,
     run_keeping,
 )
-from meshpar.parallel.model_state import statistics_of, sum_statistics, updated_state
+from meshpar.parallel.model_state import (
+    state_statistics,
+    sum_statistics,
+    updated_state,
+)
 from meshpar.parallel.placement import REPLICATED, Placement, Scopes
 from meshpar.parallel.prefetch import prefetches
-from meshpar.parallel.reduction import metrics_of, random_key, safe_inverse
+from meshpar.parallel.reduction import loss_metrics, random_key, safe_inverse
 from meshpar.parallel.sequence import outputs_in_order, tokens_at_hand
 from meshpar.parallel.zero import (
     Stored,
@@ -46,9 +51,13 @@ from meshpar.parallel.zero import (
     reduce_scatter,
 )
 
-Found = tuple[jax.Array, dict[str, jax.Array], Params, Params, dict[str, jax.Array]]
-"""Mean loss, more metrics, gradients as the optimizer has them, model state, and
+LossAndGradients = tuple[
+    jax.Array, dict[str, jax.Array], Params, Params, dict[str, jax.Array]
+]
+"""Mean loss, more metrics, gradients laid out as optimizer states, model state, and
 gradients of the inputs that have one."""
+
+Leaves = list[jax.Array]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,46 +82,131 @@ class LocalProgram:
         batch: Any,
         step: jax.Array,
         seed: jax.Array,
-    ) -> Found:
-        """Mean loss, more metrics, gradients laid out as the states, model state.
+    ) -> LossAndGradients:
+        """Return the mean loss, metrics, gradients, model state and input gradients.
 
-        And the gradient of each input that has one, split as the batch.
+        Gradients are laid out as optimizer states, those of inputs as the batch.
 
         Args:
-            params: At rest, global.
-            state: The model's state, global.
+            params: Global parameters at rest.
+            state: Global state of the model.
             batch: Arrays (global batch, ...), split over the batch axes.
             step: uint32 or int32 scalar; randomness derives from it and `seed`.
             seed: uint32 scalar.
         """
-        placement = self.placement
 
-        def local(params: Params, state: Params, batch: Any, *of: jax.Array) -> Found:
-            pass_ = _Pass.of(placement, params, state, batch, *of, training=True)
+        def local(*arguments: Any) -> LossAndGradients:
+            pass_ = _Pass.start(self.placement, *arguments, training=True)
             return pass_.loss_and_gradients()
 
-        found = placement.on_training_state(local)
-        return found(params, state, batch, step, seed)
+        run = self.placement.on_training_state(local)
+        return run(params, state, batch, step, seed)
 
-    def loss_sums(self, *of: Any) -> tuple[jax.Array, jax.Array]:
-        """Summed loss and summed weights over the global batch, not in training."""
+    def loss_sums(self, *arguments: Any) -> tuple[jax.Array, jax.Array]:
+        """Return the summed loss and weights over the global batch, not in training."""
 
-        def local(*of: Any) -> tuple[jax.Array, jax.Array]:
-            pass_ = _Pass.of(self.placement, *of, training=False)
+        def local(*arguments: Any) -> tuple[jax.Array, jax.Array]:
+            pass_ = _Pass.start(self.placement, *arguments, training=False)
             return self.placement.sum_losses(pass_.head(*pass_.hidden()))
 
-        return self.placement.on_state(local, (REPLICATED, REPLICATED))(*of)
+        return self.placement.on_state(local, (REPLICATED, REPLICATED))(*arguments)
 
-    def logits(self, *of: Any) -> Any:
-        """What the model's `logits` gives, each array with the example first."""
+    def logits(self, *arguments: Any) -> Any:
+        """Return the model's `logits`, each array with the example first."""
 
-        def local(*of: Any) -> Any:
-            pass_ = _Pass.of(self.placement, *of, training=False, natural=True)
+        def local(*arguments: Any) -> Any:
+            pass_ = _Pass.start(
+                self.placement, *arguments, training=False, natural=True
+            )
             # `TrainStep.logits` refuses a model without.
             logits = cast(Callable[..., Any], self.placement.model.logits)
             return logits(*pass_.hidden(), pass_.outside)
 
-        return outputs_in_order(self.placement, local, of)
+        return outputs_in_order(self.placement, local, arguments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ends:
+    """Parameters outside the blocks, split into those for the head and the others.
+
+    Args:
+        stored: Layout of each parameter.
+        shards: This device's shard of each, at rest.
+        treedef: Structure of their tree.
+        is_late: True for a parameter that only the head uses.
+    """
+
+    stored: list[Stored]
+    shards: Leaves
+    treedef: Any
+    is_late: list[bool]
+
+    @classmethod
+    def from_shards(
+        cls, stored: Any, shards: Params, embed: Callable[[Params], Any] | None
+    ) -> Ends:
+        """Find the parameters that `embed` does not read, by tracing it.
+
+        Args:
+            stored: Tree of `Stored`.
+            shards: The same tree of shards.
+            embed: A function of the gathered parameters; None gathers all of them
+                before the first block.
+        """
+        leaves, treedef = jax.tree.flatten(shards)
+        is_late = [False] * len(leaves)
+        if embed is not None:
+            whole = jax.eval_shape(lambda x: gather(stored, x, before_loop), shards)
+            is_late = [not read for read in arguments_read(embed, whole)]
+        return cls(
+            stored=jax.tree.leaves(stored),
+            shards=leaves,
+            treedef=treedef,
+            is_late=is_late,
+        )
+
+    @property
+    def late_shards(self) -> Leaves:
+        """Return the shards of the parameters that only the head uses."""
+        return self._chosen(self.shards, True)
+
+    def gather_early(self) -> Leaves:
+        """Gather the parameters that not only the head uses (`zero.gather`)."""
+        stored = self._chosen(self.stored, False)
+        return gather(stored, self._chosen(self.shards, False), before_loop)
+
+    def gather_late(self, shards: Leaves) -> Leaves:
+        """Gather the parameters that only the head uses, from `late_shards`."""
+        return gather(self._chosen(self.stored, True), shards, before_loop)
+
+    def joined(self, early: Leaves, late: Leaves | None = None) -> Params:
+        """Join both parts to one tree, with zeros for late ones that are absent."""
+        if late is None:
+            shapes = jax.eval_shape(self.gather_late, self.late_shards)
+            late = [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
+        parts = {False: iter(early), True: iter(late)}
+        return self.treedef.unflatten([next(parts[key]) for key in self.is_late])
+
+    def scatter_late(self, gradients: Params) -> Leaves:
+        """Reduce-scatter the late part of all gradients (`zero.reduce_scatter`)."""
+        return self._scattered(gradients, True)
+
+    def scattered(self, gradients: Params, late: Leaves) -> Params:
+        """Reduce-scatter the early part of all gradients and join it with the late one.
+
+        Args:
+            gradients: Shaped as the gathered parameters.
+            late: From `scatter_late`.
+        """
+        return self.joined(self._scattered(gradients, False), late)
+
+    def _scattered(self, gradients: Params, late: bool) -> Leaves:
+        leaves = self._chosen(self.treedef.flatten_up_to(gradients), late)
+        return reduce_scatter(self._chosen(self.stored, late), leaves, gradient_in_loop)
+
+    def _chosen(self, leaves: list, late: bool) -> list:
+        pairs = zip(leaves, self.is_late, strict=True)
+        return [leaf for leaf, is_late in pairs if is_late == late]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,13 +215,13 @@ class _Pass:
 
     Args:
         placement: The model on its mesh.
-        scopes: What makes scopes.
-        ends: The ends' parameters.
-        groups: The blocks' parameters as the loop takes them.
-        params: All of them at rest, this device's shards.
+        scopes: Makes the scopes of the model's functions.
+        ends: Parameters outside the blocks.
+        groups: Parameters of the blocks, as the loop takes them.
+        params: This device's shards of all parameters at rest.
         state: The model's state.
-        known: What scopes are made of, the batch without what has a gradient.
-        inputs: The arrays of the batch that have one.
+        known: Arrays that scopes are made of; its batch lacks `inputs`.
+        inputs: Arrays of the batch that have a gradient.
     """
 
     placement: Placement
@@ -140,7 +234,7 @@ class _Pass:
     inputs: dict[str, jax.Array]
 
     @classmethod
-    def of(
+    def start(
         cls,
         placement: Placement,
         params: Params,
@@ -152,6 +246,7 @@ class _Pass:
         training: bool,
         natural: bool = False,
     ) -> _Pass:
+        """Prepare a pass over this device's examples and tokens."""
         own, order = tokens_at_hand(placement, batch, natural=natural)
         scopes = placement.scopes(training=training, order=order)
         model = placement.model
@@ -168,7 +263,7 @@ class _Pass:
             return model.embed(weights, outside.batch, outside)
 
         late = prefetches(placement) and not any(group.enter for group in model.groups)
-        ends = Ends.of(
+        ends = Ends.from_shards(
             model.split(placement.stored)[0],
             model.split(params)[0],
             embed if late else None,
@@ -184,38 +279,44 @@ class _Pass:
             inputs=inputs,
         )
 
-    def loss_and_gradients(self) -> Found:
+    def loss_and_gradients(self) -> LossAndGradients:
         placement = self.placement
         weights, x, vjps, stacks, sums, kept = self._forward()
         (loss_sum, weight_sum), head_vjp = jax.vjp(self.head, weights, x)
-        auxiliary = [_chosen(stack, of) for stack, of in zip(stacks, sums, strict=True)]
+        auxiliary = [
+            {name: group_sums[name] for name in stack.block.group.auxiliary}
+            for stack, group_sums in zip(stacks, sums, strict=True)
+        ]
         totals = placement.sum_losses((loss_sum, weight_sum, auxiliary))
         loss_sum, weight_sum, auxiliary = totals
-        for stack, of_group in zip(stacks, auxiliary, strict=True):
-            loss_sum += stack.block.group.weighted(of_group)
+        for stack, group_losses in zip(stacks, auxiliary, strict=True):
+            loss_sum += stack.block.group.weighted(group_losses)
         share = safe_inverse(weight_sum)
         ends, dx = head_vjp((share, -loss_sum * share * share))
         beside = self.ends.scatter_late(ends)
+        shapes = placement.gradient_shapes(weights, self.groups)[1]
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         blocks: list[Any] = []
-        for stack, vjp, residuals, zeros in reversed(
-            list(zip(stacks, vjps, kept, self._zeros(weights), strict=True))
+        for stack, vjp, residuals, total in reversed(
+            list(zip(stacks, vjps, kept, zeros, strict=True))
         ):
             dx, total, beside = _run_backward(
-                stack, residuals, dx, self.known, zeros, share, beside
+                stack, residuals, dx, self.known, total, share, beside
             )
-            more, *dx_of = vjp(dx)
-            dx = dx_of[0]
+            more, dx = vjp(dx)
             ends = jax.tree.map(jnp.add, ends, more)
             blocks.insert(0, total)
         gradients = placement.reduce(self.ends.scattered(ends, beside), blocks)
-        found = [statistics_of(*of) for of in zip(stacks, sums, strict=True)]
-        statistics = sum_statistics(placement, found)
+        statistics = sum_statistics(
+            placement,
+            [state_statistics(*pair) for pair in zip(stacks, sums, strict=True)],
+        )
         state = updated_state(placement, self.params, self.state, statistics)
-        metrics = metrics_of(weight_sum, sums_by_name(auxiliary))
+        metrics = loss_metrics(weight_sum, sums_by_name(auxiliary))
         return loss_sum * share, metrics, gradients, state, dx
 
     def hidden(self) -> tuple[Params, Stream]:
-        """The ends' parameters for use, and the last block's output."""
+        """Return the gathered parameters of the ends, and the last block's output."""
         x, beside = self.inputs, self.ends.late_shards
         early = self.ends.gather_early()
         weights = self.ends.joined(early)
@@ -233,8 +334,8 @@ class _Pass:
 
     @property
     def outside(self) -> Any:
-        """The scope outside the blocks."""
-        return self._outside_of(self.known)
+        """Return the scope of functions outside the blocks."""
+        return self._outside_scope(self.known)
 
     def _forward(self) -> tuple:
         x, vjps, stacks, sums, kept, checked = self.inputs, [], [], [], [], []
@@ -243,38 +344,45 @@ class _Pass:
         for at, stack in enumerate(self._stacks()):
             x, vjp = jax.vjp(self._entered(at), weights, x)
             checked.append((stack, x))
-            x, of_group, residuals, beside = _run_keeping(stack, x, self.known, beside)
+            if stack.prefetches:
+                x, group_sums, residuals, beside = prefetch.run_keeping(
+                    stack, x, self.known, beside
+                )
+            else:
+                x, group_sums, residuals = run_keeping(stack, x, self.known)
             vjps.append(vjp)
             stacks.append(stack)
-            sums.append(of_group)
+            sums.append(group_sums)
             kept.append(residuals)
         check_names(checked, self.known)
         weights = self.ends.joined(early, self.ends.gather_late(beside))
         return weights, x, vjps, stacks, sums, kept
 
     def _entered(self, at: int) -> Callable[..., Stream]:
-        """(ends' parameters, stream of the group before) -> the stream of group `at`.
+        """Return (ends' parameters, stream of the last group) -> stream of group `at`.
 
-        Before the first group are the inputs that have a gradient.
+        The first group takes the inputs that have a gradient in place of a stream.
         """
+        model = self.placement.model
         if at == 0:
-            return self._embed
-        outside, enter = self.outside, self.placement.model.groups[at].enter
+
+            def embed(weights: Params, inputs: dict[str, jax.Array]) -> Stream:
+                batch = {**self.known["batch"], **inputs}
+                scope = self._outside_scope({**self.known, "batch": batch})
+                return model.embed(weights, scope.batch, scope)
+
+            return embed
+        outside, enter = self.outside, model.groups[at].enter
         if enter is None:
             return lambda _, x: x
         return lambda weights, x: enter(weights, x, outside)
 
-    def _embed(self, weights: Params, inputs: dict[str, jax.Array]) -> Stream:
-        batch = {**self.known["batch"], **inputs}
-        scope = self._outside_of({**self.known, "batch": batch})
-        return self.placement.model.embed(weights, scope.batch, scope)
-
-    def _outside_of(self, known: Known) -> Any:
+    def _outside_scope(self, known: Known) -> Any:
         ends, _ = self.placement.model.split(self.state)
         return self.scopes({**known, "state": ends})
 
     def _stacks(self) -> list[Stack]:
-        """The layers of each group of blocks."""
+        """Return the layers of each group of blocks."""
         model = self.placement.model
         _, stored = model.split(self.placement.stored)
         _, state = model.split(self.state)
@@ -296,165 +404,41 @@ class _Pass:
             )
         ]
 
-    def _zeros(self, weights: Params) -> list[Params]:
-        shapes = self.placement.gradient_shapes(weights, self.groups)[1]
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-
-
-def _run_keeping(stack: Stack, x: Stream, known: Known, beside: Any) -> tuple:
-    """The stack's output, its sums, what its backward needs, and `beside`."""
-    if stack.prefetches:
-        return prefetch.run_keeping(stack, x, known, beside)
-    return *run_keeping(stack, x, known), beside
-
 
 def _run_backward(
     stack: Stack,
     kept: Any,
     dx: Stream,
     known: Known,
-    zeros: Params,
+    totals: Params,
     of_loss: jax.Array,
     beside: Any,
 ) -> tuple:
-    """The gradient of the stack's input, of its parameters, and `beside`."""
+    """Return gradients of the stack's input and parameters, and `beside`."""
+
+    def put(totals: Params, gradients: Params, place: jax.Array) -> Params:
+        return jax.tree.map(
+            lambda total, gradient: total.at[place].set(gradient.astype(total.dtype)),
+            totals,
+            gradients,
+        )
+
     if stack.prefetches:
         return prefetch.run_backward(
-            stack, kept, dx, known, zeros, _put, of_loss=of_loss, beside=beside
+            stack, kept, dx, known, totals, put, of_loss=of_loss, beside=beside
         )
-    return *run_backward(stack, kept, dx, known, zeros, _put, of_loss=of_loss), beside
+    return *run_backward(stack, kept, dx, known, totals, put, of_loss=of_loss), beside
 
 
 def one_layer(stored: Any) -> Any:
-    """Tree of `Stored` of stacked parameters -> of one layer's."""
+    """Return the `Stored` of one layer for each `Stored` of stacked parameters."""
     return jax.tree.map(Stored.without_layers, stored)
 
 
-def _chosen(stack: Stack, sums: Sums) -> Sums:
-    return {name: sums[name] for name in stack.block.group.auxiliary}
-
-
 def sums_by_name(sums: Sequence[Sums]) -> Sums:
-    """The auxiliary losses of all groups, those of one name together."""
+    """Add up the auxiliary losses of all groups that have the same name."""
     total: Sums = {}
-    for of_group in sums:
-        for name, value in of_group.items():
+    for group_sums in sums:
+        for name, value in group_sums.items():
             total[name] = total.get(name, 0.0) + value
     return total
-
-
-def _put(totals: Params, gradients: Params, place: jax.Array) -> Params:
-    return jax.tree.map(
-        lambda total, gradient: total.at[place].set(gradient.astype(total.dtype)),
-        totals,
-        gradients,
-    )
-
-
-Leaves = list[jax.Array]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ends:
-    """The parameters outside the blocks.
-
-    Args:
-        stored: Of each of them.
-        shards: This device's, at rest.
-        treedef: Of the tree of them.
-        of_head: Whether the head alone uses it.
-    """
-
-    stored: list[Stored]
-    shards: Leaves
-    treedef: Any
-    of_head: list[bool]
-
-    @classmethod
-    def of(
-        cls, stored: Any, shards: Params, embed: Callable[[Params], Any] | None
-    ) -> Ends:
-        """The parameters, those that `embed` does not use found by tracing it.
-
-        Args:
-            stored: Tree of `Stored`.
-            shards: The same tree of shards.
-            embed: A function of the whole parameters; None where all are to be there
-                before the first block.
-        """
-        stored_leaves = jax.tree.leaves(stored)
-        leaves, treedef = jax.tree.flatten(shards)
-        of_head = [False] * len(leaves)
-        if embed is not None:
-            whole = jax.eval_shape(lambda x: gather(stored, x, before_loop), shards)
-            of_head = [not used for used in _used(embed, whole)]
-        return cls(
-            stored=stored_leaves, shards=leaves, treedef=treedef, of_head=of_head
-        )
-
-    @property
-    def late_shards(self) -> Leaves:
-        """Of the parameters that the head alone uses."""
-        return self._chosen(self.shards, True)
-
-    def gather_early(self) -> Leaves:
-        """The other parameters for use: one all-gather for each that is split.
-
-        Communicates as `zero.gather`.
-        """
-        stored = self._chosen(self.stored, False)
-        return gather(stored, self._chosen(self.shards, False), before_loop)
-
-    def gather_late(self, shards: Leaves) -> Leaves:
-        """Those that the head alone uses, from `late_shards`; as `gather_early`."""
-        return gather(self._chosen(self.stored, True), shards, before_loop)
-
-    def joined(self, early: Leaves, late: Leaves | None = None) -> Params:
-        """The whole tree; zeros for what is missing, which nothing uses."""
-        if late is None:
-            late = [
-                jnp.zeros(one.shape, one.dtype)
-                for one in jax.eval_shape(self.gather_late, self.late_shards)
-            ]
-        parts = {False: iter(early), True: iter(late)}
-        return self.treedef.unflatten(
-            [next(parts[of_head]) for of_head in self.of_head]
-        )
-
-    def scatter_late(self, gradients: Params) -> Leaves:
-        """Gradients of what the head alone uses, from the head's, as they are kept.
-
-        Communicates as `zero.reduce_scatter`.
-        """
-        return self._scattered(gradients, True)
-
-    def scattered(self, gradients: Params, late: Leaves) -> Params:
-        """All gradients, the others reduce-scattered here; `late` from `scatter_late`.
-
-        Communicates as `zero.reduce_scatter`.
-        """
-        return self.joined(self._scattered(gradients, False), late)
-
-    def _scattered(self, gradients: Params, of_head: bool) -> Leaves:
-        leaves = self._chosen(self.treedef.flatten_up_to(gradients), of_head)
-        return reduce_scatter(
-            self._chosen(self.stored, of_head), leaves, gradient_in_loop
-        )
-
-    def _chosen(self, leaves: list, of_head: bool) -> list:
-        return [
-            leaf
-            for leaf, own in zip(leaves, self.of_head, strict=True)
-            if own == of_head
-        ]
-
-
-def _used(function: Callable[[Params], Any], tree: Params) -> list[bool]:
-    """Whether a function reads each array of a tree, as its trace says."""
-    program = jax.make_jaxpr(function)(tree).jaxpr
-    read = {
-        id(atom)
-        for atoms in (*(equation.invars for equation in program.eqns), program.outvars)
-        for atom in atoms
-    }
-    return [id(variable) in read for variable in program.invars]

@@ -12,7 +12,7 @@ do not either: they have one kind of link.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ SumOver = Callable[[Arrays, tuple[str, ...]], Arrays]
 
 
 def all_together(arrays: Arrays, mesh_axes: tuple[str, ...]) -> Arrays:
-    """One all-reduce of all arrays."""
+    """Sum all arrays over mesh axes in one all-reduce."""
     with asked("gradient_reduction"):
         return lax.psum(arrays, mesh_axes)
 
@@ -46,18 +46,18 @@ def reduce_gradients(
     mesh_axes: tuple[str, ...],
     sum_over: SumOver = all_together,
 ) -> Any:
-    """Sums each gradient over the mesh axes that it has not been reduced over yet.
+    """Sum each gradient over the mesh axes that it has not been reduced over yet.
 
-    States that are whole on all devices: one all-reduce of all their gradients. Those
-    split over some mesh axes, already reduce-scattered there: one over the rest.
-    Each all-reduce of P values sends 2 P (n-1)/n.
+    One all-reduce of all gradients whose states are whole on all devices; one over the
+    other mesh axes of those that are already reduce-scattered over some. Each
+    all-reduce of P values sends 2 P (n-1)/n.
 
     Args:
         stored: Tree of `Stored`.
-        gradients: The same tree of gradients, this device's, reduce-scattered where
+        gradients: The same tree of this device's gradients, reduce-scattered where
             their states are split.
         mesh_axes: Mesh axes of size above 1 that split the batch, and `stage`.
-        sum_over: What sums them; `by_host` in more than one collective.
+        sum_over: Function that sums arrays over mesh axes, such as `sum_by_host`.
     """
     layouts, treedef = jax.tree.flatten(stored)
     leaves = treedef.flatten_up_to(gradients)
@@ -76,11 +76,11 @@ def reduce_gradients(
 
 @dataclass(frozen=True)
 class HostGroups:
-    """Devices of a collective by their place in it.
+    """Groups of the devices of a collective, by their index in it.
 
     Args:
-        inside: Those of each host.
-        across: One of each host, the first ones together, the second ones and so on.
+        inside: Devices of each host.
+        across: One device of each host: all first ones, all second ones, and so on.
     """
 
     inside: tuple[tuple[int, ...], ...]
@@ -88,14 +88,14 @@ class HostGroups:
 
 
 def host_groups(hosts: np.ndarray, mesh_axes: Sequence[str]) -> HostGroups | None:
-    """The groups of a collective over some mesh axes, in that order, first slowest.
+    """Return the groups of a collective over some mesh axes, the first one slowest.
 
-    None where it stays in a host, where each of its devices is in another, or where
-    hosts hold different numbers of them or lie otherwise from group to group.
+    None if it stays in a host, if each of its devices is in another host, or if hosts
+    hold different numbers of its devices or are in another order from group to group.
 
     Args:
         hosts: The host of each device, a dim for each of `MESH_AXES`.
-        mesh_axes: Over which it goes.
+        mesh_axes: Mesh axes of the collective.
 
     Example:
         >>> hosts = np.array([0, 0, 1, 1]).reshape(4, 1, 1, 1, 1, 1)
@@ -105,10 +105,15 @@ def host_groups(hosts: np.ndarray, mesh_axes: Sequence[str]) -> HostGroups | Non
     dims = [MESH_AXES.index(axis) for axis in mesh_axes]
     rows = np.moveaxis(hosts, dims, range(-len(dims), 0))
     members = int(np.prod([hosts.shape[dim] for dim in dims]))
-    found = {_by_host(row) for row in rows.reshape(-1, members).tolist()}
-    if len(found) != 1:
+    groups = set()
+    for row in rows.reshape(-1, members).tolist():
+        places: dict[int, list[int]] = {}
+        for place, host in enumerate(row):
+            places.setdefault(host, []).append(place)
+        groups.add(tuple(map(tuple, places.values())))
+    if len(groups) != 1:
         return None
-    (inside,) = found
+    (inside,) = groups
     sizes = {len(group) for group in inside}
     if len(inside) == 1 or sizes == {1} or len(sizes) != 1:
         return None
@@ -118,12 +123,12 @@ def host_groups(hosts: np.ndarray, mesh_axes: Sequence[str]) -> HostGroups | Non
 def sum_by_host(
     hosts: np.ndarray, arrays: list[jax.Array], mesh_axes: tuple[str, ...]
 ) -> list[jax.Array]:
-    """Each array summed over mesh axes, by host where that sends less across.
+    """Sum each array over mesh axes, by host where that sends less between hosts.
 
     Args:
-        hosts: As of `host_groups`.
-        arrays: This device's.
-        mesh_axes: Over which.
+        hosts: As for `host_groups`.
+        arrays: This device's arrays.
+        mesh_axes: Mesh axes to sum over.
     """
     groups = host_groups(hosts, mesh_axes)
     if groups is None:
@@ -131,23 +136,24 @@ def sum_by_host(
     summed: dict[int, jax.Array] = {}
     for dtype in dict.fromkeys(array.dtype for array in arrays):
         places = [at for at, array in enumerate(arrays) if array.dtype == dtype]
-        found = all_reduce([arrays[at] for at in places], mesh_axes, groups)
-        summed.update(zip(places, found, strict=True))
+        sums = all_reduce([arrays[at] for at in places], mesh_axes, groups)
+        summed.update(zip(places, sums, strict=True))
     return [summed[at] for at in range(len(arrays))]
 
 
 def all_reduce(
     arrays: Sequence[jax.Array], mesh_axes: Sequence[str], groups: HostGroups
 ) -> list[jax.Array]:
-    """Each array summed over mesh axes, as `lax.psum` does it but for rounding.
+    """Sum each array over mesh axes, equal to `lax.psum` but for rounding.
 
-    Of all values together, padded to a multiple of a host's devices: one reduce-scatter
-    inside hosts, one all-reduce across them of a device's share, one all-gather inside.
+    For all values together, padded to a multiple of a host's devices: one
+    reduce-scatter inside hosts, one all-reduce of a device's share across hosts, one
+    all-gather inside.
 
     Args:
-        arrays: This device's, of one dtype.
-        mesh_axes: As `host_groups` had them.
-        groups: From there.
+        arrays: This device's arrays, of one dtype.
+        mesh_axes: Mesh axes to sum over.
+        groups: From `host_groups` for these mesh axes.
     """
     axes = tuple(mesh_axes)
     values, restored = ravel_pytree(list(arrays))
@@ -161,14 +167,6 @@ def all_reduce(
     return restored(row[: values.size])
 
 
-def _by_host(row: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Places in a row by the host that stands there, in order of the first ones."""
-    places: dict[int, list[int]] = {}
-    for place, host in enumerate(row):
-        places.setdefault(host, []).append(place)
-    return tuple(map(tuple, places.values()))
-
-
 def global_norm(
     tree: Any,
     shardings: Any,
@@ -176,83 +174,78 @@ def global_norm(
     *,
     apart: tuple[str, ...] = (),
 ) -> Float[Array, ""]:
-    """`sqrt(sum of squares)` over all arrays: one all-reduce of a single number.
+    """Return `sqrt(sum of squares)` of all arrays: one all-reduce of a single number.
 
-    A value that several devices hold is counted on each with its share of one.
+    Each of n devices that hold a value counts it 1/n times.
 
     Args:
         tree: Global arrays.
         shardings: The same tree of `NamedSharding`s on `mesh`.
         mesh: The mesh; all its axes are automatic here.
-        apart: Mesh axes that `jax.vmap` maps over: what lies there has its own norm.
+        apart: Mesh axes that `jax.vmap` maps over; each replica has its own norm.
     """
     sizes = {axis: size for axis, size in mesh.shape.items() if axis not in apart}
     specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
 
+    def squares(spec: PartitionSpec, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        wide = jnp.abs(wide) if jnp.iscomplexobj(wide) else wide
+        used = spec_axes(spec)
+        copies = math.prod(size for axis, size in sizes.items() if axis not in used)
+        return jnp.sum(jnp.square(wide)) / copies
+
     def local(tree: Any) -> jax.Array:
-        parts = jax.tree.map(
-            lambda spec, x: _squares(x) / _copies(spec, sizes), specs, tree
-        )
+        parts = jax.tree.map(squares, specs, tree)
         with asked("gradient_norm"):
             return lax.psum(sum(jax.tree.leaves(parts)), tuple(sizes))
 
-    squares = jax.shard_map(
+    total = jax.shard_map(
         local,
         mesh=mesh,
         in_specs=(specs,),
         out_specs=PartitionSpec(),
         check_vma=False,
     )(tree)
-    return jnp.sqrt(squares)
-
-
-def _squares(x: jax.Array) -> jax.Array:
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return jnp.sum(jnp.square(jnp.abs(wide) if jnp.iscomplexobj(wide) else wide))
-
-
-def _copies(spec: PartitionSpec, sizes: Mapping[str, int]) -> int:
-    used = spec_axes(spec)
-    return math.prod(size for axis, size in sizes.items() if axis not in used)
+    return jnp.sqrt(total)
 
 
 def random_key(seed: jax.Array, step: jax.Array) -> jax.Array:
-    """The key that all randomness of a step derives from."""
+    """Return the key that all randomness of a step derives from."""
     # Folded once more than the keys of initial values, which start from the same seed.
     key = jax.random.fold_in(jax.random.key(seed), jnp.uint32(0xD0))
     return jax.random.fold_in(key, step)
 
 
-def metrics_of(weight_sum: jax.Array, auxiliary: Sums) -> dict[str, jax.Array]:
-    """What a step reports beside the loss: weights, and each auxiliary loss's mean."""
+def loss_metrics(weight_sum: jax.Array, auxiliary: Sums) -> dict[str, jax.Array]:
+    """Return the summed weights, and the mean of each auxiliary loss."""
     share = safe_inverse(weight_sum)
     means = {f"auxiliary.{name}": value * share for name, value in auxiliary.items()}
     return {"weight_sum": weight_sum, **means}
 
 
 def safe_inverse(weight_sum: jax.Array) -> jax.Array:
-    """1 / `weight_sum`, or 0 where nothing counts."""
-    some = weight_sum != 0
-    return jnp.where(some, 1 / jnp.where(some, weight_sum, 1), 0.0)
+    """Return 1 / `weight_sum`, or 0 if `weight_sum` is 0."""
+    counts = weight_sum != 0
+    return jnp.where(counts, 1 / jnp.where(counts, weight_sum, 1), 0.0)
 
 
 def scaled(tree: Any, scale: jax.Array | float, dtype: Any = None) -> Any:
-    """Every array times an fp32 `scale`, rounded once.
+    """Multiply every array by an fp32 `scale`, rounding once.
 
-    A scale rounded to an array's own few bits would move all its values one way.
+    Rounding the scale to an array's own few bits would move all its values one way.
 
     Args:
         tree: Arrays.
         scale: A scalar.
-        dtype: Of the result where it is of real numbers; its own when absent.
+        dtype: Dtype of results of real numbers; that of each array when absent.
     """
     wide = jnp.asarray(scale, jnp.float32)
 
-    def of(x: jax.Array) -> jax.Array:
+    def scale_one(x: jax.Array) -> jax.Array:
         real = jnp.issubdtype(x.dtype, jnp.floating)
         return (x * wide).astype(dtype if dtype is not None and real else x.dtype)
 
-    return jax.tree.map(of, tree)
+    return jax.tree.map(scale_one, tree)
 
 
 def in_fp32(tree: Any) -> Any:

@@ -19,24 +19,25 @@ from meshpar.model.tracing import traced_batch, traced_forward, tracing
 from meshpar.trace.walk import equations
 
 HOST_MEMORY = "pinned_host"
-"""JAX's name for memory of the host that devices read and write by themselves."""
+"""JAX's name for host memory that devices access directly."""
 
 
 def rematerialised(
     block: Callable[[Any, jax.Array, Scope], Any], remat: str, *, looped: bool = True
 ) -> Callable[..., Any]:
-    """`block` under a policy, as a function of (make_scope, params, x, known).
+    """Apply a `remat` policy to a block: a function of (make_scope, params, x, known).
 
-    `known` is what `make_scope` makes a scope of; `looped` says that a loop is around
-    it: without one, XLA is kept from merging what is recomputed with the forward.
+    `make_scope` makes a scope from the arrays `known`. Unless `looped` says that a loop
+    contains the block, XLA is kept from merging recomputation with the forward.
 
-    `none` keeps every residual. `full` keeps the block's input only. `selective` keeps
-    besides what the block named with `Scope.save` (Korthikanti et al. 2022, section 5:
-    all but the inside of attention), `dots` the output of every matmul without batch
-    dims. `save:a/b` keeps the residuals of those names, `offload:c` moves them to the
-    host's memory and back; the block's input is one of them, `block_input`. `stage` and
-    `stage_full` are `none` and `full` of a block: what keeps a stage's input alone runs
-    its loop again.
+    - `none` keeps every residual, `full` only the block's input.
+    - `selective` also keeps what the block names with `Scope.save` (Korthikanti et al.
+      2022, section 5: all but the inside of attention).
+    - `dots` keeps the output of every matmul without batch dims.
+    - `save:a/b` keeps residuals by name, `offload:c` moves them to the host's memory
+      and back; `block_input` names the block's input.
+    - `stage` and `stage_full` are `none` and `full` for a block: the pipeline keeps
+      only the inputs of stages and runs their loops again.
     """
     remat = {"stage": "none", "stage_full": "full"}.get(remat, remat)
 
@@ -45,7 +46,10 @@ def rematerialised(
         # A user's own loop may have scopes of its own.
         if isinstance(scope, Scope) and (remat == "full" or is_named(remat)):
             scope = replace(scope, recomputed=True)
-        return block(params, _named_input(x, remat), scope)
+        if is_named(remat) and BLOCK_INPUT in ResidualNames.parse(remat).every:
+            name = SAVED_PREFIX + BLOCK_INPUT
+            x = jax.tree.map(lambda array: checkpoint_name(array, name), x)
+        return block(params, x, scope)
 
     if remat == "none":
         return call
@@ -55,33 +59,26 @@ def rematerialised(
     )
 
 
-def _named_input(x: Any, remat: str) -> Any:
-    """The stream under its name, where a policy speaks of it."""
-    if not is_named(remat) or BLOCK_INPUT not in ResidualNames.parse(remat).every:
-        return x
-    return jax.tree.map(lambda x: checkpoint_name(x, SAVED_PREFIX + BLOCK_INPUT), x)
-
-
 def check_residual_names(model: Model, remat: str) -> None:
-    """Refuses a policy that names residuals which the model's blocks do not.
+    """Refuse a policy that names residuals which the model's blocks do not give.
 
-    A model that cannot be traced on a batch of one token is left until it is traced on
-    its own (`meshpar.parallel.blocks.check_names`).
+    A model that cannot be traced on a batch of one token is checked when it is traced
+    on its own batch (`meshpar.parallel.blocks.check_names`).
 
     Raises:
-        InputError: They do not; the message has the names that they do.
+        InputError: A name is unknown; the message has the known ones.
     """
     if not is_named(remat):
         return
     known = None
     with contextlib.suppress(InputError):
-        known = residuals_of(model)
+        known = model_residual_names(model)
     if known is not None:
         refuse_unknown(remat, known)
 
 
-def residuals_of(model: Model) -> tuple[str, ...]:
-    """The names that a model's blocks give to residuals, in order.
+def model_residual_names(model: Model) -> tuple[str, ...]:
+    """Return the names that a model's blocks give to residuals, in order.
 
     Raises:
         InputError: The model cannot be traced on a batch of one token.
@@ -91,10 +88,10 @@ def residuals_of(model: Model) -> tuple[str, ...]:
 
 
 def refuse_unknown(remat: str, known: Sequence[str]) -> None:
-    """Refuses a policy of names (`save:`, `offload:`) that are not among the known.
+    """Refuse a policy with names (`save:`, `offload:`) that are not among `known`.
 
     Raises:
-        InputError: They are not.
+        InputError: A name is unknown.
     """
     for name in ResidualNames.parse(remat).every:
         if name not in (BLOCK_INPUT, *known):
@@ -106,7 +103,7 @@ def refuse_unknown(remat: str, known: Sequence[str]) -> None:
 
 
 def keeps_stage_input(remat: str) -> bool:
-    """Whether a pipeline keeps nothing but the inputs of its stages."""
+    """Return True if a pipeline keeps only the inputs of its stages."""
     return remat in STAGE_REMATS
 
 
@@ -133,7 +130,7 @@ def _is_saved(primitive: Any, *_: Any, **params: Any) -> bool:
 
 
 def names_in(function: Callable[..., Any], *arguments: Any) -> tuple[str, ...]:
-    """The names that a function gives to residuals, in order; nothing is run."""
+    """Return the names that a function gives to residuals, in order, by tracing it."""
     shapes = jax.tree.map(
         lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), arguments
     )

@@ -1,4 +1,4 @@
-"""Parameters from one layout to another, on the same devices or on others.
+"""Move parameters from one layout to another, on the same devices or on others.
 
 Arrays move one after another, stacked arrays layer by layer, and each is freed once it
 has moved. While an array moves, a device holds it twice: as it was and as it is to be.
@@ -30,7 +30,7 @@ from meshpar.layout import MESH_AXES, Layout
 from meshpar.machine.mesh import make_mesh, platform_of
 from meshpar.model.contract import Model, check_model
 from meshpar.model.parameter import Parameter, Params, flat
-from meshpar.parallel.array_move import ArrayMove, DeviceBytes
+from meshpar.parallel.array_move import ArrayMove
 from meshpar.parallel.pipeline.program import arranged_for
 from meshpar.parallel.placement import PARAM_DTYPES, Placement
 from meshpar.rules.presets import default_rules
@@ -39,14 +39,13 @@ from meshpar.rules.sharding import path_name
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lying:
-    """How a model's parameters lie under a layout: order of layers, and shardings.
+class Arrangement:
+    """Order of layers and shardings of a model's parameters under a layout.
 
     Args:
-        model: Arranged for the layout's stages.
-        shardings: Tree of the sharding of each parameter; None where they lie as they
-            happen to.
-        num_stages: Of the mesh that arrays so lie on.
+        model: The model, arranged for the layout's stages.
+        shardings: Tree of the sharding of each parameter; None if it is unknown.
+        num_stages: Stages of the mesh.
     """
 
     model: Model
@@ -54,7 +53,7 @@ class Lying:
     num_stages: int = 1
 
     @classmethod
-    def of(
+    def from_layout(
         cls,
         model: Model,
         layout: Layout | str,
@@ -62,18 +61,18 @@ class Lying:
         rules: Rules | None = None,
         mesh: Mesh | None = None,
         devices: Sequence[jax.Device] | None = None,
-    ) -> Lying:
-        """As a training step lays them out.
+    ) -> Arrangement:
+        """Return the order and shardings that a training step gives parameters.
 
         Args:
-            model: As given.
+            model: The model, in its own order of layers.
             layout: The layout.
             rules: Logical axis -> mesh axes; the layout's preset when absent.
-            mesh: The devices.
-            devices: Instead of a mesh; JAX's by default.
+            mesh: The mesh; made from `devices` when absent.
+            devices: Devices of the mesh; JAX's by default.
 
         Raises:
-            InputError: The layout does not fit model or devices.
+            InputError: The layout does not fit the model or the devices.
             RuleError: A parameter cannot be laid out.
         """
         layout = Layout.of(layout)
@@ -104,28 +103,25 @@ def reshard(
     donate: bool = True,
     by_host: bool = True,
 ) -> Params:
-    """Parameters as another layout has them.
+    """Move parameters to another layout.
 
     Args:
-        params: As `from_layout` has them, such as `state.params`. What each of several
-            processes has whole must be equal in all; it is not compared.
-        from_layout: How they lie. Of what is wrong in it only another number of stages
-            can be seen, and another schedule or other `chunks` not: where it is not the
-            one that laid them out, layers come out in another order.
-        to_layout: How they are to lie.
-        model: Whose they are.
-        rules: Of the new layout; its preset when absent.
-        devices: Of the new layout; JAX's by default.
-        donate: Whether each array's memory is given up once it is moved: `params`
-            cannot be used again.
-        by_host: Whether an array that has no room beside all others, so that the peak
-            would be more than one layer above the larger of the two layouts, goes by
-            way of the host's memory. Without, it lies in both for a while. Of several
-            processes it always does.
+        params: Parameters under `from_layout`, such as `state.params`. Arrays that each
+            of several processes holds whole must be equal in all; this is not checked.
+        from_layout: The layout of `params`. A wrong number of stages is detected, but
+            a wrong schedule or `chunks` is not, and would permute the layers.
+        to_layout: The new layout.
+        model: The model of the parameters.
+        rules: Rules of the new layout; its preset when absent.
+        devices: Devices of the new layout; JAX's by default.
+        donate: Free each array once it has moved: `params` cannot be used again.
+        by_host: Move an array through the host's memory if the peak would otherwise be
+            more than one layer above the larger of the two layouts. If False, a device
+            holds it twice for a while; with several processes it always does.
 
     Raises:
-        InputError: They are not the model's, or lie on another number of stages; or
-            they are to go from some of several processes' devices to others.
+        InputError: The parameters are not the model's, or are on another number of
+            stages, or would move between devices of different processes.
         RuleError: A parameter cannot be laid out.
 
     Example:
@@ -139,46 +135,48 @@ def reshard(
     """
     check_model(model)
     layout = Layout.of(from_layout)
-    source = Lying(model=arranged_for(model, layout), num_stages=layout.stage)
-    target = Lying.of(model, to_layout, rules=rules, devices=devices)
+    source = Arrangement(model=arranged_for(model, layout), num_stages=layout.stage)
+    target = Arrangement.from_layout(model, to_layout, rules=rules, devices=devices)
     return moved(params, source, target, donate=donate, by_host=by_host)
 
 
-def reshard_bytes(params: Params, source: Lying, target: Lying) -> MovedBytes:
-    """What `moved` sends at least, by mesh axis and link: what devices lack.
+def reshard_bytes(
+    params: Params, source: Arrangement, target: Arrangement
+) -> MovedBytes:
+    """Return the least bytes that a move sends, by mesh axis and link.
 
     Args:
-        params: Arrays on a mesh, as `source` has them.
-        source: How they lie.
-        target: How they are to lie.
+        params: Arrays on a mesh, laid out as `source`.
+        source: Order and shardings before the move.
+        target: Order and shardings after the move.
     """
-    found = NOTHING
-    for one in _moves(params, source, target, None):
-        sharding = one.array.sharding
+    total = NOTHING
+    for move in _moves(params, source, target, None):
+        sharding = move.array.sharding
         if not isinstance(sharding, NamedSharding):
             raise InputError(
-                f"{one.path} lies on one device by itself; lay it out on a mesh first",
+                f"{move.path} lies on one device by itself; lay it out on a mesh first",
                 key="mesh.array_without_mesh",
             )
-        found += moved_bytes(
-            one.wanted.stacked_shape,
-            one.array.dtype.itemsize,
+        total += moved_bytes(
+            move.wanted.stacked_shape,
+            move.array.dtype.itemsize,
             sharding,
-            one.sharding,
-            one.places,
+            move.sharding,
+            move.places,
         )
-    return found
+    return total
 
 
 def reshard_memory(
-    params: Params, source: Lying, target: Lying, *, by_host: bool = True
+    params: Params, source: Arrangement, target: Arrangement, *, by_host: bool = True
 ) -> MovingMemory:
-    """What `reshard` takes of a device's memory, from its compiled programs.
+    """Return the memory that `reshard` takes on a device, from its compiled programs.
 
     Args:
-        params: Arrays as `source` has them.
-        source: How they lie.
-        target: How they are to lie.
+        params: Arrays laid out as `source`.
+        source: Order and shardings before the move.
+        target: Order and shardings after the move.
         by_host: As in `reshard`.
     """
     return ordered(_moves(params, source, target, None), by_host=by_host).memory
@@ -186,63 +184,66 @@ def reshard_memory(
 
 def moved(
     params: Params,
-    source: Lying,
-    target: Lying,
+    source: Arrangement,
+    target: Arrangement,
     *,
     dtype: str | None = None,
     donate: bool = False,
     by_host: bool = True,
 ) -> Params:
-    """The parameters as another layout has them.
+    """Move parameters to another order and other shardings.
 
     Args:
-        params: Arrays as `source` has them: JAX's, NumPy's, or anything with a shape of
-            which parts can be asked for, as of `meshpar.models.convert`.
-        source: How they lie.
-        target: How they are to lie.
-        dtype: A `Layout.param_dtype` that numbers of half and full precision are
-            rounded to; as they are when absent.
-        donate: Whether each array is given up once it is moved.
-        by_host: As in `reshard`, where they are given up.
+        params: Arrays laid out as `source`: JAX's, NumPy's, or objects with a shape
+            whose parts can be read, as `meshpar.models.convert` makes them.
+        source: Order and shardings before the move.
+        target: Order and shardings after the move.
+        dtype: A `Layout.param_dtype` that floating-point numbers are rounded to; they
+            keep their dtype when absent.
+        donate: Free each array once it has moved.
+        by_host: As in `reshard`, if arrays are freed.
 
     Raises:
-        InputError: They are not the parameters of the model, or arrays of another
-            number of stages.
+        InputError: The arrays are not the model's parameters, or are on another number
+            of stages.
     """
-    found: dict[str, jax.Array] = {}
+    results: dict[str, jax.Array] = {}
     moves = _moves(params, source, target, dtype)
-    if not donate:
-        for one in moves:
-            found[one.path] = jax.block_until_ready(one.done())
-    else:
-        for one, parks in ordered(moves, by_host=by_host).steps:
-            moved_ = one.parked() if parks else one.done()
-            found[one.path] = jax.block_until_ready(moved_)
-            if isinstance(one.array, jax.Array):
-                one.array.delete()
-    return jax.tree.map_with_path(lambda path, _: found[path_name(path)], params)
+    steps = (
+        ordered(moves, by_host=by_host).steps
+        if donate
+        else [(move, False) for move in moves]
+    )
+    for move, through_host in steps:
+        result = move.moved_by_host() if through_host else move.copied()
+        results[move.path] = jax.block_until_ready(result)
+        if donate and isinstance(move.array, jax.Array):
+            move.array.delete()
+    return jax.tree.map_with_path(lambda path, _: results[path_name(path)], params)
 
 
 def _moves(
-    params: Params, source: Lying, target: Lying, dtype: str | None
+    params: Params, source: Arrangement, target: Arrangement, dtype: str | None
 ) -> list[ArrayMove]:
     given, wanted = flat(source.model.parameters), flat(target.model.parameters)
     _check(params, given)
     _check_stages(params, source.num_stages)
     shardings = _by_path(target.shardings)
-    moves = [
-        ArrayMove(
+    moves = []
+    for path, array in _by_path(params).items():
+        own = getattr(array, "dtype", given[path].dtype)
+        if dtype is not None and jnp.issubdtype(own, jnp.floating):
+            own = jnp.float32 if given[path].in_full else PARAM_DTYPES[dtype]
+        move = ArrayMove(
             path=path,
             array=array,
             given=given[path],
             wanted=wanted[path],
             sharding=shardings[path],
-            dtype=_dtype(array, given[path], dtype),
+            dtype=own,
         )
-        for path, array in _by_path(params).items()
-    ]
-    for one in moves:
-        one.check()
+        move.check()
+        moves.append(move)
     return moves
 
 
@@ -250,31 +251,24 @@ def _by_path(tree: Any) -> dict[str, Any]:
     return {path_name(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
-def _dtype(array: Any, parameter: Parameter, wanted: str | None) -> Any:
-    dtype = getattr(array, "dtype", parameter.dtype)
-    if wanted is None or not jnp.issubdtype(dtype, jnp.floating):
-        return dtype
-    return jnp.float32 if parameter.in_full else PARAM_DTYPES[wanted]
-
-
 def _check(params: Params, known: dict[str, Parameter]) -> None:
-    there = _by_path(params)
-    for path in sorted(known.keys() - there.keys()):
+    arrays = _by_path(params)
+    for path in sorted(known.keys() - arrays.keys()):
         raise InputError(
             f"parameter {path} of the model is missing; there are "
-            f"{', '.join(sorted(there)) or 'none'}",
+            f"{', '.join(sorted(arrays)) or 'none'}",
             key="model.missing_parameter",
         )
-    for path in sorted(there.keys() - known.keys()):
+    for path in sorted(arrays.keys() - known.keys()):
         raise InputError(
             f"{path} is no parameter of the model; leave it out",
             key="model.unknown_parameter",
         )
-    for path, one in there.items():
+    for path, array in arrays.items():
         wanted = known[path].stacked_shape
-        if tuple(one.shape) != wanted:
+        if tuple(array.shape) != wanted:
             raise InputError(
-                f"parameter {path} has shape {tuple(one.shape)}, but in the layout "
+                f"parameter {path} has shape {tuple(array.shape)}, but in the layout "
                 f"that is said to be its own it has {wanted}; say which layout it "
                 "lies in",
                 key="layout.parameter_of_other_layout",
@@ -282,13 +276,13 @@ def _check(params: Params, known: dict[str, Parameter]) -> None:
 
 
 def _check_stages(params: Params, num_stages: int) -> None:
-    """Refuses stages that nobody speaks of: their layers may lie in another order."""
+    """Refuse arrays on another number of stages: their layers may be permuted."""
     for path, array in _by_path(params).items():
         mesh = getattr(getattr(array, "sharding", None), "mesh", None)
-        there = num_stages if mesh is None else mesh.shape.get("stage", num_stages)
-        if there != num_stages:
+        own = num_stages if mesh is None else mesh.shape.get("stage", num_stages)
+        if own != num_stages:
             raise InputError(
-                f"parameter {path} lies on {there} stages, which may have "
+                f"parameter {path} lies on {own} stages, which may have "
                 "the layers in another order than the layout that is said to be its "
                 f"own, of {num_stages}; say from_layout=, such as step.layout",
                 key="layout.parameter_of_other_stages",
@@ -297,14 +291,14 @@ def _check_stages(params: Params, num_stages: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class MovingMemory:
-    """Bytes of a device while parameters move.
+    """Bytes on a device while parameters move.
 
     Args:
-        before: As they lie.
-        after: As they are to lie.
-        layer: One layer of all of them, in the layout where that is more.
-        peak: Most at any time, programs' temporary memory among them.
-        by_host: Of what goes by way of the host's memory, as it is to lie.
+        before: Bytes of the parameters before the move.
+        after: Bytes of the parameters after the move.
+        layer: Bytes of one layer of all of them, in the layout with more.
+        peak: Most bytes at any time, with temporary memory of programs.
+        by_host: Bytes after the move of arrays that move through the host's memory.
     """
 
     before: int
@@ -315,17 +309,17 @@ class MovingMemory:
 
     @property
     def limit(self) -> int:
-        """What `peak` is to stay below."""
+        """Return the bytes that `peak` should stay below."""
         return max(self.before, self.after) + self.layer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """Arrays as they move, one after another.
+    """Moves of arrays, one after another.
 
     Args:
-        steps: Each array, and whether it goes by way of the host.
-        memory: What that takes.
+        steps: Each move, and True if it goes through the host's memory.
+        memory: The memory that they take.
     """
 
     steps: tuple[tuple[ArrayMove, bool], ...]
@@ -333,69 +327,66 @@ class Order:
 
 
 def ordered(moves: Sequence[ArrayMove], *, by_host: bool = True) -> Order:
-    """The order of some arrays that are given up as they move.
+    """Order the moves of all parameters, whose arrays are freed as they move.
 
     Args:
-        moves: Of all parameters.
-        by_host: Whether what has no room may go by way of the host's memory.
+        moves: A move for each parameter.
+        by_host: Let arrays without room move through the host's memory.
     """
-    sizes = [one.bytes for one in moves]
+
+    def urgency(move: ArrayMove) -> tuple[bool, int]:
+        grows = move.bytes.growth > 0
+        return grows, -move.bytes.before if grows else move.bytes.after
+
+    sizes = [move.bytes for move in moves]
     before = sum(size.before for size in sizes)
     after = sum(size.after for size in sizes)
     memory = MovingMemory(
         before=before,
         after=after,
-        layer=_layer_bytes(sizes),
+        layer=max(
+            sum(size.layer_before for size in sizes),
+            sum(size.layer_after for size in sizes),
+        ),
         peak=max(before, after),
         by_host=0,
     )
-    if not any(one.meets_itself for one in moves):
-        extra = max((one.extra_bytes for one in moves), default=0)
+    if not any(move.meets_itself for move in moves):
+        extra = max((move.extra_bytes for move in moves), default=0)
         memory = replace(memory, peak=memory.peak + extra)
-        return Order(steps=tuple((one, False) for one in moves), memory=memory)
+        return Order(steps=tuple((move, False) for move in moves), memory=memory)
     held = peak = before
-    of_host = 0
+    host_bytes = 0
     steps = []
-    for one in sorted(moves, key=_urgency):
-        size = one.bytes
-        needed = held + size.after + one.extra_bytes
-        parks = by_host and needed > memory.limit and one.can_park
-        if parks:
-            needed, of_host = held + max(size.growth, 0), of_host + size.after
-        steps.append((one, parks))
+    for move in sorted(moves, key=urgency):
+        size = move.bytes
+        needed = held + size.after + move.extra_bytes
+        through_host = by_host and needed > memory.limit and move.can_park
+        if through_host:
+            needed, host_bytes = held + max(size.growth, 0), host_bytes + size.after
+        steps.append((move, through_host))
         held += size.growth
         peak = max(peak, needed)
-    memory = replace(memory, peak=peak, by_host=of_host)
+    memory = replace(memory, peak=peak, by_host=host_bytes)
     return Order(steps=tuple(steps), memory=memory)
 
 
-def _layer_bytes(sizes: Sequence[DeviceBytes]) -> int:
-    layers = (size.layer_before for size in sizes), (size.layer_after for size in sizes)
-    return max(map(sum, layers))
-
-
-def _urgency(one: ArrayMove) -> tuple[bool, int]:
-    size = one.bytes
-    grows = size.growth > 0
-    return grows, -size.before if grows else size.after
-
-
 Box = tuple[range, ...]
-"""Of each dim, the places that a device has."""
+"""The indices of each dim that a device holds."""
 
 ELSEWHERE = "other devices"
-"""In a mesh axis' place, of what comes from devices outside the new mesh's."""
+"""Used in place of a mesh axis for bytes from devices outside the mesh."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MovedBytes:
-    """Bytes that devices receive, none of which they had.
+    """Bytes that devices receive, without those that they already hold.
 
     Args:
-        total: Of all devices.
-        by_axis: The outermost mesh axis of the old layout that each byte crosses, from
-            the nearest device that has it.
-        by_link: `host` between devices of one process, `network` between processes.
+        total: Bytes of all devices.
+        by_axis: Bytes by the outermost mesh axis of the old layout that they cross,
+            from the nearest device that holds them.
+        by_link: Bytes by link: `host` inside a process, `network` between processes.
     """
 
     total: int
@@ -420,32 +411,35 @@ def moved_bytes(
     target: NamedSharding,
     places: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> MovedBytes:
-    """What laying one array out otherwise sends at least.
+    """Return the least bytes that a move of one array to another sharding sends.
 
     Args:
-        shape: Of the array as `target` splits it.
+        shape: Shape of the array after the move.
         itemsize: Bytes of a value.
-        source: How it lies.
-        target: How it is to lie.
-        places: The layer at each place of the leading dim, before and after; None where
-            both are alike.
+        source: Sharding before the move.
+        target: Sharding after the move.
+        places: The layer at each place of the leading dim, before and after; None if
+            both are equal.
     """
     before, after = places or (range(shape[0] if shape else 0),) * 2
     first = (len(before), *shape[1:]) if shape else ()
-    holders = _holders(source, first)
-    coordinates = _coordinates(source)
-    found = NOTHING
+    holders: dict[Box, list[jax.Device]] = {}
+    for device, box in _boxes(source, first):
+        holders.setdefault(box, []).append(device)
+    devices: Any = source.mesh.devices
+    coordinates = {device: at for at, device in np.ndenumerate(devices)}
+    total = NOTHING
     for device, box in _boxes(target, shape):
         own_layers = {after[at] for at in box[0]} - {-1} if box else set()
-        for there, devices in holders.items():
-            values = _common(box, there, own_layers, before)
-            if device in devices or not values:
+        for held, owners in holders.items():
+            values = _common(box, held, own_layers, before)
+            if device in owners or not values:
                 continue
-            axis, holder = _nearest(device, devices, coordinates)
+            axis, holder = _nearest(device, owners, coordinates)
             link = "host" if holder.process_index == device.process_index else "network"
             size = values * itemsize
-            found += MovedBytes(total=size, by_axis={axis: size}, by_link={link: size})
-    return found
+            total += MovedBytes(total=size, by_axis={axis: size}, by_link={link: size})
+    return total
 
 
 def _boxes(
@@ -456,29 +450,16 @@ def _boxes(
         yield device, tuple(range(*part.indices(size)) for part, size in parts)
 
 
-def _holders(
-    sharding: NamedSharding, shape: Sequence[int]
-) -> dict[Box, list[jax.Device]]:
-    found: dict[Box, list[jax.Device]] = {}
-    for device, box in _boxes(sharding, shape):
-        found.setdefault(box, []).append(device)
-    return found
-
-
-def _common(box: Box, there: Box, layers: set[int], before: Sequence[int]) -> int:
+def _common(box: Box, held: Box, layers: set[int], before: Sequence[int]) -> int:
+    """Return the number of values of `box` with these layers that are in `held`."""
     if not box:
         return 1
-    here = len(layers & {before[at] for at in there[0]})
-    others = (
-        max(0, min(one.stop, other.stop) - max(one.start, other.start))
-        for one, other in zip(box[1:], there[1:], strict=True)
+    num_layers = len(layers & {before[at] for at in held[0]})
+    sizes = (
+        max(0, min(part.stop, other.stop) - max(part.start, other.start))
+        for part, other in zip(box[1:], held[1:], strict=True)
     )
-    return here * math.prod(others)
-
-
-def _coordinates(sharding: NamedSharding) -> dict[jax.Device, tuple[int, ...]]:
-    devices: Any = sharding.mesh.devices
-    return {device: at for at, device in np.ndenumerate(devices)}
+    return num_layers * math.prod(sizes)
 
 
 def _nearest(
@@ -486,9 +467,9 @@ def _nearest(
     holders: Sequence[jax.Device],
     coordinates: dict[jax.Device, tuple[int, ...]],
 ) -> tuple[str, jax.Device]:
-    """The outermost mesh axis that a byte crosses, and the device that it comes from.
+    """Return the outermost mesh axis that a byte crosses, and the device that sends it.
 
-    Of several devices that have it, the one that differs in inner axes only.
+    Of several devices that hold the byte, the one that differs in inner axes only.
     """
     if device not in coordinates:
         return ELSEWHERE, holders[0]
@@ -496,7 +477,7 @@ def _nearest(
 
     def outermost(holder: jax.Device) -> int:
         pairs = zip(own, coordinates[holder], strict=True)
-        return next(at for at, (one, other) in enumerate(pairs) if one != other)
+        return next(at for at, (mine, other) in enumerate(pairs) if mine != other)
 
     holder = max(holders, key=outermost)
     return MESH_AXES[outermost(holder)], holder

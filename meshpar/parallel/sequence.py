@@ -1,8 +1,8 @@
-"""A split sequence: the tokens of a batch that each device has, and outputs of them.
+"""Split sequences: the tokens of a batch on each device, and outputs in their order.
 
-A batch comes whole in its sequence; each device takes its own tokens of every array
-alike, in the layout's order, so that tokens, targets, weights and documents stay
-together and nothing is sent.
+A batch arrives with whole sequences. Each device takes its own tokens of every array,
+in the layout's order, so tokens, targets, weights and documents stay aligned and
+nothing is sent.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from meshpar.model.tracing import traced_forward
 from meshpar.parallel.placement import BATCH, Placement
 
 SEGMENTS = "segment_ids"
-"""The input whose numbers tell documents apart; padding has one below 0."""
+"""The input with the number of each token's document; below 0 for padding."""
 
 
 def token_order(layout: Layout) -> TokenOrder | None:
-    """The order in which a layout's devices have tokens; None for whole sequences.
+    """Return the order of tokens over a layout's devices; None for whole sequences.
 
-    Zigzag, which balances causal work, but for Ulysses, whose devices have whole
-    sequences while they attend.
+    It is zigzag, which balances causal work, except for Ulysses, whose devices have
+    whole sequences while they attend.
     """
     if layout.context == 1:
         return None
@@ -46,12 +46,12 @@ def token_order(layout: Layout) -> TokenOrder | None:
 
 
 def sequence_dims(model: Model, name: str, array: Any) -> tuple[int, ...]:
-    """The dims of an array of a batch that are split over `context`.
+    """Return the dims of an array of a batch that are split over `context`.
 
-    Those whose logical axis is `seq`, or ends with `_seq`.
+    These are the dims whose logical axis is `seq` or ends with `_seq`.
 
     Raises:
-        InputError: Nothing says what its dims are.
+        InputError: The model does not declare the array's dims.
     """
     if name not in model.known_inputs:
         if name in model.sequence_inputs:
@@ -68,7 +68,7 @@ def sequence_dims(model: Model, name: str, array: Any) -> tuple[int, ...]:
 
 
 def is_sequence(logical_axis: str | None) -> bool:
-    """Whether a logical axis of a batch's arrays is one of tokens.
+    """Return True if a logical axis of a batch's arrays counts tokens.
 
     Example:
         >>> is_sequence("source_seq"), is_sequence("height")
@@ -82,14 +82,14 @@ def is_sequence(logical_axis: str | None) -> bool:
 def tokens_at_hand(
     placement: Placement, batch: Mapping[str, jax.Array], *, natural: bool = False
 ) -> tuple[dict[str, jax.Array], TokenOrder | None]:
-    """This device's tokens of every array, and which those are.
+    """Return this device's tokens of every array, and their order.
 
-    Sequences that do not divide are padded with tokens of weight 0 that nobody sees.
+    Sequences that do not divide are padded with tokens of weight 0.
 
     Args:
         placement: The model on its mesh.
-        batch: This device's examples, their sequences whole.
-        natural: Whether the order is that of the sequence, for outputs.
+        batch: This device's examples, with whole sequences.
+        natural: Keep the order of the sequence, for outputs.
     """
     order = token_order(placement.layout)
     if order is None or not placement.splits_tokens:
@@ -120,15 +120,15 @@ def _padded(array: jax.Array, dim: int, size: int, name: str) -> jax.Array:
 def outputs_in_order(
     placement: Placement, local: Callable[..., Any], given: tuple
 ) -> Any:
-    """What `local` gives of this device's tokens, whole and in the sequence's order.
+    """Return global outputs of `local`, with tokens in the order of the sequence.
 
-    Moves nothing: the outputs stay split over `context` as they were made.
+    It sends nothing: outputs stay split over `context`.
 
     Args:
         placement: The model on its mesh.
-        local: (params, model state, batch, step, seed) -> outputs of tokens in natural
-            order, inside `Placement.on_shards`.
-        given: Its arguments, global.
+        local: (params, model state, batch, step, seed) -> outputs of this device's
+            tokens in natural order, inside `Placement.on_shards`.
+        given: Its global arguments.
     """
     if not placement.splits_tokens:
         return placement.on_state(local, BATCH)(*given)
@@ -143,7 +143,7 @@ def outputs_in_order(
 
 
 def _output_shapes(placement: Placement, batch: Any, parts: int) -> Any:
-    """Shapes of a model's outputs for a share of every sequence."""
+    """Return shapes of a model's outputs for a share of every sequence."""
     model, order = placement.model, token_order(placement.layout)
     order = dataclasses.replace(cast(TokenOrder, order), zigzag=False)
 

@@ -19,50 +19,49 @@ from __future__ import annotations
 import math
 
 LOGITS_BYTES = 512 * 2**20
-"""Most bytes of logits, by default (`meshpar.parallel.head_loss`). For a vocabulary of
+"""Default limit of bytes of logits (`meshpar.parallel.head_loss`). For a vocabulary of
 128k that is a chunk of 1,024 tokens: enough for its matmuls to be bound by arithmetic,
 not by the sum of the table's gradient that each chunk reads and writes."""
 
 SCORE_BYTES = 256 * 2**20
-"""Most bytes of attention's fp32 scores (`meshpar.models.layers.causal_attention`),
-while heads are many: the softmax and its gradient are arrays of that size beside the
-one kept."""
+"""Most bytes of attention's fp32 scores (`meshpar.models.layers.causal_attention`):
+the softmax and its gradient are two more arrays of that size."""
 
 LONGEST_SCORES = 8192
-"""Tokens of the longest sequence whose softmax is kept for the backward on one device;
-longer ones are attended to in tiles (`meshpar.parallel.context.tiles`), whose memory is
+"""Longest sequence in tokens whose softmax is kept for the backward on one device;
+longer ones use attention in tiles (`meshpar.parallel.context.tiles`), whose memory is
 linear in the sequence."""
 
 HIDDEN_BYTES = 512 * 2**20
-"""Most bytes of an MLP's hidden values, where its backward makes them again anyway
-(`meshpar.parallel.token_chunks`): each matmul's gradient is an array of that size
-beside them. At a hidden size of 2 x 12,288 in bf16 that is a chunk of 8,192 tokens:
+"""Most bytes of an MLP's hidden values if its backward recomputes them
+(`meshpar.parallel.token_chunks`): each matmul's gradient is one more array of that
+size. At a hidden size of 2 x 12,288 in bf16 that is a chunk of 8,192 tokens:
 enough for its matmuls to be bound by arithmetic, not by the weights' fp32 gradient that
 each chunk reads and writes."""
 
 TILE_BYTES = 64 * 2**20
-"""Most bytes of a tile's fp32 scores, over all heads that a device takes at a time."""
+"""Most bytes of a tile's fp32 scores, for all heads that a device takes at a time."""
 
 
 LARGEST_TILE = 1024
-"""Queries or keys of a tile at most: at head_dim 128 a tile then does 4 x 128 x 1024
-FLOPs for each score's row of 512 KiB, enough to be bound by arithmetic."""
+"""Most queries or keys of a tile: at head_dim 128 a tile then does 4 x 128 x 1024 FLOPs
+for each score's row of 512 KiB, enough to be bound by arithmetic."""
 
 SMALLEST_TILE = 128
 """Sequences are padded rather than cut into smaller tiles than this."""
 
 PART_BYTES = 4 * 2**20
-"""Keys and values that a device sends at once at least: over a link of 50 GB/s they
-take 84 us, many times its latency."""
+"""Least bytes of keys and values that a device sends at once: over a link of 50 GB/s
+they take 84 us, many times its latency."""
 
 
 def tile_tokens(tokens: int, rows: int, *, zigzag: bool) -> int:
-    """Tokens of a tile: they divide a device's chunks where that costs little.
+    """Return the tokens of a tile; they divide a device's chunks if that costs little.
 
     Args:
-        tokens: Of a device.
+        tokens: Tokens of a device.
         rows: Examples times heads that it takes at once.
-        zigzag: Whether the tokens are two chunks of the sequence.
+        zigzag: True if the tokens are two chunks of the sequence.
 
     Example:
         >>> tile_tokens(4096, 8, zigzag=True), tile_tokens(300, 8, zigzag=False)
@@ -76,15 +75,15 @@ def tile_tokens(tokens: int, rows: int, *, zigzag: bool) -> int:
 
 
 def head_parts(kv_heads: int, key_bytes: float, num_devices: int, method: str) -> int:
-    """Parts that the kv heads are taken in, so that what is moved takes little memory.
+    """Return the number of parts of the kv heads that are moved one after another.
 
-    Gathered they are as many times larger as there are devices; on their way round a
-    ring there are two of them, and of their gradients.
+    Parts bound memory: gathered keys are `num_devices` times larger; a ring holds two
+    copies of a part, and of its gradients.
 
     Args:
-        kv_heads: Of a device.
-        key_bytes: Of all its keys.
-        num_devices: That the sequence is split over.
+        kv_heads: Heads of keys of a device.
+        key_bytes: Bytes of all its keys.
+        num_devices: Devices that the sequence is split over.
         method: `ring` or `allgather`.
     """
     if num_devices == 1:
@@ -97,14 +96,14 @@ def head_parts(kv_heads: int, key_bytes: float, num_devices: int, method: str) -
 
 
 def copies_of_heads(heads: int, kv_heads: int, num_devices: int) -> int:
-    """How often each kv head is sent, so that they divide over devices that trade.
+    """Return how often Ulysses sends each kv head, so that they divide over devices.
 
-    As seldom as lets each device's queries find theirs in order.
+    It is the least number that gives each device the kv heads of its queries in order.
 
     Args:
-        heads: Of a device, that divide over the devices.
-        kv_heads: Of a device, that divide the heads.
-        num_devices: That trade tokens for heads.
+        heads: Query heads of a device, a multiple of `num_devices` and of `kv_heads`.
+        kv_heads: Heads of keys of a device.
+        num_devices: Devices that trade tokens for heads.
 
     Example:
         >>> copies_of_heads(12, 4, 6), copies_of_heads(8, 4, 4)
@@ -119,16 +118,16 @@ def copies_of_heads(heads: int, kv_heads: int, num_devices: int) -> int:
 
 
 SPARE = 1.25
-"""Room of the first round over the rows that each device gets on average."""
+"""Room of the first round, as a multiple of the mean rows that a device gets."""
 
 MORE = 0.25
-"""Room of each further round over that of the first."""
+"""Room of each further round, as a part of that of the first."""
 
 ROUTE_BYTES = 8
-"""Beside each row there: its expert and its weight, both fp32."""
+"""Bytes sent with each row: its expert and its weight, both fp32."""
 
 WEIGHT_BYTES = 4
-"""Beside each gradient of a row: that of its weight."""
+"""Bytes sent with each gradient of a row: that of its weight."""
 
 _MULTIPLE = 8
 """Rows that a device gets are padded to a multiple of this."""
@@ -137,13 +136,13 @@ _MULTIPLE = 8
 def most_room(
     tokens: int, choices: int, experts: int, most_of_one: int | None = None
 ) -> int:
-    """The most rows that a device can send another.
+    """Return the most rows that a device can send another.
 
     Args:
-        tokens: Of the sender.
-        choices: Experts of a token, which goes to an expert once.
-        experts: Of the receiver.
-        most_of_one: The most that one expert takes of a sender, where routers bound it.
+        tokens: Tokens of the sender.
+        choices: Experts of a token, all different.
+        experts: Experts of the receiver.
+        most_of_one: Most rows that one expert takes from a sender, if routers bound it.
     """
     most = tokens * min(choices, experts)
     return most if most_of_one is None else min(most, experts * most_of_one)
@@ -156,14 +155,14 @@ def first_room(
     num_devices: int,
     most_of_one: int | None = None,
 ) -> int:
-    """Rows to each device in the first round.
+    """Return the rows to each device in the first round.
 
-    All that can be, where nothing is sent or routers bound it; then no round follows.
+    It is `most_room` if nothing is sent or routers bound it; then no round follows.
 
     Args:
         tokens: As for `most_room`.
-        choices: Likewise.
-        experts: Likewise.
+        choices: As for `most_room`.
+        experts: As for `most_room`.
         num_devices: Devices that share the experts.
         most_of_one: As for `most_room`.
 
@@ -179,10 +178,10 @@ def first_room(
 
 
 def further_room(room: int) -> int:
-    """Rows to each device in a further round, behind a first one of `room`."""
+    """Return the rows to each device in a further round, after a first of `room`."""
     return padded(math.ceil(MORE * room))
 
 
 def padded(rows: int) -> int:
-    """As many rows, or up to seven more."""
+    """Round rows up to a multiple of eight."""
     return -(-rows // _MULTIPLE) * _MULTIPLE

@@ -34,7 +34,7 @@ def vocab_lookup(
     tokens: Integer[AnyArray, "batch seq"],
     scope: Scope,
 ) -> Float[Array, "batch seq embed"]:
-    """Rows of an embedding table that may be split over the vocabulary.
+    """Look up rows of an embedding table that may be split over the vocabulary.
 
     Each device looks up the tokens in its part of the table and takes zeros for the
     rest; one all-reduce of batch x seq x embed values over the vocabulary's mesh axes
@@ -58,14 +58,14 @@ def vocab_lookup(
 
 
 def refuse_split_embed(mesh_axes: tuple[str, ...], where: str) -> None:
-    """Refuses rules that split a token's values where each device needs all of them.
+    """Refuse rules that split a token's values where each device needs all of them.
 
     Args:
-        mesh_axes: Those that the rules split `embed` over.
-        where: What the values are whole for.
+        mesh_axes: Mesh axes of GSPMD that the rules map `embed` to.
+        where: Words for the operation that needs all values.
 
     Raises:
-        InputError: There are any.
+        InputError: `mesh_axes` is not empty.
     """
     if mesh_axes:
         raise InputError(
@@ -82,7 +82,7 @@ def cross_entropy(
     weights: Shaped[AnyArray, "*tokens"],
     scope: Scope,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Summed cross-entropy and summed weights, logits split over the vocabulary or not.
+    """Return summed cross-entropy and summed weights of logits that may be split.
 
     The target's logit is found by comparing indices, not by a gather, so that GSPMD
     keeps every device on its own part of the vocabulary: three all-reduces of
@@ -142,12 +142,6 @@ def _lookup(
     )
 
 
-def _lookup_forward(
-    table: jax.Array, tokens: jax.Array, spec: PartitionSpec, wide: Any
-) -> tuple[jax.Array, tuple]:
-    return _lookup(table, tokens, spec, wide), (table, tokens)
-
-
 def _lookup_backward(
     spec: PartitionSpec, wide: Any, kept: tuple, gradient: jax.Array
 ) -> tuple[jax.Array, None]:
@@ -173,31 +167,37 @@ def _lookup_backward(
     return scattered, None
 
 
-_lookup.defvjp(_lookup_forward, _lookup_backward)
+_lookup.defvjp(
+    lambda table, tokens, spec, wide: (
+        _lookup(table, tokens, spec, wide),
+        (table, tokens),
+    ),
+    _lookup_backward,
+)
 
 
 def in_vocab(ids: Integer[AnyArray, "*ids"], vocab: int) -> Bool[AnyArray, "*ids"]:
-    """Whether each token is one of the vocabulary."""
+    """Return True for each id of the vocabulary."""
     ids = as_index(ids)
     return (ids >= 0) & (ids < vocab)
 
 
 def as_index(ids: Integer[AnyArray, "*ids"]) -> Int32[AnyArray, "*ids"]:
-    """Token ids of any integer dtype in int32: 256 itself does not fit uint8."""
+    """Convert token ids to int32; the vocabulary size may not fit their dtype."""
     return ids.astype(jnp.int32)
 
 
 def _own_rows(
     num_rows: int, tokens: AnyArray, mesh_axes: tuple[str, ...]
 ) -> tuple[jax.Array, AnyArray]:
-    """Each token's row in this part, and whether it has one there: (batch, seq, 1)."""
+    """Return each token's row in this part, and True if it has one: (batch, seq, 1)."""
     local = as_index(tokens) - shard_index(mesh_axes) * num_rows
     mine = (local >= 0) & (local < num_rows)
     return jnp.where(mine, local, 0), mine[..., None]
 
 
 def shard_index(mesh_axes: tuple[str, ...]) -> jax.Array | int:
-    """This device's place among those that split a dim, first axis slowest."""
+    """Return this device's index among those that split a dim, first axis slowest."""
     sizes = [lax.axis_size(axis) for axis in mesh_axes]
     return sum(
         lax.axis_index(axis) * math.prod(sizes[position + 1 :])
@@ -215,17 +215,17 @@ def column_parallel(
     out_axes: LogicalAxes,
     scope: Scope,
 ) -> Float[Array, "batch seq *out"]:
-    """`einsum(dims, x, weight)` with the sequence of `x` whole on every device.
+    """Return `einsum(dims, x, weight)` with the whole sequence of `x` on every device.
 
-    Where the residual stream is split along its sequence, GSPMD makes it whole with an
-    all-gather of batch x seq x embed values over those mesh axes, once more in the
-    backward, and only the split one is kept in between; the gradient of `x` takes a
-    reduce-scatter of as many. Reference: Korthikanti et al. 2022, section 4.2.2.
+    If the residual stream is split along its sequence, GSPMD all-gathers batch x seq x
+    embed values over those mesh axes, and again in the backward, so that only the split
+    stream is kept; the gradient of `x` takes a reduce-scatter of as many values.
+    Reference: Korthikanti et al. 2022, section 4.2.2.
 
     Args:
-        dims: Of the einsum; `x` is (batch, seq, embed).
+        dims: Subscripts of the einsum; `x` is (batch, seq, embed).
         x: The input, laid out as the residual stream.
-        weight: Its output dims are split, not `embed`.
+        weight: The matrix, split along its output dims and not along `embed`.
         out_axes: Logical axes of the result.
         scope: Where the function runs.
     """
@@ -239,13 +239,6 @@ def _matmul(dims: str, rules: Any, x: jax.Array, weight: jax.Array) -> jax.Array
     return jnp.einsum(dims, rules.constrain(x, _WHOLE), weight)
 
 
-# Not by `_matmul`, in which a remat policy of dots would not see this one.
-def _forward(
-    dims: str, rules: Any, x: jax.Array, weight: jax.Array
-) -> tuple[jax.Array, tuple]:
-    return jnp.einsum(dims, rules.constrain(x, _WHOLE), weight), (x, weight)
-
-
 def _backward(
     dims: str, rules: Any, kept: tuple, dy: jax.Array
 ) -> tuple[jax.Array, Any]:
@@ -255,4 +248,11 @@ def _backward(
     return vjp(dy)
 
 
-_matmul.defvjp(_forward, _backward)
+_matmul.defvjp(
+    # Written out, as a remat policy of dots would not see a matmul inside `_matmul`.
+    lambda dims, rules, x, weight: (
+        jnp.einsum(dims, rules.constrain(x, _WHOLE), weight),
+        (x, weight),
+    ),
+    _backward,
+)

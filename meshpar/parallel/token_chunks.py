@@ -1,9 +1,9 @@
-"""What mixes no tokens, a chunk of tokens at a time where all at once is large.
+"""Token-wise functions that run on a chunk of tokens at a time, to bound memory.
 
-The hidden values of an MLP are its largest arrays, and its backward has several. Where
-the backward makes them again anyway, a loop makes those of one chunk of tokens after
-another, forward and backward, so that they take as much memory however long a device's
-share of the sequence is. Weights' gradients are added up over the chunks in fp32.
+The hidden values of an MLP are its largest arrays, and its backward has several. If
+the backward recomputes them anyway, a loop makes those of one chunk of tokens after
+another, forward and backward, so that their memory does not grow with a device's share
+of the sequence. Weights' gradients are added up over the chunks in fp32.
 Reference: Bekman et al. 2025 (Arctic long sequence training), on tiled MLPs.
 """
 
@@ -33,12 +33,12 @@ def in_token_chunks(
     widest: tuple[int, ...],
     widest_axes: LogicalAxes,
 ) -> jax.Array:
-    """`function(weights, x)`, which mixes no tokens, in chunks of them where it helps.
+    """Return `function(weights, x)`, run in chunks of tokens if that saves memory.
 
-    It does where its backward is recomputed anyway (`Scope.recomputed`) and its widest
-    array would take more than `HIDDEN_BYTES` on a device. Nothing is computed more
-    often, and no more bytes are sent, in as many collectives as there are chunks. Where
-    mesh axes at work split the sequence, as under sequence parallelism, it runs whole:
+    It runs in chunks if its backward is recomputed anyway (`Scope.recomputed`) and its
+    widest array would take more than `HIDDEN_BYTES` on a device. Nothing is computed
+    more often, and no more bytes are sent, in as many collectives as there are chunks.
+    If mesh axes split the sequence, as under sequence parallelism, it runs at once:
     its hidden values are split over them.
 
     Args:
@@ -71,8 +71,12 @@ def in_token_chunks(
 def _num_chunks(
     x: jax.Array, scope: Scope, widest: tuple[int, ...], axes: LogicalAxes
 ) -> int:
-    if not scope.recomputed or _splits_tokens(scope):
+    if not scope.recomputed:
         return 1
+    if scope.rules is not None:
+        names = [name for name in ("seq", "residual_seq") if name in scope.rules.table]
+        if any(ruled_degree(scope.rules, name) > 1 for name in names):
+            return 1
     seq = x.shape[1]
     num_shards = math.prod(map(degree, split_of(scope, axes, widest)))
     bytes_here = math.prod(widest) * x.dtype.itemsize // num_shards
@@ -80,9 +84,9 @@ def _num_chunks(
 
 
 def equal_chunks(least: int, num_tokens: int) -> int:
-    """How many chunks tokens are cut into: the first number from `least` that divides.
+    """Return the number of chunks for tokens: the first from `least` that divides.
 
-    Chunks of equal size need no padding; not at the price of chunks half as large.
+    Equal chunks need no padding. If no number below `2 * least` divides, it is `least`.
 
     Example:
         >>> equal_chunks(5, 12), equal_chunks(5, 11)
@@ -90,11 +94,3 @@ def equal_chunks(least: int, num_tokens: int) -> int:
     """
     more = range(least, 2 * least)
     return next((num for num in more if num_tokens % num == 0), least)
-
-
-def _splits_tokens(scope: Scope) -> bool:
-    rules = scope.rules
-    if rules is None:
-        return False
-    known = [name for name in ("seq", "residual_seq") if name in rules.table]
-    return any(ruled_degree(rules, name) > 1 for name in known)

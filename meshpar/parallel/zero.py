@@ -33,30 +33,30 @@ from meshpar.rules.sharding import path_name
 from meshpar.rules.spatial import SPATIAL
 
 Dims = list[tuple[int, tuple[str, ...]]]
-"""Dims of an array, each with the batch axes that it is split over."""
+"""Dims of an array, with the batch axes to gather or scatter each over."""
 
 _JOINED_VALUES = 2**28
-"""Most of gradients that are joined for one scatter, which holds them three times more:
-1 GiB in fp32."""
+"""Most values of gradients that are joined for one scatter, 1 GiB in fp32: the scatter
+holds three more copies."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """How one parameter lies at every point of a step; specs differ in batch axes.
+    """Layout of one parameter at every point of a step; specs differ in batch axes.
 
     Args:
         spec: The parameter at rest.
-        used_spec: The parameter whole over the axes of ZeRO, as matmuls take it;
-            experts stay split over theirs.
-        loop_spec: The parameter while a step's blocks run, gathered layer by layer
-            from there; whole outside the blocks.
-        gradient_spec: Its gradient while they run, as it is added up.
-        state_spec: Its gradient after them, its optimizer state and its master copy.
-        compute_dtype: Its dtype in use.
-        gradient_dtype: In which its gradient is kept.
-        sum_dtype: In which its gradient is summed over devices.
-        scatter_columns: Above 1, gradients of a layer are scattered as the rows of one
-            matrix, whose columns are padded to a multiple of this where there are more.
+        used_spec: The parameter as matmuls take it: whole over the axes of ZeRO, and
+            experts split over theirs.
+        loop_spec: The parameter while a step's blocks run, which gather it layer by
+            layer; whole if it is outside the blocks.
+        gradient_spec: Its gradient while the blocks run and add it up.
+        state_spec: Its final gradient, its optimizer state and its master copy.
+        compute_dtype: Dtype of the parameter in use.
+        gradient_dtype: Dtype in which its gradient is kept.
+        sum_dtype: Dtype in which its gradient is summed over devices.
+        scatter_columns: If above 1, gradients of a layer are scattered as the rows of
+            one matrix, with columns padded to a multiple of this if there are more.
     """
 
     spec: PartitionSpec
@@ -71,16 +71,16 @@ class Stored:
 
     @property
     def automatic_spec(self) -> PartitionSpec:
-        """The part of the layout that GSPMD keeps."""
+        """Return the part of `spec` over mesh axes of GSPMD."""
         return _only(self.spec, lambda axis: axis not in MANUAL_AXES)
 
     @property
     def automatic_axes(self) -> set[str]:
-        """The mesh axes of `automatic_spec`."""
+        """Return the mesh axes of `automatic_spec`."""
         return set(spec_axes(self.automatic_spec))
 
     def without_layers(self) -> Stored:
-        """The same of one layer, its leading dim gone."""
+        """Return the layout of one layer, without the leading dim."""
         names = ("spec", "used_spec", "loop_spec", "gradient_spec", "state_spec")
         specs: dict[str, Any] = {
             name: PartitionSpec(*getattr(self, name)[1:]) for name in names
@@ -89,50 +89,47 @@ class Stored:
 
 
 def manual_spec(spec: PartitionSpec) -> PartitionSpec:
-    """The part of a layout that `jax.shard_map` over the manual axes splits."""
+    """Return the part of a spec over the manual mesh axes."""
     return _only(spec, MANUAL_AXES.__contains__)
 
 
 def before_use(stored: Stored) -> Dims:
-    """What is gathered of a parameter at rest, to have it whole."""
+    """Return the dims of a parameter at rest to gather before its use."""
     return _moved(stored.spec, stored.used_spec)
 
 
 def before_loop(stored: Stored) -> Dims:
-    """What is gathered once, before the blocks run."""
+    """Return the dims of a parameter at rest to gather before the blocks run."""
     return _moved(stored.spec, stored.loop_spec)
 
 
 def in_loop(stored: Stored) -> Dims:
-    """What is gathered for each layer."""
+    """Return the dims of a parameter to gather for each layer."""
     return _moved(stored.loop_spec, stored.used_spec)
 
 
 def gradient_in_loop(stored: Stored) -> Dims:
-    """What a gradient is reduce-scattered over before it is added up."""
+    """Return the dims of a gradient to reduce-scatter before it is added up."""
     return _moved(stored.gradient_spec, stored.used_spec)
 
 
 def gradient_after_loop(stored: Stored) -> Dims:
-    """What gradients that were added up are reduce-scattered over."""
+    """Return the dims of a gradient to reduce-scatter after it was added up."""
     return _moved(stored.state_spec, stored.gradient_spec)
 
 
 def after_update(stored: Stored) -> Dims:
-    """What is gathered of an updated parameter."""
+    """Return the dims of an updated parameter to gather."""
     return _moved(stored.state_spec, stored.spec)
 
 
 def gather(stored: Any, shards: Any, dims: Callable[[Stored], Dims]) -> Any:
-    """Parameters for use: one all-gather for each that is split over batch axes.
+    """Gather parameters in the compute dtype: one all-gather for each split one.
 
     Args:
         stored: Tree of `Stored`.
         shards: The same tree of this device's shards.
-        dims: What is gathered.
-
-    Returns:
-        The parameters in the compute dtype.
+        dims: Function of `Stored` that returns the dims to gather, such as `in_loop`.
     """
     cast = jax.tree.map(
         lambda layout, x: x.astype(layout.compute_dtype), stored, shards
@@ -141,19 +138,34 @@ def gather(stored: Any, shards: Any, dims: Callable[[Stored], Dims]) -> Any:
 
 
 def gather_shards(stored: Any, shards: Any, dims: Callable[[Stored], Dims]) -> Any:
-    """`gather`, of values in the dtype they have."""
-    return _each(_gather_one, stored, shards, dims)
+    """Gather parameters, as `gather`, in the dtype that they have."""
+
+    def gather_one(_: Stored, x: jax.Array, moved: Dims) -> jax.Array:
+        for dim, mesh_axes in moved:
+            with asked("parameter_gather"):
+                x = lax.all_gather(x, mesh_axes, axis=dim, tiled=True)
+        return x
+
+    return _each(gather_one, stored, shards, dims)
 
 
 def reduce_scatter(stored: Any, gradients: Any, dims: Callable[[Stored], Dims]) -> Any:
-    """Gradients summed over batch axes, this device's shards of the sums.
+    """Sum gradients over batch axes and return this device's shards of the sums.
 
-    One reduce-scatter for each; those that are not split there are left for
+    One reduce-scatter for each split gradient; the others are left for
     `reduction.reduce_gradients`. Arguments as for `gather`.
     """
-    if dims is not gradient_in_loop:
-        return _each(_scatter_one, stored, gradients, dims)
-    return _scatter_layer(stored, gradients)
+    if dims is gradient_in_loop:
+        return _scatter_layer(stored, gradients)
+
+    def scatter_one(layout: Stored, gradient: jax.Array, moved: Dims) -> jax.Array:
+        x = gradient.astype(layout.sum_dtype)
+        for dim, mesh_axes in moved:
+            with asked("gradient_scatter"):
+                x = lax.psum_scatter(x, mesh_axes, scatter_dimension=dim, tiled=True)
+        return x
+
+    return _each(scatter_one, stored, gradients, dims)
 
 
 def _each(
@@ -177,26 +189,11 @@ def _each(
     return jax.tree.map(apply, stored, tree)
 
 
-def _gather_one(_: Stored, x: jax.Array, moved: Dims) -> jax.Array:
-    for dim, mesh_axes in moved:
-        with asked("parameter_gather"):
-            x = lax.all_gather(x, mesh_axes, axis=dim, tiled=True)
-    return x
-
-
-def _scatter_one(layout: Stored, gradient: jax.Array, moved: Dims) -> jax.Array:
-    x = gradient.astype(layout.sum_dtype)
-    for dim, mesh_axes in moved:
-        with asked("gradient_scatter"):
-            x = lax.psum_scatter(x, mesh_axes, scatter_dimension=dim, tiled=True)
-    return x
-
-
 def _scatter_layer(stored: Any, gradients: Any) -> Any:
-    """One layer's gradients, each as a matrix whose rows are scattered.
+    """Scatter one layer's gradients, each as the rows of a matrix.
 
-    With `Stored.scatter_columns` (XLA:TPU) those of as many rows are joined to one, up
-    to a size: a vocabulary's tables stay alone.
+    With `Stored.scatter_columns` (XLA:TPU) gradients with equally many rows are joined
+    to one matrix, up to a size that keeps the tables of a vocabulary separate.
     """
     layouts, treedef = jax.tree.flatten(stored)
     leaves = treedef.flatten_up_to(gradients)
@@ -207,7 +204,8 @@ def _scatter_layer(stored: Any, gradients: Any) -> Any:
             [(dim, mesh_axes)] = moved
             key = x.shape[dim], mesh_axes, jnp.dtype(layout.sum_dtype)
             groups = joined.setdefault(key, [[]])
-            if sum(leaves[one].size for one in groups[-1]) + x.size > _JOINED_VALUES:
+            joined_values = sum(leaves[other].size for other in groups[-1])
+            if joined_values + x.size > _JOINED_VALUES:
                 groups.append([])
             groups[-1].append(at)
         else:
@@ -222,11 +220,11 @@ def _scatter_layer(stored: Any, gradients: Any) -> Any:
 
 
 def _scatter_joined(layouts: list[Stored], leaves: list[jax.Array]) -> list[jax.Array]:
-    """Gradients of as many rows as one matrix.
+    """Scatter gradients with equally many rows as one matrix.
 
-    XLA:TPU scatters one after another, and left small ones all the matmuls of a block.
-    It all-reduces some numbers of columns, which is twice the bytes: over v5p:4x4x4 it
-    scattered 28672 and 53248, not 128256, 64128 and 42752.
+    XLA:TPU runs scatters one after another, so small ones delayed all matmuls of a
+    block. For some numbers of columns it all-reduces instead, which is twice the bytes:
+    over v5p:4x4x4 it scattered 28672 and 53248, but not 128256, 64128 and 42752.
     """
     dims = [gradient_in_loop(layout)[0] for layout in layouts]
     turned = [
@@ -249,10 +247,10 @@ def _scatter_joined(layouts: list[Stored], leaves: list[jax.Array]) -> list[jax.
 
 
 def _scatter_rows(layout: Stored, gradient: jax.Array, moved: Dims) -> jax.Array:
-    """One gradient as a matrix whose rows are scattered, on every platform.
+    """Scatter one gradient as the rows of a matrix, on every platform.
 
-    XLA:TPU does not all-reduce this form. Gradients of all layers keep theirs
-    (`_scatter_one`): to turn them would copy them.
+    XLA:TPU does not replace this form by an all-reduce. Stacked gradients keep their
+    shape (`reduce_scatter`), because transposing them would copy them.
     """
     x = gradient.astype(layout.sum_dtype)
     for dim, mesh_axes in moved:
@@ -268,7 +266,7 @@ def _scatter_rows(layout: Stored, gradient: jax.Array, moved: Dims) -> jax.Array
 
 
 def _moved(split: PartitionSpec, whole: PartitionSpec) -> Dims:
-    """The batch axes that each dim is split over in one layout and not in the other."""
+    """Return the batch axes over which only the first spec splits each dim."""
     moved = []
     for dim, (entry, kept) in enumerate(zip(split, whole, strict=True)):
         axes = tuple(
@@ -295,15 +293,15 @@ def stored_parameters(
     sum_dtype: Any,
     scatter_columns: int = 1,
 ) -> Any:
-    """Tree of `Stored` beside a model's parameters.
+    """Return the tree of `Stored` of a model's parameters.
 
     Args:
         model: The model.
         layout: Sizes of the mesh axes, and ZeRO.
-        rules: Logical axis -> mesh axes; those for stored parameters are taken.
-        compute_dtype: As in `Stored`, and so the next two.
-        gradient_dtype: In which gradients are kept.
-        sum_dtype: In which they are summed over devices.
+        rules: Logical axis -> mesh axes; their part for stored parameters applies.
+        compute_dtype: As in `Stored`.
+        gradient_dtype: As in `Stored`.
+        sum_dtype: As in `Stored`.
         scatter_columns: As in `Stored`.
 
     Raises:
@@ -329,10 +327,10 @@ def stored_parameters(
 def parameter_specs(
     path: str, parameter: Parameter, layout: Layout, rules: Rules
 ) -> dict[str, PartitionSpec]:
-    """Each spec of `Stored` of one parameter, by name.
+    """Return each spec of `Stored` of one parameter, by name.
 
     Raises:
-        RuleError: It cannot be laid out.
+        RuleError: The parameter cannot be laid out.
     """
     whole = whole_spec(path, parameter, layout, rules)
     split = _split(whole, parameter, layout, rules)
@@ -352,31 +350,31 @@ def parameter_specs(
 
 
 def whole_spec(
-    path: str, one: Parameter, layout: Layout, rules: Rules
+    path: str, parameter: Parameter, layout: Layout, rules: Rules
 ) -> PartitionSpec:
-    """How matmuls want a parameter, and how an array of a model's state lies.
+    """Return the spec of a parameter in matmuls, or of an array of a model's state.
 
     Raises:
-        RuleError: It cannot be laid out.
+        RuleError: The array cannot be laid out.
     """
     return _without_zero_axes(rules).spec(
-        one.stacked_axes,
-        one.stacked_shape,
+        parameter.stacked_axes,
+        parameter.stacked_shape,
         mesh_shape=layout.mesh_shape,
         path=path,
     )
 
 
 def unsplit_axes(layout: Layout, rules: Rules, spec: PartitionSpec) -> tuple[str, ...]:
-    """The mesh axes that ZeRO should split states over which lie as `spec` says."""
-    wanted = split_axes_of(layout, rules)
+    """Return the axes of ZeRO that do not split optimizer states with this spec."""
+    wanted = zero_split_axes(layout, rules)
     return tuple(axis for axis in wanted if axis not in spec_axes(spec))
 
 
 def unsplit_message(
     path: str, parameter: Parameter, layout: Layout, mesh_axes: tuple[str, ...]
 ) -> str:
-    """Why a parameter's states are whole on the devices of some mesh axes."""
+    """Return why a parameter's states are whole on the devices of some mesh axes."""
     sizes = " and ".join(f"{axis}={layout.mesh_shape[axis]}" for axis in mesh_axes)
     return (
         f"{path}: shape {parameter.stacked_shape} has no dim left that divides over "
@@ -388,7 +386,7 @@ def unsplit_message(
 def moved_because(
     parameter: Parameter, layout: Layout, rules: Rules, spec: PartitionSpec
 ) -> str | None:
-    """Why another dim is split over batch axes than a rule says; None if none is."""
+    """Return why ZeRO splits another dim than a rule says; None if it does not."""
     ruled = _ruled_dims(parameter, rules)
     split = [
         dim
@@ -419,7 +417,7 @@ def _without_zero_axes(rules: Rules) -> Rules:
 
 
 def zero_axes_in(logical_axis: str | None, mesh_axes: Sequence[str]) -> tuple[str, ...]:
-    """Those of a dim's mesh axes that ZeRO shares out; experts have `expert` to use."""
+    """Return the mesh axes of a dim that are for ZeRO; `expert` splits experts."""
     used = ("expert",) if logical_axis == "experts" else ()
     return tuple(axis for axis in mesh_axes if axis in ZERO_AXES and axis not in used)
 
@@ -427,10 +425,10 @@ def zero_axes_in(logical_axis: str | None, mesh_axes: Sequence[str]) -> tuple[st
 def _split(
     whole: PartitionSpec, parameter: Parameter, layout: Layout, rules: Rules
 ) -> PartitionSpec:
-    """`whole`, split further over the axes of ZeRO where a dim divides."""
+    """Return `whole`, split further over the axes of ZeRO if a dim divides."""
     sizes = layout.mesh_shape
     entries = list(whole)
-    wanted = split_axes_of(layout, rules)
+    wanted = zero_split_axes(layout, rules)
     for axes in (wanted, *((axis,) for axis in wanted)):
         taken = {axis for entry in entries for axis in entry_axes(entry)}
         if not axes or taken & set(axes):
@@ -447,10 +445,10 @@ def _split(
 def _dims(
     entries: Sequence[Any], parameter: Parameter, layout: Layout, rules: Rules
 ) -> Iterator[int]:
-    """The dims that can be split over batch axes, the best first.
+    """Yield the dims that can be split over batch axes, the best first.
 
-    A dim that GSPMD splits cannot be: its shards would interleave. Layers can where
-    parameters are whole in a step.
+    A dim that GSPMD splits cannot, because its shards would interleave. The dim of
+    layers can if parameters are whole during a step.
     """
     shape, stacked = parameter.stacked_shape, parameter.num_layers is not None
     free = [
@@ -466,7 +464,7 @@ def _dims(
 
 
 def _ruled_dims(parameter: Parameter, rules: Rules) -> list[int]:
-    """The dims that rules split over batch axes."""
+    """Return the dims that rules split over batch axes."""
     table = rules.stored.table
     return [
         dim
@@ -475,8 +473,8 @@ def _ruled_dims(parameter: Parameter, rules: Rules) -> list[int]:
     ]
 
 
-def split_axes_of(layout: Layout, rules: Rules) -> tuple[str, ...]:
-    """The mesh axes at work that states are split over."""
+def zero_split_axes(layout: Layout, rules: Rules) -> tuple[str, ...]:
+    """Return the mesh axes of size above 1 that optimizer states are split over."""
     chosen = layout.split_axes
     if layout.zero == 3:  # a rule says over which axes, and whether at all
         stored = rules.stored.table

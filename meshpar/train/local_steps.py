@@ -77,14 +77,14 @@ def outer_of(state: TrainState) -> WithOuter:
     return inner_state(state.opt_state)
 
 
-def of_replicas(state: TrainState) -> TrainState:
+def replica_specs(state: TrainState) -> TrainState:
     """What the replicas have each of their own, without what is in common."""
     inner = with_inner(state.opt_state, outer_of(state).inner)
     return dataclasses.replace(state, opt_state=inner)
 
 
 def joined(own: TrainState, start: Any, outer: Any) -> TrainState:
-    """Undoes `of_replicas`.
+    """Undoes `replica_specs`.
 
     Args:
         own: What the replicas have each of their own.
@@ -139,7 +139,7 @@ MAPPED: TrainState[int | None] = TrainState(
     opt_state=0,
     model_state=0,
 )
-"""The leading dims of `of_replicas`, as `jax.vmap` takes them."""
+"""The leading dims of `replica_specs`, as `jax.vmap` takes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +224,7 @@ class LocalStepFunctions:
             in_axes=(MAPPED, 0, 0, 0),
             out_axes=(MAPPED, 0),
             spmd_axis_name=REPLICA_AXES,
-        )(of_replicas(apart), loss, gradients, found, counts=more["weight_sum"] != 0)
+        )(replica_specs(apart), loss, gradients, found, counts=more["weight_sum"] != 0)
         common = outer_of(apart)
         apart = joined(own, common.start, common.outer)
         metrics = {"loss": loss, "grad_norm": norm, **more}
@@ -237,7 +237,7 @@ class LocalStepFunctions:
         parameters in fp32, and of the model's state, which is averaged.
         """
         apart = take_out(self.model, state)
-        own, common = of_replicas(apart), outer_of(apart)
+        own, common = replica_specs(apart), outer_of(apart)
         values = master_values(own.params, own.opt_state)
         gradients, model_state = self._averaged(common.start, values, own.model_state)
         with asked("optimizer"):
@@ -290,8 +290,8 @@ class LocalStepFunctions:
             return means, treedef.unflatten(arrays)
 
         specs = placement.manual_state_specs
-        of_state = placement.of_replicas(placement.manual_model_state_specs)
-        in_specs = specs, placement.of_replicas(specs), of_state
+        of_state = placement.replica_specs(placement.manual_model_state_specs)
+        in_specs = specs, placement.replica_specs(specs), of_state
         averaged = placement.on_shards(local, in_specs, (specs, of_state))
         return averaged(start, values, model_state)
 

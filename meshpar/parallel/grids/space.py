@@ -18,7 +18,7 @@ from meshpar.errors import InputError
 from meshpar.layout import BATCH_AXES, Layout
 from meshpar.model.contract import Model
 from meshpar.model.inputs import Input
-from meshpar.parallel.zero import split_axes_of
+from meshpar.parallel.zero import zero_split_axes
 from meshpar.rules.rules import Rules, spec_axes
 from meshpar.rules.spatial import SPATIAL
 
@@ -88,7 +88,7 @@ def space_errors(model: Model, layout: Layout, rules: Rules) -> Iterator[InputEr
         )
     if "context" not in at_work:
         return
-    if "context" in split_axes_of(layout, rules):
+    if "context" in zero_split_axes(layout, rules):
         yield InputError(
             f"{asked}, so that states cannot be split over 'context' too; leave it "
             "out of zero_axes and of the rules of parameters",

@@ -27,8 +27,8 @@ from meshpar.parallel.pipeline.model_functions import ModelFunctions
 from meshpar.parallel.pipeline.reduction import reduce_in_slices, summed_inputs
 from meshpar.parallel.pipeline.stages import Arrangement, arrangement, cut, merge
 from meshpar.parallel.placement import REPLICATED, Placement
-from meshpar.parallel.program import Found, sums_by_name
-from meshpar.parallel.reduction import metrics_of, random_key, safe_inverse
+from meshpar.parallel.program import LossAndGradients, sums_by_name
+from meshpar.parallel.reduction import loss_metrics, random_key, safe_inverse
 from meshpar.parallel.sequence import outputs_in_order, tokens_at_hand
 from meshpar.schedules import OwnSchedule, Schedule, chosen_schedule
 from meshpar.schedules.stage_splits import split_by_cost, stage_sizes
@@ -48,7 +48,7 @@ class PipelineProgram:
     schedule: Schedule
     arrangement: Arrangement
 
-    def loss_and_gradients(self, *of: Any) -> Found:
+    def loss_and_gradients(self, *of: Any) -> LossAndGradients:
         """Mean loss, more metrics, gradients laid out as the states, model state.
 
         And the gradient of each input that has one. Arguments as for
@@ -57,7 +57,7 @@ class PipelineProgram:
         placement = self.placement
         model = placement.model
 
-        def local(*of: Any) -> Found:
+        def local(*of: Any) -> LossAndGradients:
             microbatches = self._microbatches(*of, training=True)
             weight_sum = placement.sum_losses(
                 microbatches.weight_sum(), placement.manual_axes
@@ -76,7 +76,7 @@ class PipelineProgram:
                 placement, [merge(of_group) for of_group in found.statistics]
             )
             new_state = updated_state(placement, of[0], of[1], statistics)
-            metrics = metrics_of(weight_sum, sums_by_name(auxiliary))
+            metrics = loss_metrics(weight_sum, sums_by_name(auxiliary))
             names = sorted(apart(model.inputs, of[2])[1])
             of_inputs = merge(dict(zip(names, found.input_gradients, strict=True)))
             of_inputs = summed_inputs(placement, of_inputs)

@@ -87,8 +87,8 @@ MUTANTS = (
         name="block-input-not-offloaded",
         effect="a block's input that is to be offloaded stays on the device",
         file="meshpar/parallel/remat.py",
-        old="BLOCK_INPUT not in ResidualNames.parse(remat).every",
-        new="BLOCK_INPUT not in ResidualNames.parse(remat).save",
+        old="BLOCK_INPUT in ResidualNames.parse(remat).every",
+        new="BLOCK_INPUT in ResidualNames.parse(remat).save",
         tests=(
             "tests/test_remat.py"
             "::test_a_block_s_input_is_moved_to_the_host_and_nothing_else_is_kept",
@@ -109,8 +109,8 @@ MUTANTS = (
         name="norm-counts-every-copy",
         effect="the clipping norm counts a replicated value many times",
         file="meshpar/parallel/reduction.py",
-        old="_squares(x) / _copies(spec, sizes)",
-        new="_squares(x)",
+        old="return jnp.sum(jnp.square(wide)) / copies",
+        new="return jnp.sum(jnp.square(wide))",
         tests=("tests/test_norm.py::test_the_norm_is_that_of_the_whole_arrays",),
     ),
     Mutant(
