@@ -1,7 +1,7 @@
-"""Fourier transforms over dims that devices share out: `jnp.fft`, without a gather.
+"""Fourier transforms over split dims, as `jnp.fft`, without gathering the array.
 
-A pencil decomposition: a split dim is made whole by an all-to-all that splits another
-one instead, transformed, and moved back. GSPMD alone gathers the array on every device.
+A pencil decomposition: an all-to-all makes a split dim whole and splits another one
+instead; the dim is transformed, and moved back. GSPMD alone gathers the whole array.
 
     with jax.set_mesh(mesh):
         y = fft.fftn(x, ("batch", "height", "width"), ("height", "width"), scope)
@@ -10,8 +10,8 @@ Values, norms and gradients are those of `jnp.fft`; a device that has n bytes se
 
     n (P - 1) / P     for each move over P devices
 
-`moves_of` lists them: two for a split dim, one where `transposed` leaves the
-frequencies as the last transform has them. Dims are split as the scope's rules say.
+`moves_of` lists them: two for a split dim, one if `transposed` leaves the frequencies
+split as after the last transform. The scope's rules say how dims are split.
 
 Reference: Pekurovsky 2012 (P3DFFT), section 2, on pencils and transposed output.
 """
@@ -25,7 +25,7 @@ import jax
 
 from meshpar.errors import InputError, whole_number
 from meshpar.model.scope import Scope
-from meshpar.parallel.grids.pencils import Pencils, check_real, dims_of, wide
+from meshpar.parallel.grids.pencils import Pencils, check_real, named_dims, wide
 from meshpar.parallel.moves import Move, on_split
 from meshpar.rules.rules import LogicalAxes
 
@@ -44,20 +44,20 @@ def fftn(
     """`jnp.fft.fftn` over the dims of some logical axes.
 
     Args:
-        x: Real or complex; in fp32 where its values are narrower.
+        x: Real or complex array; converted to fp32 if its dtype is narrower.
         logical_axes: A name, or None, for each dim of `x`.
-        over: Those of the dims to transform.
-        scope: Whose rules split them; one without rules runs on one device.
-        norm: `backward`, `ortho` or `forward`, as of `jnp.fft`.
-        transposed: Leave the dims of `over` split as the last transform has them,
-            which saves moves back; give it to `ifftn` too.
+        over: Names of the dims to transform.
+        scope: Scope whose rules split them; one without rules runs on one device.
+        norm: `backward`, `ortho` or `forward`, as for `jnp.fft`.
+        transposed: Leave the dims of `over` split as after the last transform, which
+            saves moves back; give it to `ifftn` too.
 
     Returns:
         complex64, shaped as `x`.
 
     Raises:
-        InputError: No such dim or norm, another number of names than of dims, or no
-            dim can take a split while it is moved.
+        InputError: A dim or norm is unknown, the number of names is not that of dims,
+            or no dim divides for a move.
         RuleError: A dim does not divide over the devices that split it.
 
     Example:
@@ -67,7 +67,7 @@ def fftn(
         >>> y.shape, float(y[0, 0].real)
         ((4, 8), 32.0)
     """
-    plan = Pencils.of(x.shape, logical_axes, over, scope, norm, transposed)
+    plan = Pencils.plan(x.shape, logical_axes, over, scope, norm, transposed)
     return plan.forward(x)
 
 
@@ -80,8 +80,8 @@ def ifftn(
     norm: str = "backward",
     transposed: bool = False,
 ) -> jax.Array:
-    """`jnp.fft.ifftn`: undoes `fftn` of the same arguments, moves included."""
-    plan = Pencils.of(y.shape, logical_axes, over, scope, norm, transposed)
+    """`jnp.fft.ifftn`: the inverse of `fftn` with the same arguments."""
+    plan = Pencils.plan(y.shape, logical_axes, over, scope, norm, transposed)
     return plan.inverse(y)
 
 
@@ -95,24 +95,24 @@ def rfftn(
     norm: str = "backward",
     transposed: bool = False,
 ) -> jax.Array:
-    """`jnp.fft.rfftn`: of the last dim of `over` those frequencies that are not twice.
+    """`jnp.fft.rfftn`: the last dim of `over` has `size // 2 + 1` frequencies.
 
     Args:
-        x: Real.
-        logical_axes: As for `fftn`, and so what follows.
-        over: The dims; the last is transformed first, and is the one that is halved.
-        scope: Whose rules split them.
-        modes: So many of its lowest frequencies are kept; all `size // 2 + 1` when
-            None. Where it is split they divide over its devices.
+        x: Real array.
+        logical_axes: As for `fftn`, and so `scope`.
+        over: Names of the dims; the last is transformed first, and is halved.
+        scope: Scope whose rules split them.
+        modes: Number of lowest frequencies of the last dim to keep; all when None. If
+            the dim is split, it must divide over the devices.
         norm: As for `fftn`.
         transposed: As for `fftn`.
 
     Raises:
-        InputError: Also where the frequencies kept do not divide, or are more than
-            there are, and where `x` is complex.
+        InputError: As for `fftn`; or `modes` is too large or does not divide, or `x` is
+            complex.
     """
     check_real(x, "rfftn")
-    plan = Pencils.of(x.shape, logical_axes, over, scope, norm, transposed)
+    plan = Pencils.plan(x.shape, logical_axes, over, scope, norm, transposed)
     return plan.real(modes, "rfftn").forward(x)
 
 
@@ -126,23 +126,24 @@ def irfftn(
     norm: str = "backward",
     transposed: bool = False,
 ) -> jax.Array:
-    """`jnp.fft.irfftn`: undoes `rfftn`; frequencies that were not kept count as 0.
+    """`jnp.fft.irfftn`: the inverse of `rfftn`; frequencies not kept are 0.
 
     Args:
         y: Frequencies.
-        logical_axes: As for `rfftn`, and so what follows.
-        over: The dims.
-        scope: Whose rules split them.
-        size: Of the last dim of `over` in the result.
+        logical_axes: As for `rfftn`, and so `over` and `scope`.
+        over: Names of the dims.
+        scope: Scope whose rules split them.
+        size: Size of the last dim of `over` in the result.
         norm: As for `fftn`.
         transposed: As for `fftn`.
 
     Raises:
         InputError: As for `rfftn`, or more frequencies than a result of that size has.
     """
-    size, last = whole_number("irfftn to size", size), dims_of(logical_axes, over)[-1]
+    size = whole_number("irfftn to size", size)
+    last = named_dims(logical_axes, over)[-1]
     shape = tuple(size if dim == last else n for dim, n in enumerate(y.shape))
-    plan = Pencils.of(shape, logical_axes, over, scope, norm, transposed)
+    plan = Pencils.plan(shape, logical_axes, over, scope, norm, transposed)
     modes = y.shape[last]
     if modes > size // 2 + 1:
         raise InputError(
@@ -165,21 +166,21 @@ def filtered(
     modes: int | None = None,
     norm: str = "backward",
 ) -> jax.Array:
-    """`irfftn(function(weights, rfftn(x)))`, each frequency by itself.
+    """Return `irfftn(function(weights, rfftn(x)))` for a function of each frequency.
 
-    The frequencies are transformed back from where the last transform has them, so that
-    a split dim takes one all-to-all there and one back. Weights are whole on every
-    device; their gradients are summed over the mesh axes that split `x`.
+    Frequencies stay split as after the last transform, so a split dim takes one
+    all-to-all there and one back. Weights are whole on every device; their gradients
+    are summed over the mesh axes that split `x`.
 
     Args:
-        x: Real.
-        function: (weights, some of the frequencies) -> alike; the other dims are whole
-            unless the rules split them.
+        x: Real array.
+        function: (weights, some of the frequencies) -> as many values; the other dims
+            are whole unless the rules split them.
         weights: Tree of arrays; the function gets narrow ones in fp32.
-        logical_axes: As for `rfftn`, and so what follows.
-        over: The dims.
-        scope: Whose rules split them.
-        modes: Frequencies of the last dim that are kept.
+        logical_axes: As for `rfftn`, and so `over` and `scope`.
+        over: Names of the dims.
+        scope: Scope whose rules split them.
+        modes: Number of frequencies of the last dim to keep.
         norm: As for `fftn`.
 
     Returns:
@@ -189,7 +190,7 @@ def filtered(
         InputError: As for `rfftn`, or `function` returns another shape.
     """
     check_real(x, "filtered")
-    plan = Pencils.of(x.shape, logical_axes, over, scope, norm, transposed=True)
+    plan = Pencils.plan(x.shape, logical_axes, over, scope, norm, transposed=True)
     plan = plan.real(modes, "filtered")
     leaves, tree = jax.tree.flatten(jax.tree.map(wide, weights))
     steps, _ = plan.steps
@@ -217,14 +218,14 @@ def moves_of(
     *,
     transposed: bool = False,
 ) -> tuple[Move, ...]:
-    """The all-to-alls of `fftn` in order; those of `ifftn` are as many, undone.
+    """Return the all-to-alls of `fftn` in order; `ifftn` undoes them in reverse.
 
     Args:
-        shape: Of the array.
-        logical_axes: As for `fftn`, and so what follows.
-        over: The dims.
-        scope: Whose rules split them.
+        shape: Shape of the array.
+        logical_axes: As for `fftn`, and so the other arguments.
+        over: Names of the dims.
+        scope: Scope whose rules split them.
         transposed: As for `fftn`.
     """
-    plan = Pencils.of(shape, logical_axes, over, scope, "backward", transposed)
+    plan = Pencils.plan(shape, logical_axes, over, scope, "backward", transposed)
     return tuple(step for step in plan.steps[0] if isinstance(step, Move))

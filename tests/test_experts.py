@@ -29,7 +29,7 @@ from meshpar.models.layers.router import Router, RouterConfig
 from meshpar.models.presets import build, configure
 from meshpar.parallel.expert import tiles
 from meshpar.parallel.expert.experts import routed_mlp
-from meshpar.parallel.expert.rounds import most_for_one, routes_of, sent, slots
+from meshpar.parallel.expert.rounds import make_routes, most_for_one, sent, slots
 from meshpar.parallel.tensor import vocab_lookup
 from meshpar.train.refusals import experts_refusal
 from tests.marks import slow
@@ -165,7 +165,7 @@ def test_rounds_send_every_assignment_once_to_the_device_of_its_expert():
 
     @jax.jit
     def in_round(first):
-        routes = routes_of(experts, EXPERTS, 4)
+        routes = make_routes(experts, EXPERTS, 4)
         of_round = sent(routes, first, room), slots(routes, first, room)
         return most_for_one(routes), *of_round
 
@@ -186,7 +186,7 @@ def test_what_a_round_has_no_room_for_has_no_slot_of_the_next_device():
 
     @jax.jit
     def slots_of(first):
-        routes = routes_of(experts, num_experts=4, num_devices=2)
+        routes = make_routes(experts, num_experts=4, num_devices=2)
         return slots(routes, first, room=2)
 
     none = 2 * 2

@@ -1,4 +1,4 @@
-"""A channel for each collective of emulated devices, by which XLA:CPU pairs them."""
+"""Give each collective of emulated devices the channel by which XLA:CPU pairs it."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from jaxlib.mlir.dialects import stablehlo
 
 _LOWER = "lower_jaxpr_to_module"
 _CHANNEL, _NAME = "channel_handle", "sym_name"
-_OF_THE_HOST = ("stablehlo.send", "stablehlo.recv")
+_HOST_OPERATIONS = ("stablehlo.send", "stablehlo.recv")
 _SHAPING = {
     *("stablehlo.broadcast_in_dim", "stablehlo.convert"),
     *("stablehlo.reshape", "stablehlo.transpose"),
 }
-"""What JAX puts before a collective, anew for each."""
+"""Operations that JAX puts before a collective, separately for each."""
 _CALLED = {"func.call": "callee", "stablehlo.composite": "decomposition"}
-"""Operations that run another function, and their attribute with its name."""
+"""Operations that call a function, and their attribute with its name."""
 
 
 @functools.cache
 def give_own_channels() -> None:
-    """Lowers programs for CPUs so that no two collectives share a channel.
+    """Lower programs for CPUs so that no two collectives share a channel.
 
-    JAX gives all of `jax.shard_map` channel 1, and XLA:CPU pairs a device's collective
-    with any of the same channel and devices. Two loops that need nothing of each other
-    run beside each other there, in any order on each device, so that one's collectives
-    are paired with the other's: a block computed again beside its first run, an
-    encoder's backward beside its decoder's gradients. Numbers were wrong, or the
-    process hung or ended.
+    JAX gives all collectives of `jax.shard_map` channel 1, and XLA:CPU pairs a device's
+    collective with any of the same channel and devices. Two independent loops run
+    concurrently there, in any order on each device, so collectives of one were paired
+    with those of the other: a block recomputed beside its first run, an encoder's
+    backward beside its decoder's gradients. Numbers were wrong, or the process hung or
+    ended.
 
-    Programs for other platforms, or for several, stay as they are.
+    Programs for other platforms, or for several, do not change.
     """
     lowering = _lowering()
     if lowering is None:
@@ -62,7 +62,7 @@ def give_own_channels() -> None:
 
 
 def _lowering() -> ModuleType | None:
-    """JAX's module that lowers; None where it does so otherwise than is known here."""
+    """Return JAX's module that lowers; None if it differs from the known one."""
     try:
         # JAX has no public place between lowering and compiling.
         from jax._src.interpreters import mlir  # noqa: TID251
@@ -74,81 +74,79 @@ def _lowering() -> ModuleType | None:
 
 
 def number_collectives(module: ir.Module) -> None:
-    """Gives each collective of a program a channel that no other has, in place.
+    """Give each collective of a StableHLO program its own channel, in place.
 
-    A function with collectives that is called several times becomes as many: JAX
-    writes down once what two loops do alike. Equal collectives of one operand, which
-    XLA makes one of, share theirs.
-
-    Args:
-        module: In StableHLO.
+    A function with collectives that is called several times is copied for each call,
+    because JAX lowers equal bodies of two loops once. Equal collectives of one operand,
+    which XLA merges, share a channel.
     """
     functions = {
-        ir.StringAttr(one.attributes[_NAME]).value: _read(one.operation)
-        for one in module.body.operations
-        if one.operation.name == "func.func"
+        ir.StringAttr(function.attributes[_NAME]).value: _read(function.operation)
+        for function in module.body.operations
+        if function.operation.name == "func.func"
     }
-    of_host = [_handle(x) for each in functions.values() for x in each.of_host]
-    unused = itertools.count(1 + max((one.handle for one in of_host), default=0))
+    host = [_handle(x) for each in functions.values() for x in each.host_operations]
+    unused = itertools.count(1 + max((handle.handle for handle in host), default=0))
     for function in _copied_for_each_call(module, functions):
         channels: dict[tuple, int] = {}
         for collective in function.collectives:
-            alike = _what_it_does(collective)
-            if alike not in channels:
-                channels[alike] = next(unused)
+            signature = _signature(collective)
+            if signature not in channels:
+                channels[signature] = next(unused)
             kind = _handle(collective).channel_type
-            handle = stablehlo.ChannelHandle.get(channels[alike], kind)
+            handle = stablehlo.ChannelHandle.get(channels[signature], kind)
             collective.attributes[_CHANNEL] = handle
 
 
 @dataclass(kw_only=True)
 class _Function:
-    """A function of a module, and what is in it, in loops too.
+    """A function of a module, and operations in it and in its loops.
 
     Args:
-        operation: What defines it.
+        operation: The definition of the function.
         collectives: Operations with a channel between devices.
-        of_host: Operations with a channel to the host.
-        calls: Operations that run another function.
+        host_operations: Operations with a channel to the host.
+        calls: Operations that call a function.
     """
 
     operation: ir.Operation
     collectives: list[ir.Operation] = field(default_factory=list)
-    of_host: list[ir.Operation] = field(default_factory=list)
+    host_operations: list[ir.Operation] = field(default_factory=list)
     calls: list[ir.Operation] = field(default_factory=list)
 
 
 def _read(function: ir.Operation) -> _Function:
-    found = _Function(operation=function)
+    result = _Function(operation=function)
 
     def note(operation: ir.Operation) -> ir.WalkResult:
         if _CHANNEL in operation.attributes:
-            to_host = operation.name in _OF_THE_HOST
-            (found.of_host if to_host else found.collectives).append(operation)
+            to_host = operation.name in _HOST_OPERATIONS
+            kind = result.host_operations if to_host else result.collectives
+            kind.append(operation)
         elif operation.name in _CALLED:
-            found.calls.append(operation)
+            result.calls.append(operation)
         return ir.WalkResult.ADVANCE
 
     function.walk(note)
-    return found
+    return result
 
 
 def _copied_for_each_call(
     module: ir.Module, functions: dict[str, _Function]
 ) -> list[_Function]:
-    """Functions with collectives, copied so that each is called once.
+    """Return functions with collectives, copied so that each is called once.
 
     Args:
-        module: Where copies are put.
-        functions: By name; copies are added.
+        module: The module, to which copies are added.
+        functions: Functions by name, to which copies are added.
     """
     holding = _with_collectives(functions)
     called = {_called(call) for each in functions.values() for call in each.calls}
-    found, seen = [], set()
+    result, seen = [], set()
     left = [name for name in functions if name in holding - called]
     while left:
         function = functions[left.pop()]
-        found.append(function)
+        result.append(function)
         for call in function.calls:
             name = _called(call)
             if name not in holding:
@@ -158,24 +156,24 @@ def _copied_for_each_call(
                 holding.add(name)
             seen.add(name)
             left.append(name)
-    return found
+    return result
 
 
 def _with_collectives(functions: Mapping[str, _Function]) -> set[str]:
-    """Names of functions that have collectives, or call one that does."""
-    found = {name for name, each in functions.items() if each.collectives}
+    """Return names of functions that have collectives or call one that does."""
+    names = {name for name, each in functions.items() if each.collectives}
     calls = {
         name: {_called(call) for call in each.calls} for name, each in functions.items()
     }
-    while more := {name for name, called in calls.items() if called & found} - found:
-        found |= more
-    return found
+    while more := {name for name, called in calls.items() if called & names} - names:
+        names |= more
+    return names
 
 
 def _copied(
     module: ir.Module, functions: dict[str, _Function], call: ir.Operation
 ) -> str:
-    """The name of a copy of a function, which the call is of from now on."""
+    """Copy the called function, let the call name the copy, and return that name."""
     given = _called(call)
     numbers = itertools.count(len(functions))
     name = next(x for n in numbers if (x := f"{given}_copy_{n}") not in functions)
@@ -187,34 +185,36 @@ def _copied(
     return name
 
 
-def _what_it_does(collective: ir.Operation) -> tuple:
-    """Equal of two collectives of a block whose results are the same."""
+def _signature(collective: ir.Operation) -> tuple:
+    """Return a key that is equal for collectives of a block with equal results."""
     inside = [
         operation.name
         for region in collective.regions
         for block in region.blocks
         for operation in block.operations
     ]
-    operands = [_made_of(operand) for operand in collective.operands]
-    return collective.block, *_said(collective), tuple(inside), *operands
+    operands = [_source(operand) for operand in collective.operands]
+    return collective.block, *_description(collective), tuple(inside), *operands
 
 
-def _made_of(value: ir.Value) -> tuple:
-    """A value that is given another shape, and how."""
-    how: list[Any] = []
+def _source(value: ir.Value) -> tuple:
+    """Return the value that was reshaped into this one, and the operations."""
+    operations: list[Any] = []
     while not isinstance(value.owner, ir.Block):
         maker = value.owner.operation
         if maker.name not in _SHAPING:
             break
-        how += _said(maker)
+        operations += _description(maker)
         [value] = maker.operands
-    return value, *how
+    return value, *operations
 
 
-def _said(operation: ir.Operation) -> tuple:
-    """An operation's name, attributes but the channel, and types of results."""
-    given = operation.attributes
-    attributes = sorted((name, str(given[name])) for name in given if name != _CHANNEL)
+def _description(operation: ir.Operation) -> tuple:
+    """Return an operation's name, attributes without the channel, and result types."""
+    all_attributes = operation.attributes
+    attributes = sorted(
+        (name, str(all_attributes[name])) for name in all_attributes if name != _CHANNEL
+    )
     types = [str(result.type) for result in operation.results]
     return operation.name, *attributes, *types
 

@@ -79,5 +79,5 @@ def within(seconds: float, call: Callable[[], _T]) -> _T:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return whether an error is a panic of a Rust library, which is no `Exception`."""
+    """Return True if an error is a panic of a Rust library, which is no `Exception`."""
     return type(error).__name__ == "PanicException"

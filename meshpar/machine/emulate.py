@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 ENVIRONMENT_VARIABLE = "MESHPAR_EMULATE"
 
 DEFAULT_DEVICES = 8
-"""Virtual devices of `meshpar fuzz` where nobody says how many."""
+"""Default number of virtual devices of `meshpar fuzz`."""
 
 MOST_DEVICES = 512
-"""Most virtual devices of a process. So many start in 4 s and take 0.6 GB; 2,048 took
-53 s and 2 GB (jax 0.10.2, 2 busy cores), as both grow with their square."""
+"""Most virtual devices of a process: they start in 4 s and take 0.6 GB; 2,048 took 53 s
+and 2 GB (jax 0.10.2, 2 busy cores), as both grow with the square."""
 
 # XLA:CPU holds a collective back until the one before it in the program is done, but
 # behind a loop only until the loop has begun. In breadth-first order one that needs
@@ -43,22 +43,22 @@ _THREADS_PER_DEVICE = 8
 
 
 class AlreadyStartedError(InputError, RuntimeError):
-    """JAX has started with other devices than `emulate` was asked for."""
+    """JAX has already started with other devices than `emulate` needs."""
 
 
 def emulate(num_devices: int) -> list[jax.Device]:
-    """Makes JAX see `num_devices` virtual CPU devices, and returns them.
+    """Make JAX see `num_devices` virtual CPU devices, and return them.
 
-    Call it before the first JAX operation. Calling it again with the same number is
-    fine. Setting `MESHPAR_EMULATE=8` in the environment does the same on `import
-    meshpar`. Of several processes each has so many.
+    Call it before the first JAX operation; more calls with the same number do nothing.
+    `MESHPAR_EMULATE=8` in the environment does the same on `import meshpar`. Each of
+    several processes gets this many.
 
-    It adds to `XLA_FLAGS` what is not set there, and raises `PJRT_NPROC`, the size of
-    XLA's thread pools, to 8 per device: without either, virtual devices hang. And it
-    gives each collective a channel of its own (`collective_channels`).
+    It adds missing flags to `XLA_FLAGS`, and raises `PJRT_NPROC`, the size of XLA's
+    thread pools, to 8 per device: without either, virtual devices hang. It also gives
+    each collective its own channel (`collective_channels`).
 
     Raises:
-        InputError: `num_devices` is not at least 1, or beyond `MOST_DEVICES`.
+        InputError: `num_devices` is below 1 or above `MOST_DEVICES`.
         AlreadyStartedError: JAX has already started with other devices.
 
     Example:
@@ -77,10 +77,10 @@ def emulate(num_devices: int) -> list[jax.Device]:
 
 
 def prepare(num_devices: int) -> None:
-    """What `emulate` sets, without starting JAX: another may have to start it.
+    """Configure virtual devices as `emulate` does, without starting JAX.
 
     Raises:
-        InputError: `num_devices` is not at least 1, or beyond `MOST_DEVICES`.
+        InputError: `num_devices` is below 1 or above `MOST_DEVICES`.
         AlreadyStartedError: JAX has already started with other devices.
     """
     from meshpar.machine.collective_channels import give_own_channels
@@ -111,7 +111,7 @@ def prepare(num_devices: int) -> None:
 
 
 def num_cpu_devices() -> int:
-    """Virtual CPU devices that JAX starts with, or has started."""
+    """Return the number of virtual CPU devices that JAX starts with, or has started."""
     import jax
 
     # JAX makes its options when it is imported, where no type checker sees them.
@@ -119,9 +119,9 @@ def num_cpu_devices() -> int:
 
 
 def emulate_from_environment() -> None:
-    """Prepares as many devices as `MESHPAR_EMULATE` says, if that is set.
+    """Prepare the number of devices that `MESHPAR_EMULATE` gives, if it is set.
 
-    JAX is not started, so that `meshpar.distributed.start` can still join processes.
+    JAX is not started, so `meshpar.distributed.start` can still join processes.
 
     Raises:
         InputError: The variable does not hold a whole number.

@@ -1,4 +1,4 @@
-"""A layout and devices become a `jax.sharding.Mesh`, in topology order."""
+"""Make a `jax.sharding.Mesh` for a layout, with devices in topology order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ALL_AUTO = (AxisType.Auto,) * len(MESH_AXES)
 
 
 class UnusedDevicesWarning(UserWarning):
-    """A layout that leaves devices of the machine out."""
+    """Warning that a layout leaves devices of the machine unused."""
 
 
 def make_mesh(
@@ -33,19 +33,19 @@ def make_mesh(
     topology: Topology | None = None,
     order: Sequence[str] | str | None = None,
 ) -> Mesh:
-    """A mesh of all six axes, `tensor` innermost on the fastest link.
+    """Return a mesh of all six axes, with `tensor` innermost on the fastest link.
 
     TPUs follow the torus of each slice, slice by slice
-    (`mesh_utils.create_hybrid_device_mesh`); GPUs are taken by NVLink domain, and other
-    devices host by host, in order of their ids. Every mesh axis is `Auto`.
+    (`mesh_utils.create_hybrid_device_mesh`); GPUs are ordered by NVLink domain, and
+    other devices host by host, by id. Every mesh axis is `Auto`.
 
     Args:
         layout: Sizes of the mesh axes, or a layout's text; a -1 absorbs what the
             devices leave.
         devices: Devices to use; JAX's by default, as many as the layout needs.
         topology: Hosts and links; read from the devices by default.
-        order: Mesh axes, outermost first, the last on neighbouring devices, where
-            another than `MESH_AXES` suits what they send (`machine.mesh_order`).
+        order: Mesh axes, outermost first, the last on neighbouring devices; `MESH_AXES`
+            by default (`machine.mesh_order` finds a faster one).
 
     Raises:
         InputError: The layout needs another number of devices, or the topology
@@ -75,15 +75,15 @@ def make_mesh(
 
 
 def slow_axes_of(mesh: Mesh, sent: Sent) -> tuple[SlowAxis, ...]:
-    """The axes of a mesh that another order puts on a faster link, the worst first.
+    """Return the axes of a mesh that another order puts on a faster link, worst first.
 
     Args:
-        mesh: From `make_mesh`, or of any devices.
+        mesh: A mesh with devices.
         sent: Mesh axes of collectives -> bytes that a device sends for them in a step.
     """
     devices = list(mesh.devices.flat)
     if len(set(Counter(domains_of(devices)).values())) != 1:
-        return ()  # Hosts of several sizes have no order that suits all.
+        return ()  # No order suits hosts of different sizes.
     return slow_axes(
         Topology.from_devices(devices),
         dict(mesh.shape),
@@ -93,7 +93,7 @@ def slow_axes_of(mesh: Mesh, sent: Sent) -> tuple[SlowAxis, ...]:
 
 
 def hosts_of(mesh: Mesh) -> tuple[int, ...]:
-    """The host, or domain of a fast link, of each device of a mesh, row by row."""
+    """Return the host, or fast-link domain, of each device of a mesh, row by row."""
     return tuple(domains_of(list(mesh.devices.flat)))
 
 
@@ -108,9 +108,9 @@ def _checked(devices: Any) -> list[jax.Device]:
 
 
 def _first_devices(layout: Layout) -> list[jax.Device]:
-    """JAX's devices, or the first of one process's where the layout needs fewer."""
+    """Return JAX's devices, or the first of a single process if fewer are needed."""
     devices = jax.devices()
-    # Of several processes, those without a device in the mesh would have to stay out.
+    # With several processes, each needs a device in the mesh.
     if layout.is_open or jax.process_count() > 1:
         return devices
     needed = layout.num_devices
@@ -126,13 +126,13 @@ def _first_devices(layout: Layout) -> list[jax.Device]:
 
 
 def absent_mesh(layout: Layout | str) -> AbstractMesh:
-    """A mesh of all six axes without devices: to lower a program, not to run it.
+    """Return a mesh of all six axes without devices, to lower a program.
 
     Args:
         layout: Sizes of the mesh axes, or a layout's text.
 
     Raises:
-        InputError: The layout cannot be read, or leaves a -1.
+        InputError: The layout cannot be read, or contains a -1.
 
     Example:
         >>> absent_mesh("data=8,tensor=8").size
@@ -143,21 +143,21 @@ def absent_mesh(layout: Layout | str) -> AbstractMesh:
 
 
 def use_mesh(mesh: Mesh | AbstractMesh) -> AbstractContextManager[Any]:
-    """`with use_mesh(mesh):` sets the mesh for tracing, with or without devices."""
+    """Set the mesh for tracing in a `with` statement, with or without devices."""
     if isinstance(mesh, AbstractMesh):
         return jax.sharding.use_abstract_mesh(mesh)
     return jax.set_mesh(mesh)
 
 
 def platform_of(mesh: Mesh | AbstractMesh) -> str:
-    """Kind of its devices, `cpu`, `gpu` or `tpu`; `cpu` where it has none."""
+    """Return the platform of a mesh's devices; `cpu` if it has none."""
     if isinstance(mesh, AbstractMesh):
         return "cpu"
     return mesh.devices.flat[0].platform
 
 
 def _arrange(devices: list[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
-    """The devices in an array of that shape, neighbours along its last dims."""
+    """Return an array of the devices, with neighbours along its last dims."""
     if devices[0].platform == "tpu":
         return _along_torus(devices, shape)
     placed = sorted(
@@ -171,20 +171,20 @@ def _arrange(devices: list[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
 
 def _along_torus(devices: list[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
     slices = len(set(domains_of(devices)))
-    of_slices, inside = _outermost(shape, slices)
-    if slices == 1 or math.prod(of_slices) != slices:
+    across, inside = _outermost(shape, slices)
+    if slices == 1 or math.prod(across) != slices:
         return mesh_utils.create_device_mesh(
             shape, devices, allow_split_physical_axes=True
         )
     return mesh_utils.create_hybrid_device_mesh(
-        inside, of_slices, devices, allow_split_physical_axes=True
+        inside, across, devices, allow_split_physical_axes=True
     )
 
 
 def _outermost(
     shape: tuple[int, ...], number: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A shape's factors whose product is `number`, of its first dims; the others.
+    """Split a shape into factors of product `number`, from the left, and the rest.
 
     Example:
         >>> _outermost((2, 4, 1, 8), 4)
@@ -194,5 +194,5 @@ def _outermost(
     for size in shape:
         taken.append(math.gcd(size, number))
         number //= taken[-1]
-    left = (size // here for size, here in zip(shape, taken, strict=True))
-    return tuple(taken), tuple(left)
+    rest = (size // factor for size, factor in zip(shape, taken, strict=True))
+    return tuple(taken), tuple(rest)

@@ -1,8 +1,8 @@
-"""The order in which mesh axes lie over the hosts, and which of them it slows down.
+"""Orders of mesh axes over hosts, and which axes an order puts on a slow link.
 
-Devices of a host are neighbours, so the innermost axes of the order lie inside hosts.
-A collective whose group leaves a host runs at the speed of the network, times the
-group's devices of one host, whose ports all carry a share of it (NCCL's channels).
+Devices of a host are neighbours, so the innermost axes of the order are inside hosts.
+A collective whose group spans hosts runs at the speed of the network, times the number
+of the group's devices in one host, whose ports all carry a share (NCCL's channels).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Sent = Mapping[tuple[str, ...], float]
 """Mesh axes of collectives -> bytes that a device sends for them in a step."""
 
 _GAIN = 0.95
-"""An order is worth a word that leaves this part of the time at most."""
+"""An order is reported if its time is at most this part of the present one."""
 
 _UNKNOWN = (9.0, 1.0)
-"""A host's link and the network where neither is known: as of an H100's host."""
+"""Relative speeds of a host's link and the network if unknown, as for H100 hosts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +34,12 @@ class SlowAxis:
     """A mesh axis on a slower link than another order would give it.
 
     Args:
-        mesh_axes: It, or several whose devices take part together.
-        sent_bytes: By a device in a step.
-        bytes_per_s: Of the link that it lies on; None where that is not known.
-        could_bytes_per_s: Of the one it could lie on.
-        order: The order that does so, outermost first.
-        kept_s: Part of the time of all axes' traffic that is left under that order.
+        mesh_axes: The mesh axis, or several that a collective spans.
+        sent_bytes: Bytes that a device sends in a step.
+        bytes_per_s: Speed of its present link; None if it is unknown.
+        could_bytes_per_s: Speed of the link under `order`.
+        order: The faster order, outermost first.
+        kept_s: Time of all axes' traffic under `order`, as a part of the present one.
     """
 
     mesh_axes: tuple[str, ...]
@@ -62,20 +62,21 @@ class SlowAxis:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return the fields as plain data."""
         return asdict(self)
 
 
 def full_order(order: Sequence[str] | str | None, sizes: Mapping[str, int]) -> tuple:
-    """An order of all mesh axes, those of size 1 that it leaves out put first.
+    """Complete an order of mesh axes: axes that it leaves out come first.
 
     Args:
-        order: Outermost first, or its text (`stage,data,tensor`); None for
-            `MESH_AXES`.
-        sizes: Of each mesh axis.
+        order: Mesh axes, outermost first, or their text (`stage,data,tensor`); None
+            for `MESH_AXES`.
+        sizes: Size of each mesh axis.
 
     Raises:
-        InputError: An axis that is none, is there twice, or is missing.
+        InputError: An axis is unknown, repeated, or missing although its size is above
+            1.
 
     Example:
         >>> full_order("stage,fsdp", {**dict.fromkeys(MESH_AXES, 1), "fsdp": 8})[-2:]
@@ -108,12 +109,12 @@ def full_order(order: Sequence[str] | str | None, sizes: Mapping[str, int]) -> t
 def in_order(
     values: np.ndarray, sizes: Mapping[str, int], order: Sequence[str]
 ) -> np.ndarray:
-    """Values in a row, put on the mesh in an order of its axes.
+    """Arrange values of devices on a mesh in an order of its axes.
 
     Args:
-        values: One for each device; the last axis of `order` takes neighbours.
-        sizes: Of each mesh axis.
-        order: Of all mesh axes.
+        values: A value for each device; neighbours go along the last axis of `order`.
+        sizes: Size of each mesh axis.
+        order: All mesh axes, outermost first.
 
     Returns:
         An array with a dim for each of `MESH_AXES`.
@@ -129,29 +130,35 @@ def slow_axes(
     *,
     hosts: np.ndarray | None = None,
 ) -> tuple[SlowAxis, ...]:
-    """The mesh axes that another order puts on a faster link, the worst first.
+    """Return the mesh axes that another order puts on a faster link, worst first.
 
-    None where no order makes all traffic together faster.
+    The result is empty if no order makes all traffic together faster.
 
     Args:
         topology: The hosts and their links.
-        sizes: Of each mesh axis.
-        sent: What they send.
-        hosts: The host of each device of the mesh; of `make_mesh` when absent.
+        sizes: Size of each mesh axis.
+        sent: Bytes that a device sends over mesh axes.
+        hosts: The host of each device of the mesh; as `make_mesh` puts them by default.
     """
     row = np.arange(topology.num_devices) // topology.devices_per_host
     hosts = in_order(row, sizes, MESH_AXES) if hosts is None else hosts
-    sent = {_at_work(axes, sizes): number for axes, number in sent.items()}
+    large = [axis for axis in MESH_AXES if sizes[axis] > 1]
+    sent = {
+        tuple(axis for axis in large if axis in axes): number
+        for axes, number in sent.items()
+    }
     sent = {axes: number for axes, number in sent.items() if axes and number}
     if topology.hosts == 1 or not sent:
         return ()
     now = _speeds(topology, hosts, sent)
     best: tuple[str, ...] = MESH_AXES
     speeds, best_s = now, math.inf
-    for order in _orders(sizes):
-        found = _speeds(topology, in_order(row, sizes, order), sent)
-        if (total_s := _seconds(found, sent)) < best_s:
-            best, speeds, best_s = order, found, total_s
+    small = [axis for axis in MESH_AXES if sizes[axis] == 1]
+    for inner in itertools.permutations(large):  # the first is `MESH_AXES`
+        order = (*small, *inner)
+        candidate = _speeds(topology, in_order(row, sizes, order), sent)
+        if (total_s := _seconds(candidate, sent)) < best_s:
+            best, speeds, best_s = order, candidate, total_s
     kept = best_s / _seconds(now, sent)
     if kept > _GAIN:
         return ()
@@ -168,23 +175,12 @@ def slow_axes(
         for axes in sent
         if speeds[axes] > now[axes]
     ]
-    return tuple(sorted(slow, key=lambda one: -_saved_s(one, now, speeds)))
 
+    def saved_s(axis: SlowAxis) -> float:
+        axes = axis.mesh_axes
+        return axis.sent_bytes * (1 / now[axes] - 1 / speeds[axes])
 
-def _saved_s(one: SlowAxis, now: Mapping, then: Mapping) -> float:
-    axes = one.mesh_axes
-    return one.sent_bytes * (1 / now[axes] - 1 / then[axes])
-
-
-def _at_work(axes: Sequence[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    return tuple(axis for axis in MESH_AXES if axis in axes and sizes[axis] > 1)
-
-
-def _orders(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """Every order of the axes at work; meshpar's own is the first."""
-    at_work = [axis for axis in MESH_AXES if sizes[axis] > 1]
-    idle = [axis for axis in MESH_AXES if sizes[axis] == 1]
-    return [(*idle, *order) for order in itertools.permutations(at_work)]
+    return tuple(sorted(slow, key=saved_s, reverse=True))
 
 
 def _seconds(speeds: Mapping[tuple[str, ...], float], sent: Sent) -> float:
@@ -194,7 +190,7 @@ def _seconds(speeds: Mapping[tuple[str, ...], float], sent: Sent) -> float:
 def _speeds(
     topology: Topology, hosts: np.ndarray, sent: Sent
 ) -> dict[tuple[str, ...], float]:
-    """Bytes/s of each device in collectives over these mesh axes."""
+    """Return the bytes/s of each device in collectives over these mesh axes."""
     host, network = topology.host_bytes_per_s, topology.network_bytes_per_s
     inside, between = (host, network) if host and network else _UNKNOWN
     speeds = {}
@@ -203,6 +199,6 @@ def _speeds(
         groups = np.moveaxis(hosts, dims, range(-len(dims), 0))
         groups = groups.reshape(-1, math.prod(groups.shape[-len(dims) :]))
         most_hosts = max(len(set(group)) for group in groups.tolist())
-        here = groups.shape[1] / most_hosts
-        speeds[axes] = inside if most_hosts == 1 else min(between * here, inside)
+        per_host = groups.shape[1] / most_hosts
+        speeds[axes] = inside if most_hosts == 1 else min(between * per_host, inside)
     return speeds

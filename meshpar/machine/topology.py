@@ -1,4 +1,4 @@
-"""A topology: hosts, devices per host, and which link each mesh axis lies on."""
+"""Topologies: hosts, devices per host, and the link that each mesh axis crosses."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from meshpar.hardware.devices import device_from_kind
 from meshpar.layout import MESH_AXES, Layout
 
 Crossing = Literal["none", "host", "network"]
-"""What a mesh axis has to cross: nothing, one host's links, or the network."""
+"""The slowest link that a mesh axis crosses: none, a host's links, or the network."""
 
 
 class TopologyWarning(UserWarning):
-    """A layout puts much traffic on a slow link."""
+    """Warning that a layout puts much traffic on a slow link."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +30,11 @@ class Topology:
     Args:
         hosts: Number of hosts.
         devices_per_host: Devices that share a host's fast link.
-        host_bytes_per_s: Speed of that link, per device and direction, if known.
+        host_bytes_per_s: Speed of this link, per device and direction, if known.
         network_bytes_per_s: Speed between hosts, per device and direction, if known.
 
     Raises:
-        InputError: A count or speed that is not positive.
+        InputError: A count or speed is not positive.
 
     Example:
         >>> topology = Topology(hosts=2, devices_per_host=4)
@@ -64,10 +64,10 @@ class Topology:
 
     @classmethod
     def from_devices(cls, devices: Sequence[jax.Device]) -> Topology:
-        """The topology of real devices; link speeds by device kind where known.
+        """Return the topology of real devices, with link speeds if the kind is known.
 
         Raises:
-            InputError: No devices, or hosts with different numbers of them.
+            InputError: Hosts have different numbers of devices.
         """
         domains = domains_of(devices)
         per_host = Counter(domains)
@@ -87,20 +87,20 @@ class Topology:
 
     @property
     def num_devices(self) -> int:
-        """Devices on all hosts."""
+        """Return the number of devices on all hosts."""
         return self.hosts * self.devices_per_host
 
     def links(
         self, layout: Layout, order: Sequence[str] = MESH_AXES
     ) -> dict[str, Crossing]:
-        """The slowest link that each mesh axis crosses; `none` where its size is 1.
+        """Return the slowest link that each mesh axis crosses; `none` for size 1.
 
-        Devices are row-major over the mesh axes, so the groups of a mesh axis lie in
+        Devices are row-major over the mesh axes, so the groups of a mesh axis are in
         aligned spans of (its size x all sizes inside it) devices.
 
         Args:
             layout: Sizes of the mesh axes.
-            order: Of all mesh axes, outermost first (`make_mesh`).
+            order: All mesh axes, outermost first (`make_mesh`).
         """
         links: dict[str, Crossing] = {}
         sizes = layout.mesh_shape
@@ -114,7 +114,7 @@ class Topology:
     def warn_if_tensor_crosses_hosts(
         self, layout: Layout, order: Sequence[str] = MESH_AXES
     ) -> None:
-        """Warns, with the cost, when `tensor` does not fit inside a host."""
+        """Warn, with the cost, if `tensor` does not fit inside a host."""
         if self.links(layout, order)["tensor"] != "network":
             return
         warnings.warn(
@@ -137,13 +137,21 @@ class Topology:
 
 
 def domains_of(devices: Sequence[Any]) -> list[int]:
-    """The domain of a fast link that each device is in, by number.
+    """Return the number of the fast-link domain of each device.
 
-    JAX numbers slices of TPUs where there are several, and hosts of GPUs or racks that
-    NVLink joins (`slice_index`). None at all, or one for more GPUs than NVLink joins of
-    their kind, as absent ones have, tells nothing: then processes are hosts.
+    JAX numbers slices of TPUs if there are several, and hosts or NVLink racks of GPUs
+    (`slice_index`). If that number is absent, or one for more GPUs than NVLink joins of
+    their kind (as for absent devices), each process counts as a host.
     """
-    slices = [_slice_of(device) for device in devices]
+
+    def slice_number(device: Any) -> int:
+        platform = getattr(device, "platform", "")
+        number = getattr(device, "slice_index", None)
+        if platform in ("tpu", "gpu") and number is not None:
+            return number
+        return 0 if platform == "tpu" else device.process_index
+
+    slices = [slice_number(device) for device in devices]
     sizes = Counter(slices)
     keys = [
         (number, device.process_index if _is_too_large(sizes[number], device) else 0)
@@ -153,16 +161,8 @@ def domains_of(devices: Sequence[Any]) -> list[int]:
     return [numbers[key] for key in keys]
 
 
-def _slice_of(device: Any) -> int:
-    platform = getattr(device, "platform", "")
-    found = getattr(device, "slice_index", None)
-    if platform in ("tpu", "gpu") and found is not None:
-        return found
-    return 0 if platform == "tpu" else device.process_index
-
-
 def _is_too_large(num_devices: int, device: Any) -> bool:
-    """Whether no link joins so many GPUs of that kind."""
+    """Return True if no link joins so many GPUs of this kind."""
     known = device_from_kind(getattr(device, "device_kind", ""))
     if getattr(device, "platform", "") != "gpu" or known is None:
         return False
@@ -177,4 +177,4 @@ def _link_speeds(device_kind: str) -> tuple[float, float] | tuple[None, None]:
 
 
 _HOST_GPUS = 8
-"""GPUs of a host at most: links that join more, and a torus, leave the host."""
+"""Most GPUs of a host: links that join more, and a torus, span hosts."""

@@ -1,13 +1,13 @@
-"""Routed gated MLPs over a batch, experts split over mesh axes, no token lost.
+"""Dropless routed MLPs whose experts are split over mesh axes.
 
-The first round has room for a quarter more rows than each device gets on average; what
-does not fit goes in further rounds, of a quarter of the room each, as many as the
-fullest device of all needs. All devices that share the experts run as many: the number
-is a maximum over them. Residuals are kept of the first round; the others, which few
-steps need, run again in the backward.
+The first round has room for a quarter more rows than each device gets on average. Rows
+that do not fit go in further rounds, of a quarter of that room each, as many as the
+fullest device needs; all devices that share the experts run equally many. Residuals are
+kept for the first round only; further rounds, which few steps need, are recomputed in
+the backward.
 
 Experts may be split along `mlp` too: each device multiplies its part of the hidden
-values, and one all-reduce of tokens * embed values adds up the results, one more the
+values, and one all-reduce of tokens * embed values sums the results, another one the
 gradients of the tokens.
 """
 
@@ -32,8 +32,8 @@ from meshpar.parallel.expert.rounds import (
     Kept,
     Round,
     Routes,
+    make_routes,
     most_for_one,
-    routes_of,
     run,
     run_backward,
 )
@@ -45,13 +45,13 @@ from meshpar.rules.rules import spec_axes
 
 @dataclass(frozen=True, kw_only=True)
 class _Static:
-    """What is known of a call before it runs.
+    """Static arguments of a call.
 
     Args:
         first: Sizes of the first round.
-        more: Sizes of each further one; None where none is ever needed.
-        split: How `gate_up` and `down` lie over automatic mesh axes.
-        wide: Dtype of sums over them.
+        more: Sizes of each further round; None if none is ever needed.
+        split: Specs of `gate_up` and `down` over automatic mesh axes.
+        wide: Dtype of sums over these mesh axes.
     """
 
     first: Round
@@ -61,13 +61,14 @@ class _Static:
 
     @property
     def mesh_axes(self) -> tuple[str, ...]:
-        """Automatic mesh axes that split the experts' hidden values."""
-        return tuple(dict.fromkeys(a for spec in self.split for a in spec_axes(spec)))
+        """Return the automatic mesh axes that split the experts' hidden values."""
+        axes = (axis for spec in self.split for axis in spec_axes(spec))
+        return tuple(dict.fromkeys(axes))
 
-    def routes_of(self, experts: jax.Array) -> Routes:
-        """The routes of a device's tokens, (tokens, choices)."""
+    def routes(self, experts: jax.Array) -> Routes:
+        """Return the routes of a device's tokens, (tokens, choices)."""
         num_devices = self.first.num_devices
-        return routes_of(experts, self.first.num_experts * num_devices, num_devices)
+        return make_routes(experts, self.first.num_experts * num_devices, num_devices)
 
 
 def routed_mlp(
@@ -81,22 +82,22 @@ def routed_mlp(
     num_experts: int,
     most_rows: int | None = None,
 ) -> Float[Array, "batch seq embed"]:
-    """`sum_k weights_k * expert_k(x)`, `expert(x) = down(silu(gate(x)) * up(x))`.
+    """Return `sum_k weights_k * expert_k(x)`, expert(x) = down(silu(gate(x)) * up(x)).
 
     Args:
         x: This device's tokens, whole over `tensor`.
-        experts: int32, of each choice; `num_experts` for one that was dropped.
-        weights: fp32, of each choice.
-        gate_up: This device's experts, as the block is given them.
+        experts: int32 expert of each choice; `num_experts` for a dropped choice.
+        weights: fp32 weight of each choice.
+        gate_up: This device's experts, as the block gets them.
         down: As `gate_up`.
         scope: Where the function runs.
-        num_experts: Of all devices together.
-        most_rows: The most rows that one expert can get from this device, where the
-            router bounds them; no further round is needed then.
+        num_experts: Experts of all devices together.
+        most_rows: Most rows that one expert can get from this device, if the router
+            bounds them; no further round is needed then.
 
     Raises:
-        InputError: The experts do not lie as the rules say, or those split `embed`
-            over a mesh axis of GSPMD.
+        InputError: The experts are not split as the rules say, or the rules split
+            `embed` over a mesh axis of GSPMD.
     """
     if scope.exchanges is not None:
         scope.exchanges.append("routed_mlp")
@@ -117,7 +118,7 @@ def routed_mlp(
 
 
 def expert_axes(scope: Scope) -> tuple[str, ...]:
-    """The mesh axes at work that split the experts of a scope."""
+    """Return the mesh axes of size above 1 that split the experts of a scope."""
     if scope.rules is None:
         return ()
     mapped = scope.rules.table.get("experts") or ()
@@ -151,25 +152,20 @@ def _static(
         room=room,
         platform=scope.platform,
     )
+    gate_up = split_of(scope, (None, "embed", None, "mlp"), shapes[0])
+    down = split_of(scope, (None, "mlp", "embed"), shapes[1])
+    refuse_split_embed(gate_up[1], "experts multiply tokens")
     return _Static(
         first=first,
         more=replace(first, room=further_room(room)) if room < most else None,
-        split=_split(scope, shapes),
+        split=(PartitionSpec(*gate_up), PartitionSpec(*down)),
         wide=sum_dtype(jnp.float32, scope.platform),
     )
 
 
-def _split(scope: Scope, shapes: tuple) -> tuple[PartitionSpec, PartitionSpec]:
-    of_gate_up, of_down = shapes
-    gate_up = split_of(scope, (None, "embed", None, "mlp"), of_gate_up)
-    down = split_of(scope, (None, "mlp", "embed"), of_down)
-    refuse_split_embed(gate_up[1], "experts multiply tokens")
-    return PartitionSpec(*gate_up), PartitionSpec(*down)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _routed(static: _Static, *arrays: jax.Array) -> jax.Array:
-    """y_ND of x_ND, expert_NK, weight_NK, gate_up_EDPF and down_EFD."""
+    """Return y_ND for x_ND, expert_NK, weight_NK, gate_up_EDPF and down_EFD."""
     return _routed_forward(static, *arrays)[0]
 
 
@@ -179,8 +175,8 @@ def _routed_forward(static: _Static, *arrays: jax.Array) -> tuple[jax.Array, tup
     return y, (arrays, kept)
 
 
-def _routed_backward(static: _Static, found: tuple, dy: jax.Array) -> tuple:
-    arrays, kept = found
+def _routed_backward(static: _Static, residuals: tuple, dy: jax.Array) -> tuple:
+    arrays, kept = residuals
     whole = PartitionSpec()
     dx, dweight, dgate_up, ddown = _on_parts(
         static,
@@ -202,8 +198,8 @@ def _forward_on_part(
     gate_up: jax.Array,
     down: jax.Array,
 ) -> tuple[jax.Array, Kept]:
-    """The results, and what the first round keeps, of this part of the experts."""
-    routes, experts = static.routes_of(expert), (gate_up, down)
+    """Return results and residuals of this part of the experts."""
+    routes, experts = static.routes(expert), (gate_up, down)
     y, kept = run(static.first, x, weight, experts, routes, expert, 0)
 
     def more(sizes: Round, first: jax.Array, y: jax.Array) -> jax.Array:
@@ -223,32 +219,29 @@ def _backward_on_part(
     kept: Kept,
     dy: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """Gradients of the tokens, their weights, and this part of the experts."""
-    routes, experts, choices = (
-        static.routes_of(expert),
-        (gate_up, down),
-        expert.shape[1],
-    )
+    """Return gradients of the tokens, their weights, and this part of the experts."""
+    routes, experts = static.routes(expert), (gate_up, down)
+    choices = expert.shape[1]
     gradients = run_backward(static.first, kept, dy, experts, routes, 0, choices)
 
     def more(sizes: Round, first: jax.Array, gradients: tuple) -> tuple:
         _, again = run(sizes, x, weight, experts, routes, expert, first)
-        found = run_backward(sizes, again, dy, experts, routes, first, choices)
-        return jax.tree.map(jnp.add, gradients, found)
+        added = run_backward(sizes, again, dy, experts, routes, first, choices)
+        return jax.tree.map(jnp.add, gradients, added)
 
-    dx, dweight, *of_experts = _further(static, routes, more, gradients)
-    found = _sum_out(static, dx), _sum_out(static, dweight), *of_experts
+    dx, dweight, *dexperts = _further(static, routes, more, gradients)
+    summed = _sum_out(static, dx), _sum_out(static, dweight), *dexperts
     like = x, weight, gate_up, down
     return tuple(
         gradient.astype(array.dtype)
-        for gradient, array in zip(found, like, strict=True)
+        for gradient, array in zip(summed, like, strict=True)
     )
 
 
 def _further(
     static: _Static, routes: Routes, more: Callable[..., Any], carry: Any
 ) -> Any:
-    """`carry` after as many further rounds as the fullest device needs.
+    """Update `carry` in as many further rounds as the fullest device needs.
 
     One all-reduce of a number over the devices that share the experts.
     """
@@ -277,14 +270,14 @@ def _kept_specs(static: _Static) -> Any:
     whole, gate_up = PartitionSpec(), static.split[0]
     both = PartitionSpec(None, *gate_up[2:])
     order = whole if static.first.num_devices > 1 else None
-    make: Callable[..., Any] = Kept  # of specs in place of arrays
+    make: Callable[..., Any] = Kept  # with specs in place of arrays
     return make(x=whole, both=both, weight=whole, order=order, tiles=whole)
 
 
 def _on_parts(
     static: _Static, local: Callable[..., Any], arrays: tuple, out_specs: Any
 ) -> Any:
-    """`local` of this device's parts over the automatic mesh axes of the experts."""
+    """Map a function over parts, along the automatic mesh axes of the experts."""
     whole = PartitionSpec()
     specs = (whole, whole, whole, *static.split, _kept_specs(static), whole)
     return on_parts(

@@ -1,9 +1,10 @@
 """One round of rows to their experts and back, forward and backward written out.
 
-Of `n` devices that share the experts each sends `room` rows to every other. A round of
-the forward is two all-to-alls of n * room * embed values (rows there, results back) and
-one of two fp32 numbers a row; one of the backward is two of n * room * embed values and
-one of a number a row. A device alone sends nothing.
+`Routes` say which row goes to which device. Of `n` devices that share the experts each
+sends `room` rows to every other. A round of the forward is two all-to-alls of n * room
+* embed values (rows there, results back) and one of two fp32 numbers a row; one of the
+backward is two of n * room * embed values and one of a number a row. A single device
+sends nothing.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from meshpar.parallel.expert.tiles import Tiles, tile_size
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """What is static of a round.
+    """Static sizes of a round.
 
     Args:
-        mesh_axes: Those that share the experts; none if nothing is sent.
-        num_devices: Along them.
-        num_experts: Of one device.
+        mesh_axes: Mesh axes that split the experts; none if nothing is sent.
+        num_devices: Devices along these axes.
+        num_experts: Experts of one device.
         room: Rows to each device.
         platform: Kind of device.
     """
@@ -41,26 +42,26 @@ class Round:
 
     @property
     def num_rows(self) -> int:
-        """Rows that one device receives."""
+        """Return the rows that one device receives."""
         return self.num_devices * self.room
 
     @property
     def tile(self) -> int:
-        """Rows of a tile."""
+        """Return the rows of a tile."""
         return tile_size(self.num_rows, self.num_experts)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Kept:
-    """What the backward of a round needs.
+    """Residuals of a round.
 
     Args:
         x: Received rows in the order of their experts.
         both: Their products with `gate_up`.
-        weight: fp32, of each.
-        order: The received row at each place; None where they came in that order.
-        tiles: Theirs.
+        weight: fp32 weight of each row.
+        order: The received row at each place; None if they came in that order.
+        tiles: Tiles of the rows.
     """
 
     x: jax.Array
@@ -79,16 +80,16 @@ def run(
     expert_NK: jax.Array,
     first: jax.Array | int,
 ) -> tuple[jax.Array, Kept]:
-    """fp32 sums over the round's choices of `weight * expert(x)`, and what is kept.
+    """Return fp32 sums of `weight * expert(x)` over the round's choices, and residuals.
 
     Args:
         static: Sizes.
         x_ND: This device's tokens.
-        weight_NK: fp32, of each choice.
+        weight_NK: fp32 weight of each choice.
         experts: `gate_up` and `down` of this device's experts.
-        routes: Of its tokens.
+        routes: Routes of the tokens.
         expert_NK: The expert of each choice.
-        first: How many rows went to each device in rounds before.
+        first: Rows that went to each device in the rounds before.
     """
     tokens, choices = expert_NK.shape
     assignment, valid = sent(routes, first, static.room)
@@ -106,7 +107,7 @@ def run(
     if static.num_devices > 1:
         order = jnp.argsort(own, stable=True)
         rows, weight = rows[order], weight[order]
-    # Before it is used, or who keeps it would have it sent again for the products.
+    # Named before it is used: a policy that keeps it must not send it again for `both`.
     rows = checkpoint_name(rows, SAVED_PREFIX + "experts_in")
     counts = jnp.sum(own[:, None] == jnp.arange(static.num_experts), axis=0)
     tiles = tiles_of_rows.cut(counts.astype(jnp.int32), static.num_rows, static.tile)
@@ -114,8 +115,8 @@ def run(
     both = checkpoint_name(both, SAVED_PREFIX + "experts_gate_up")
     kept = Kept(x=rows, both=both, weight=weight, order=order, tiles=tiles)
     back = _returned(static, out, order, "expert_combine")
-    found = _at_slots(back, slots(routes, first, static.room))
-    summed = found.reshape(tokens, choices, -1).astype(jnp.float32).sum(axis=1)
+    results = _at_slots(back, slots(routes, first, static.room))
+    summed = results.reshape(tokens, choices, -1).astype(jnp.float32).sum(axis=1)
     return summed, kept
 
 
@@ -128,7 +129,7 @@ def run_backward(
     first: jax.Array | int,
     choices: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Gradients of `run`, all in fp32: of `x`, `weight`, `gate_up` and `down`."""
+    """Return fp32 gradients of `x`, `weight`, `gate_up` and `down` of `run`."""
     assignment, valid = sent(routes, first, static.room)
     dy = _taken(dy_ND, assignment // choices, valid)
     if static.num_devices > 1:
@@ -158,7 +159,7 @@ def run_backward(
 def _returned(
     static: Round, rows: jax.Array, order: jax.Array | None, name: str
 ) -> jax.Array:
-    """Rows in the order of their experts, back on the devices they came from."""
+    """Send rows, in the order of their experts, back to the devices they came from."""
     if order is None:
         return rows
     place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)))
@@ -167,7 +168,7 @@ def _returned(
 
 
 def _exchange(rows: jax.Array, mesh_axes: tuple[str, ...], name: str) -> jax.Array:
-    """Part `i` of dim 0 to device `i`, and the parts of all devices for this one."""
+    """Send part `i` of dim 0 to device `i`, and receive the parts for this device."""
     with asked(name):
         return lax.all_to_all(rows, mesh_axes, split_axis=0, concat_axis=0, tiled=True)
 
@@ -187,9 +188,9 @@ class Routes:
 
     Args:
         order: (assignments,) int32, the assignment at each place of the order.
-        place: (assignments,) int32, its inverse.
-        device: (assignments,) int32, the device of each assignment's expert; as many as
-            there are devices for one that was dropped.
+        place: (assignments,) int32, the inverse of `order`.
+        device: (assignments,) int32, the device of each assignment's expert; the number
+            of devices for a dropped assignment.
         ends: (devices + 1,) int32, where the assignments to each device begin and end.
     """
 
@@ -199,13 +200,12 @@ class Routes:
     ends: jax.Array
 
 
-def routes_of(experts: jax.Array, num_experts: int, num_devices: int) -> Routes:
-    """The routes of a device's tokens.
+def make_routes(experts: jax.Array, num_experts: int, num_devices: int) -> Routes:
+    """Return the routes of a device's tokens.
 
     Args:
-        experts: (tokens, choices) int32; `num_experts` for an assignment that was
-            dropped.
-        num_experts: Of all devices together, as many on each.
+        experts: (tokens, choices) int32; `num_experts` for a dropped assignment.
+        num_experts: Experts of all devices together, equally many on each.
         num_devices: Devices that share them.
     """
     flat = experts.reshape(-1)
@@ -218,19 +218,19 @@ def routes_of(experts: jax.Array, num_experts: int, num_devices: int) -> Routes:
 
 
 def most_for_one(routes: Routes) -> jax.Array:
-    """The most assignments that one device gets, int32."""
+    """Return the most assignments that one device gets, int32."""
     return jnp.max(routes.ends[1:] - routes.ends[:-1])
 
 
 def sent(
     routes: Routes, first: jax.Array | int, room: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The assignments of a round, (devices, room), and which of them are any.
+    """Return the assignments of a round, (devices, room), and which are valid.
 
     Args:
         routes: A device's routes.
-        first: How many to each device went before.
-        room: How many go to each.
+        first: Assignments that went to each device before.
+        room: Assignments that go to each device.
     """
     at = routes.ends[:-1, None] + first + jnp.arange(room, dtype=jnp.int32)
     valid = at < routes.ends[1:, None]
@@ -238,12 +238,12 @@ def sent(
 
 
 def slots(routes: Routes, first: jax.Array | int, room: int) -> jax.Array:
-    """Where in (devices * room) a round has each assignment; past it where it has not.
+    """Return the index of each assignment in (devices * room); past its end if absent.
 
     Args:
         routes: A device's routes.
-        first: As for `sent`, and so `room`.
-        room: How many go to each device.
+        first: As for `sent`.
+        room: As for `sent`.
     """
     num_devices = routes.ends.shape[0] - 1
     device = jnp.minimum(routes.device, num_devices - 1)

@@ -1,15 +1,14 @@
 """Gated MLPs of many experts over rows in the order of their experts, tile by tile.
 
-Each expert's rows are cut into tiles of a fixed number of rows, the last of which may
-reach into the rows of the next expert: what it writes there is overwritten by that
-expert's own tiles, which follow. So at most one tile an expert is multiplied in vain,
-rows / experts / tile of them are not, and an expert without rows costs nothing. The
-number of tiles is a value of the data: the loop ends with the last one that is needed.
+Each expert's rows are cut into tiles of a fixed number of rows. The last tile may
+reach into the rows of the next expert; what it writes there is overwritten by that
+expert's own tiles, which follow. So at most one tile an expert is wasted, beside rows /
+experts / tile useful ones, and an expert without rows costs nothing. The number of
+tiles depends on the data: the loop ends after the last one that is needed.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,19 +19,19 @@ from jax import lax
 
 _LEAST_TILE, _MOST_TILE = 8, 1024
 _WASTE = 8
-"""Tiles are at most this part of an expert's rows at balanced load."""
+"""An expert has at least this many tiles at balanced load."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Tiles:
-    """Where each tile of a list of rows begins, and which expert's it is.
+    """Tiles of a list of rows.
 
     Args:
-        expert: (tiles,) int32.
+        expert: (tiles,) int32, the expert of each tile.
         first: (tiles,) int32, its first row.
-        rows: (tiles,) int32, how many of its rows are the expert's.
-        number: int32 scalar, the tiles that there are.
+        rows: (tiles,) int32, number of its rows that belong to the expert.
+        number: int32 scalar, number of tiles in use.
     """
 
     expert: jax.Array
@@ -42,7 +41,7 @@ class Tiles:
 
 
 def tile_size(num_rows: int, num_experts: int) -> int:
-    """Rows of a tile: a power of two, at most an eighth of an expert's fair share.
+    """Return the rows of a tile: a power of two, at most an eighth of a fair share.
 
     Example:
         >>> tile_size(32_768, 4), tile_size(24, 4)
@@ -54,11 +53,11 @@ def tile_size(num_rows: int, num_experts: int) -> int:
 
 
 def cut(rows_per_expert: jax.Array, num_rows: int, tile: int) -> Tiles:
-    """The tiles of rows that lie in the order of their experts.
+    """Cut rows in the order of their experts into tiles.
 
     Args:
-        rows_per_expert: (experts,) int32; they add up to `num_rows` at most.
-        num_rows: Rows that there is room for.
+        rows_per_expert: (experts,) int32, whose sum is at most `num_rows`.
+        num_rows: Room for rows.
         tile: Rows of a tile.
     """
     num_experts = rows_per_expert.shape[0]
@@ -86,11 +85,11 @@ def forward(
     tiles: Tiles,
     tile: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """`weight * down(silu(gate(x)) * up(x))` of each row by its own expert.
+    """Return `weight * down(silu(gate(x)) * up(x))` of each row by its expert.
 
     Args:
         x_RD: Rows in the order of their experts.
-        weight_R: fp32, what each row's result is multiplied by.
+        weight_R: fp32 factor of each row's result.
         gate_up_EDPF: (experts, embed, 2, mlp).
         down_EFD: (experts, mlp, embed).
         tiles: From `cut`.
@@ -98,7 +97,7 @@ def forward(
 
     Returns:
         The results, and the products with `gate_up`, (rows, 2, mlp), for `backward`.
-        Rows of no expert hold nothing of use.
+        Rows of no expert are undefined.
     """
     num_rows, embed = x_RD.shape
     x, weight = _padded(x_RD, tile), _padded(weight_R, tile)
@@ -130,12 +129,18 @@ def backward(
     dy_RD: jax.Array,
     platform: str,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Gradients of `forward`: of `x`, `weight`, and in fp32 of `gate_up` and `down`.
+    """Return gradients of `x`, `weight`, and in fp32 of `gate_up` and `down`.
 
-    Gradients of the experts are added up where they stay. Each tile is two matmuls for
-    each one of the forward.
+    Gradients of the experts are added up in place. Each tile is two matmuls for each
+    one of the forward.
     """
-    wide = functools.partial(_wide, platform=platform)
+
+    def wide(dims: str, left: jax.Array, right: jax.Array) -> jax.Array:
+        # XLA:CPU has no fp32 product of narrower operands in a loop.
+        if platform == "cpu":
+            left, right = left.astype(jnp.float32), right.astype(jnp.float32)
+        return jnp.einsum(dims, left, right, preferred_element_type=jnp.float32)
+
     num_rows, embed = x_RD.shape
     x, weight, both, dy = (
         _padded(array, tile) for array in (x_RD, weight_R, kept_RPF, dy_RD)
@@ -167,13 +172,6 @@ def backward(
     return dx[:num_rows], dweight[:num_rows], dgate_up, ddown
 
 
-def _wide(dims: str, one: jax.Array, other: jax.Array, *, platform: str) -> jax.Array:
-    """A product in fp32, of which XLA:CPU has none of narrower operands in a loop."""
-    if platform == "cpu":
-        one, other = one.astype(jnp.float32), other.astype(jnp.float32)
-    return jnp.einsum(dims, one, other, preferred_element_type=jnp.float32)
-
-
 def _swiglu(both_TPF: jax.Array, weight_T: jax.Array) -> jax.Array:
     both = both_TPF.astype(jnp.float32)
     acted = jax.nn.silu(both[:, 0]) * both[:, 1] * weight_T[:, None]
@@ -186,7 +184,7 @@ def _for_tiles(
     most = tiles.expert.shape[0]
 
     def goes_on(state: tuple) -> jax.Array:
-        # The constant tells the audit how often the loop runs at most.
+        # The constant bound tells the audit how often the loop runs at most.
         return (state[0] < most) & (state[0] < tiles.number)
 
     return lax.while_loop(

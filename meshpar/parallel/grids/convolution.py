@@ -1,9 +1,9 @@
-"""Convolutions on grids that close in themselves, such as longitudes round the Earth.
+"""Convolutions on split grids, which may be periodic, such as along longitudes.
 
 Each device sends its outermost rows to its neighbours, in a ring along a periodic dim;
-beyond the ends of another dim are zeros. Written out because GSPMD makes several
-permutes of odd widths of a periodic padding, and sums up a kernel's gradient twice on a
-mesh with an idle axis (jax 0.10.2, `tests/test_grid_convolution.py`).
+other dims are padded with zeros. Written out because GSPMD implements periodic padding
+by several permutes of odd widths, and sums a kernel's gradient twice on a mesh with an
+idle axis (jax 0.10.2, `tests/test_grid_convolution.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def grid_convolution(
     periodic: Sequence[str],
     scope: Scope,
 ) -> jax.Array:
-    """A convolution of stride 1 that keeps the grid's sizes.
+    """Apply a convolution of stride 1 that keeps the sizes of the grid.
 
     Two permutes for each split dim, of half a window times the rest of this device's
     part, and as many in the backward; the kernel's gradient is summed over the mesh
@@ -37,16 +37,16 @@ def grid_convolution(
     Args:
         x: (batch, *grid, channels).
         kernel: (*window, channels, features), whose window is odd in each dim.
-        logical_axes: Of `x`; its channels are whole.
-        periodic: Those of the grid's dims that close in themselves.
-        scope: Whose rules split the grid.
+        logical_axes: Names of the dims of `x`; its channels are whole.
+        periodic: Names of the periodic dims.
+        scope: Scope whose rules split the grid.
 
     Returns:
         (batch, *grid, features), split as `x`.
 
     Raises:
-        InputError: A window that is even, or longer than a device's part reaches; a
-            kernel of other dims or channels, split channels, or no such dim.
+        InputError: A window is even or longer than a device's part; the kernel has
+            other dims or channels; channels are split; a periodic dim is unknown.
         RuleError: A dim does not divide over the devices that split it.
     """
     split = split_of(scope, logical_axes, x.shape)
@@ -54,7 +54,13 @@ def grid_convolution(
     _check_kernel(logical_axes, x.shape, kernel.shape, split[-1])
     _check_periodic(logical_axes, periodic)
     for dim, size in enumerate(window, start=1):
-        _check(logical_axes[dim], size, x.shape[dim] // degree(split[dim]))
+        if size % 2 == 0:
+            raise InputError(
+                f"a window of {size} along {logical_axes[dim]!r}: give an odd one, "
+                "which has a middle",
+                key="grid.even_window",
+            )
+        check_reach(logical_axes[dim], size, x.shape[dim] // degree(split[dim]))
     closed = {logical_axes.index(name) for name in periodic}
 
     def local(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -68,7 +74,7 @@ def grid_convolution(
             x, kernel, (1,) * len(window), "VALID", dimension_numbers=layout
         )
 
-    # In which the region's end sums up its gradient.
+    # Its gradient is summed over devices in this dtype.
     kernel = kernel.astype(sum_dtype(kernel.dtype, scope.platform))
     whole = ((),) * kernel.ndim
     return on_split(local, x, kernel, splits=(split, whole), out_split=split)
@@ -118,20 +124,11 @@ def _check_periodic(logical_axes: LogicalAxes, periodic: Sequence[str]) -> None:
             )
 
 
-def _check(name: str | None, size: int, part: int) -> None:
-    if size % 2 == 0:
-        raise InputError(
-            f"a window of {size} along {name!r}: give an odd one, which has a middle",
-            key="grid.even_window",
-        )
-    check_reach(name, size, part)
-
-
 def check_reach(name: str | None, window: int, part: int) -> None:
-    """Refuses a window that reaches over a device's whole part of a dim.
+    """Check that a window does not reach beyond a device's neighbours along a dim.
 
     Raises:
-        InputError: It does.
+        InputError: Half of the window is longer than a device's part.
     """
     if window // 2 > part:
         raise InputError(
@@ -149,14 +146,14 @@ def with_halo(
     *,
     closes: bool = False,
 ) -> jax.Array:
-    """A device's part with the places next to it along a dim: two permutes at most.
+    """Extend a device's part by its neighbours along a dim: two permutes at most.
 
     Args:
-        x: Its part, inside a `shard_map` that is manual over `mesh_axes`.
-        dim: Along which it grows.
-        halo: Places before it and after it.
-        mesh_axes: What splits the dim; none for a whole one.
-        closes: Whether the last part is next to the first; else zeros lie beyond both.
+        x: This device's part, inside a `shard_map` manual over `mesh_axes`.
+        dim: The dim that grows.
+        halo: Numbers of places to add before and after it.
+        mesh_axes: Mesh axes that split the dim; none for a whole one.
+        closes: True for a periodic dim; otherwise zeros are added at its ends.
     """
     before, after = halo
     first = lax.slice_in_dim(x, 0, after, axis=dim)
@@ -165,11 +162,11 @@ def with_halo(
         n = lax.axis_size(mesh_axes)
         onward = [(rank, (rank + 1) % n) for rank in range(n if closes else n - 1)]
         with asked("grid_halo"):
-            # Where nobody sends, zeros arrive: those beyond the end.
+            # Devices without a sender receive zeros, as needed at the ends.
             if before:
                 last = lax.ppermute(last, mesh_axes, onward)
             if after:
-                back = [(to, of) for of, to in onward]
+                back = [(target, source) for source, target in onward]
                 first = lax.ppermute(first, mesh_axes, back)
     elif not closes:
         first, last = jnp.zeros_like(first), jnp.zeros_like(last)

@@ -1,18 +1,18 @@
-"""The gradients of a convolution over split space, by halos sent by hand.
+"""Gradients of a convolution over split space, with halos sent explicitly.
 
-GSPMD gets three of them wrong without a word (jax 0.10.2, `tests/test_space.py`):
+GSPMD gets three of them wrong without an error (jax 0.10.2, `tests/test_space.py`):
 
-- a kernel's, on a mesh with an axis left to it that splits nothing of the input and of
-  the result (an idle one): too large by that axis' size;
-- an input's, where the examples are split over manual mesh axes and two dims of space
-  over others, and a window reaches over the whole part of a device along one of the two
-  alone: twice too large;
-- a kernel's, where an input is whole whose result is split along two dims of space, and
-  a window reaches over the whole part of the result along one of the two alone: twice
-  too large.
+1. a kernel's, on a mesh with an axis of GSPMD that splits neither the input nor the
+   result (an idle axis): too large by the size of that axis;
+2. an input's, if examples are split over manual mesh axes and two dims of space over
+   others, and a window reaches over a device's whole part along exactly one of the two:
+   twice too large;
+3. a kernel's, if the input is whole and the result is split along two dims of space,
+   and a window reaches over the whole part of the result along exactly one of the two:
+   twice too large.
 
-Where the second strikes, what goes back through a U-Net's norms is halved as well, so
-that those programs are refused, as are those of the third.
+In the second case gradients through a U-Net's norms are halved too, so those programs
+are refused, and so are those of the third.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from meshpar.rules.rules import LogicalAxes
 from meshpar.rules.spatial import short_dim
 
 OWN_SCOPE = "meshpar-convolution"
-"""Names what `own_convolution` marks, for the audit."""
+"""Name that `own_convolution` gives to operations, for the audit."""
 
 _DIMS = ("NDHWC", "DHWIO", "NDHWC")
 
 
 def own_convolution() -> AbstractContextManager:
-    """Marks convolutions made inside as those whose gradients are taken care of.
+    """Mark convolutions made inside as having correct gradients.
 
-    A step refuses others over split space (`meshpar.audit.hazards`).
+    A step refuses other convolutions over split space (`meshpar.audit.hazards`).
     """
     return jax.named_scope(OWN_SCOPE)
 
@@ -52,23 +52,22 @@ def split_by_hand(
     kernel: jax.Array,
     stride: int,
 ) -> Split | None:
-    """How a convolution's input lies, where GSPMD's gradients may be wrong; else None.
+    """Return the split of a convolution's input if GSPMD's gradients may be wrong.
 
-    That is beside an idle mesh axis, and where a device's part is smaller than a window
-    of several places.
+    That is with an idle mesh axis, or if a device's part is smaller than a window of
+    several places. None otherwise.
 
     Args:
-        scope: Whose rules split the input.
-        logical_axes: Of the input.
+        scope: Scope whose rules split the input.
+        logical_axes: Names of the input's dims.
         x: (batch, depth, height, width, channels).
         kernel: (*window, channels, features).
-        stride: Along each dim.
+        stride: Stride along each dim.
 
     Raises:
-        InputError: There, a window reaches over the whole part of a device, or a stride
-            does not divide that part; or it reaches as far as that part of one of two
-            split dims, beside split examples; or the result is split, its input whole,
-            and an axis idle or a window as long as a part of one of two split dims.
+        InputError: In such a case, a window reaches over a device's whole part, or the
+            stride does not divide that part; or the program has the second or third
+            fault above, or the first with a whole input.
     """
     split = split_of(scope, logical_axes, x.shape)
     parts = [size // degree(axes) for size, axes in zip(x.shape, split, strict=True)]
@@ -89,7 +88,7 @@ def split_by_hand(
 
 
 def _check_stride(name: str | None, size: int, part: int, stride: int) -> None:
-    """Refuses parts of the input that are not whole parts of the result."""
+    """Check that a stride divides a device's part of the input."""
     if part % stride:
         even = stride * (size // part)
         raise InputError(
@@ -108,7 +107,7 @@ def _check_result(
     window: tuple[int, ...],
     stride: int,
 ) -> None:
-    """Refuses a split result of a whole input where XLA counts its kernel's twice."""
+    """Refuse a split result of a whole input if the kernel's gradient is wrong."""
     result = (shape[0], *(-(-size // stride) for size in shape[1:4]), shape[4])
     split = split_of(scope, logical_axes, result)
     parts = [size // degree(axes) for size, axes in zip(result, split, strict=True)]
@@ -139,7 +138,7 @@ def _check_parts(
     kernel: tuple[int, ...],
     dims: list[int],
 ) -> None:
-    """Refuses what comes out wrong even so: what goes back into it is halved."""
+    """Refuse a short part of one of two split dims, with split examples."""
     short = short_dim(parts[1:], kernel, [dim - 1 for dim in dims])
     if short is None:
         return
@@ -160,7 +159,7 @@ def _check_parts(
 def kernel_gradient(
     x: jax.Array, dy: jax.Array, kernel: jax.Array, stride: int, split: Split
 ) -> jax.Array:
-    """The gradient of the kernel of a 3-D convolution padded as `SAME`.
+    """Return the gradient of the kernel of a 3-D convolution padded as `SAME`.
 
     Two permutes at most for each split dim, and one fp32 all-reduce of the kernel over
     the mesh axes that split the input.
@@ -169,8 +168,8 @@ def kernel_gradient(
         x: (batch, depth, height, width, channels), the convolution's input.
         dy: (batch, *sides over `stride`, features), its result's gradient.
         kernel: (*window, channels, features), for its shape and dtype.
-        stride: Along each dim; it divides the sides of a device's part.
-        split: How `x` and `dy` lie.
+        stride: Stride along each dim; it divides the sides of a device's part.
+        split: Split of `x` and `dy`.
     """
     pads = _pads(x.shape, kernel.shape, stride)
     shape = jax.ShapeDtypeStruct(kernel.shape, kernel.dtype)
@@ -179,30 +178,30 @@ def kernel_gradient(
     def local(x: jax.Array, dy: jax.Array) -> jax.Array:
         x = _with_halos(x, pads, split)
         transposed = jax.linear_transpose(lambda one: _valid(x, one, stride), shape)
-        (found,) = transposed(dy)
+        (gradient,) = transposed(dy)
         with asked("kernel_gradient"):
-            return lax.psum(found.astype(jnp.float32), used)
+            return lax.psum(gradient.astype(jnp.float32), used)
 
     whole = ((),) * kernel.ndim
-    found = on_split(local, x, dy, splits=(split, split), out_split=whole)
-    return found.astype(kernel.dtype)
+    gradient = on_split(local, x, dy, splits=(split, split), out_split=whole)
+    return gradient.astype(kernel.dtype)
 
 
 def input_gradient(
     x: jax.Array, dy: jax.Array, kernel: jax.Array, stride: int, split: Split
 ) -> jax.Array:
-    """The gradient of its input: the halos' gradients go back to their owners.
+    """Return the gradient of the input; gradients of halos go back to their owners.
 
     Args:
-        x: As for `kernel_gradient`, for its shape and dtype, and so what follows.
-        dy: Its result's gradient.
-        kernel: Whole on each device.
-        stride: Along each dim.
-        split: How `x` and `dy` lie.
+        x: The input, for its shape and dtype.
+        dy: As for `kernel_gradient`, and so the other arguments.
+        kernel: The kernel, whole on each device.
+        stride: Stride along each dim.
+        split: Split of `x` and `dy`.
     """
     pads = _pads(x.shape, kernel.shape, stride)
-    here = [size // degree(axes) for size, axes in zip(x.shape, split, strict=True)]
-    part = jax.ShapeDtypeStruct(tuple(here), x.dtype)
+    shape = [size // degree(axes) for size, axes in zip(x.shape, split, strict=True)]
+    part = jax.ShapeDtypeStruct(tuple(shape), x.dtype)
 
     def local(dy: jax.Array, kernel: jax.Array) -> jax.Array:
         def convolved(x: jax.Array) -> jax.Array:

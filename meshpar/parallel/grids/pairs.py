@@ -1,8 +1,8 @@
-"""Triangles of pairs: products and attention along the rows or columns of a split grid.
+"""Triangle products and attention of split pair representations.
 
 A pair representation has a vector for every two of N residues. P devices share it along
-rows, columns or both, and what needs whole rows takes them for some of the columns,
-channels or rows by all-to-alls (`moves`): a device never holds more than a multiple of
+rows, columns or both. Operations on whole rows get them by all-to-alls (`moves`) that
+split columns, channels or rows instead: a device never holds more than a multiple of
 its N^2 / P pairs.
 Reference: Jumper et al. 2021 (AlphaFold 2), supplement, algorithms 11 to 14.
 """
@@ -27,33 +27,33 @@ PAIRS = ("batch", "pair_rows", "pair_columns", None)
 ROWS, COLUMNS, CHANNELS = 1, 2, 3
 
 Line = Literal["row", "column"]
-"""What attention goes along: around the starting node rows, the ending one columns."""
+"""Direction of attention: `row` (starting node) or `column` (ending node)."""
 
 
 def triangle_product(
     left: jax.Array, right: jax.Array, scope: Scope, *, outgoing: bool
 ) -> jax.Array:
-    """Each pair's sum over the third node of a triangle, channel by channel.
+    """Return each pair's sum over the third node of a triangle, for each channel.
 
         outgoing: out_ij = sum_k left_ik right_jk    (algorithm 11)
         incoming: out_ij = sum_k left_ki right_kj    (algorithm 12)
 
-    While it is made the channels are split instead of the pairs: one all-to-all for
-    each mesh axis and array, and for the result, 3 N^2 channels / P values sent by each
-    device and as many in the backward. Gathering rows would take sqrt(P) times that.
+    The channels are split instead of the pairs meanwhile: one all-to-all for each mesh
+    axis, array and the result, 3 N^2 channels / P values sent by each device, and as
+    many in the backward. Gathering rows would take sqrt(P) times that.
 
     Args:
         left: (batch, rows, columns, channels), laid out as `PAIRS`.
         right: As `left`.
-        scope: Whose rules split the pairs.
-        outgoing: Which of the two.
+        scope: Scope whose rules split the pairs.
+        outgoing: The first of the two formulas, else the second.
 
     Returns:
-        As `left`.
+        Shaped and laid out as `left`.
 
     Raises:
         InputError: The channels do not divide over all devices that share the pairs.
-        RuleError: Rows or columns do not divide over theirs.
+        RuleError: Rows or columns do not divide over their mesh axes.
     """
     split = split_of(scope, PAIRS, left.shape)
     moves = [
@@ -76,16 +76,16 @@ def triangle_product(
 
 
 def whole_lines(z: jax.Array, scope: Scope, line: Line) -> jax.Array:
-    """Pairs of which each device has whole rows, or columns: one all-to-all.
+    """Give each device whole rows, or whole columns, of pairs: one all-to-all.
 
     Args:
         z: (batch, rows, columns, channels), laid out as `PAIRS`.
-        scope: Whose rules split the pairs.
-        line: What is to be whole.
+        scope: Scope whose rules split the pairs.
+        line: Which of both become whole.
 
     Raises:
-        InputError: Those that are not do not divide over all devices.
-        RuleError: Rows or columns do not divide over theirs.
+        InputError: The others do not divide over all devices.
+        RuleError: Rows or columns do not divide over their mesh axes.
     """
     split = split_of(scope, PAIRS, z.shape)
     move = _whole(split, line, z.shape)
@@ -93,7 +93,7 @@ def whole_lines(z: jax.Array, scope: Scope, line: Line) -> jax.Array:
 
 
 def shared_lines(z: jax.Array, scope: Scope, line: Line) -> jax.Array:
-    """Undoes `whole_lines`."""
+    """Undo `whole_lines`."""
     split = split_of(scope, PAIRS, z.shape)
     move = _whole(split, line, z.shape)
     return z if move is None else _moved(z, move.after(split), move.undone)
@@ -109,30 +109,32 @@ def triangle_attention(
     scope: Scope,
     line: Line,
 ) -> jax.Array:
-    """Gated attention along lines, with a bias from the triangle's third side.
+    """Apply gated attention along lines, with a bias from the triangle's third side.
 
         row:    out_ij = g_ij sum_k softmax_k(q_ij k_ik / sqrt(d) + bias_jk) v_ik
         column: out_ij = g_ij sum_k softmax_k(q_ij k_kj / sqrt(d) + bias_ki) v_kj
         g_ij = sigmoid(gate_ij + gate_bias)
 
-    The gate is here, as XLA:TPU would split its heads and move it there and back.
+    The gate is included because XLA:TPU would split its heads and move it there and
+    back.
 
     A device has whole lines, and gathers the bias of some queries of all lines at a
-    time, N^2 heads values in all, which the backward does again and scatters back.
-    Scores are made of some lines and queries at a time, and again in the backward.
+    time, N^2 heads values in all; the backward gathers it again and scatters its
+    gradient. Scores are made for some lines and queries at a time, and recomputed in
+    the backward.
 
     Args:
         q: (batch, rows, columns, heads, head_dim), laid out as `whole_lines` gives.
-        k: As `q`, and so `v`.
-        v: Values.
+        k: Keys, as `q`.
+        v: Values, as `q`.
         gate: As `q`.
         gate_bias: (heads, head_dim).
         bias: (batch, rows, columns, heads).
-        scope: Whose rules split the pairs.
-        line: What attention goes along.
+        scope: Scope whose rules split the pairs.
+        line: Direction of attention.
 
     Returns:
-        As `q`.
+        Shaped and laid out as `q`.
     """
     split = split_of(scope, PAIRS, bias.shape)
     move = _whole(split, line, bias.shape)
@@ -148,13 +150,13 @@ def triangle_attention(
         out = jax.nn.sigmoid(gate + gate_bias.astype(gate.dtype)) * out
         return out if line == "row" else out.swapaxes(ROWS, COLUMNS)
 
-    # In which gradients of gathers, and of what all devices have, are added up.
+    # Their gradients are summed over devices in this dtype.
     bias = bias.astype(sum_dtype(bias.dtype, scope.platform))
     gate_bias = gate_bias.astype(sum_dtype(gate_bias.dtype, scope.platform))
-    of_heads = (*lines, ())
-    splits = (((), ()), lines, *4 * (of_heads,))
+    head_split = (*lines, ())
+    splits = (((), ()), lines, *4 * (head_split,))
     given = (gate_bias, bias, q, k, v, gate)
-    return on_split(local, *given, splits=splits, out_split=of_heads)
+    return on_split(local, *given, splits=splits, out_split=head_split)
 
 
 def _check_channels(channels: int, split: Split) -> None:
@@ -171,7 +173,7 @@ def _check_channels(channels: int, split: Split) -> None:
 
 
 def _whole(split: Split, line: Line, shape: tuple[int, ...]) -> Move | None:
-    """The move that makes rows or columns whole; None if they are."""
+    """Return the move that makes rows or columns whole; None if they are whole."""
     source, target = (COLUMNS, ROWS) if line == "row" else (ROWS, COLUMNS)
     if not split[source]:
         return None
@@ -208,7 +210,7 @@ def _attended(
         k: Keys.
         v: Values.
         bias: (batch, own rows, columns, heads).
-        mesh_axes: That split the rows.
+        mesh_axes: Mesh axes that split the rows.
     """
     # b batch, g devices, t turns, s queries of a device in a turn, N columns.
     batch, rows, size, heads, dim = q.shape
@@ -220,16 +222,18 @@ def _attended(
 
     @jax.checkpoint
     def turn(q_bnJhd: jax.Array, bias_bsNh: jax.Array) -> jax.Array:
-        of_all = _of_all_devices(bias_bsNh, mesh_axes)
-        return _by_lines(q_bnJhd, k, v, of_all)
+        if mesh_axes:
+            with asked("triangle_bias"):
+                bias_bsNh = lax.all_gather(bias_bsNh, mesh_axes, axis=1, tiled=True)
+        return _by_lines(q_bnJhd, k, v, bias_bsNh)
 
-    out = lax.map(lambda of_turn: turn(*of_turn), (queries, biases))
+    out = lax.map(lambda arrays: turn(*arrays), (queries, biases))
     out = out.reshape(turns, batch, rows, devices, -1, heads, dim)
     return jnp.moveaxis(out, 0, 3).reshape(q.shape)
 
 
 def _turns(rows: int, size: int, dim: int) -> int:
-    """How often bias is gathered, so that what is there is no more than the queries."""
+    """Return the number of gathers of bias, each no larger than the queries."""
     return next(
         turns
         for turns in range(1, rows + 1)
@@ -237,18 +241,10 @@ def _turns(rows: int, size: int, dim: int) -> int:
     )
 
 
-def _of_all_devices(bias_bsNh: jax.Array, mesh_axes: tuple[str, ...]) -> jax.Array:
-    """(batch, queries of all devices, columns, heads): one all-gather."""
-    if not mesh_axes:
-        return bias_bsNh
-    with asked("triangle_bias"):
-        return lax.all_gather(bias_bsNh, mesh_axes, axis=1, tiled=True)
-
-
 def _by_lines(
     q_bnJhd: jax.Array, k: jax.Array, v: jax.Array, bias_bJNh: jax.Array
 ) -> jax.Array:
-    """Some queries of each line, as many lines at a time as leave scores small."""
+    """Attend with some queries of each line, a few lines at a time to bound scores."""
     _, rows, queries, _, dim = q_bnJhd.shape
     at_once = max(
         lines
@@ -269,7 +265,7 @@ def _mapped_over_lines(
     arrays: tuple[jax.Array, ...],
     parts: int,
 ) -> jax.Array:
-    """`function` of some lines at a time: dim 1 of each array."""
+    """Map a function over parts of the lines, dim 1 of each array."""
     if parts == 1:
         return function(arrays)
 

@@ -1,4 +1,4 @@
-"""Pencils: in which order split dims are made whole, transformed and moved back.
+"""Pencils: the order in which split dims are made whole, transformed and moved back.
 
 Reference: Pekurovsky 2012 (P3DFFT), section 2.
 """
@@ -19,20 +19,20 @@ from meshpar.rules.rules import LogicalAxes
 NORMS = ("backward", "ortho", "forward")
 
 Steps = tuple[Move | int, ...]
-"""What is done in order: moves, and dims to transform."""
+"""Moves, and dims to transform, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pencils:
-    """One transform: what is moved and transformed in which order.
+    """The plan of one transform.
 
     Args:
-        shape: Of the array before it.
-        logical_axes: Of its dims.
-        split: How it lies.
-        dims: Those transformed.
-        norm: As of `jnp.fft`.
-        transposed: Whether the last moves are left out.
+        shape: Shape of the array before it.
+        logical_axes: Names of its dims.
+        split: Split of the array before it.
+        dims: Dims to transform.
+        norm: `norm` of `jnp.fft`.
+        transposed: Leave out the last moves.
         modes: Frequencies of the last of `dims` after a real transform; None for a
             complex one.
     """
@@ -46,7 +46,7 @@ class Pencils:
     modes: int | None = None
 
     @classmethod
-    def of(
+    def plan(
         cls,
         shape: Sequence[int],
         logical_axes: LogicalAxes,
@@ -55,38 +55,45 @@ class Pencils:
         norm: str,
         transposed: bool,
     ) -> Pencils:
+        """Plan a complex transform of an array over the dims of some names."""
         if norm not in NORMS:
             raise InputError(
                 f"fft with norm={norm!r}: must be one of {', '.join(NORMS)}",
                 key="grid.unknown_fft_norm",
             )
-        _check_named(shape, logical_axes)
+        if len(shape) != len(logical_axes):
+            raise InputError(
+                f"fft of an array of {len(shape)} dims, {tuple(shape)}, with "
+                f"{len(logical_axes)} logical axes, {tuple(logical_axes)}; give a "
+                "name, or None, for each dim",
+                key="grid.wrong_number_of_axes",
+            )
         return cls(
             shape=tuple(shape),
             logical_axes=tuple(logical_axes),
             split=split_of(scope, logical_axes, shape),
-            dims=dims_of(logical_axes, over),
+            dims=named_dims(logical_axes, over),
             norm=norm,
             transposed=transposed,
         )
 
     def real(self, modes: int | None, caller: str) -> Pencils:
-        """The plan of a caller's real transform that keeps so many frequencies."""
+        """Return the plan of a real transform that keeps `modes` frequencies."""
         name, size = self.logical_axes[self.dims[-1]], self.shape[self.dims[-1]]
-        there = size // 2 + 1
-        modes = there if modes is None else whole_number(f"{caller} with modes", modes)
-        if modes > there:
+        most = size // 2 + 1
+        modes = most if modes is None else whole_number(f"{caller} with modes", modes)
+        if modes > most:
             raise InputError(
                 f"{caller} over {name!r} of size {size} with modes={modes}: a real "
-                f"transform of that size has {there} frequencies; give modes=1 to "
-                f"{there}, or None for all",
+                f"transform of that size has {most} frequencies; give modes=1 to "
+                f"{most}, or None for all",
                 key="grid.too_many_modes",
             )
         mesh_axes = self.split[self.dims[-1]]
         devices = degree(mesh_axes)
         if modes % devices:
             below = modes - modes % devices or devices
-            fewer = f"give modes={below}, or " if below <= there else "give "
+            fewer = f"give modes={below}, or " if below <= most else "give "
             raise InputError(
                 f"{caller} over {name!r} of size {size}: {modes} frequencies do not "
                 f"divide over {'/'.join(mesh_axes)} of size {devices}, which splits "
@@ -96,7 +103,7 @@ class Pencils:
         return replace(self, modes=modes)
 
     def forward(self, x: jax.Array) -> jax.Array:
-        """Frequencies of an array."""
+        """Transform an array to frequencies."""
         steps, split = self.steps
 
         def local(x: jax.Array) -> jax.Array:
@@ -105,7 +112,7 @@ class Pencils:
         return on_split(local, wide(x), splits=(self.split,), out_split=split)
 
     def inverse(self, y: jax.Array) -> jax.Array:
-        """The array of frequencies."""
+        """Transform frequencies back to an array."""
         steps, split = self.steps
 
         def local(y: jax.Array) -> jax.Array:
@@ -114,29 +121,38 @@ class Pencils:
         return on_split(local, wide(y), splits=(split,), out_split=self.split)
 
     def to_frequencies(self, x: jax.Array, steps: Steps) -> jax.Array:
-        """Of this device's part, by the plan's steps."""
+        """Run the steps of the plan on this device's part."""
         for step in steps:
-            x = step(x, "fft") if isinstance(step, Move) else self._to(x, step)
+            if isinstance(step, Move):
+                x = step(x, "fft")
+            elif self.modes is None or step != self.dims[-1]:
+                x = jnp.fft.fft(x, axis=step, norm=self.norm)
+            else:
+                x = jnp.fft.rfft(x, axis=step, norm=self.norm)
+                x = jax.lax.slice_in_dim(x, 0, self.modes, axis=step)
         return x
 
     def from_frequencies(self, y: jax.Array, steps: Steps) -> jax.Array:
-        """Undoes `to_frequencies`."""
+        """Undo `to_frequencies`."""
         for step in reversed(steps):
             if isinstance(step, Move):
                 y = step.undone(y, "fft")
-                continue
-            y = self._from(y, step)
+            elif self.modes is None or step != self.dims[-1]:
+                y = jnp.fft.ifft(y, axis=step, norm=self.norm)
+            else:
+                size = self.shape[step]
+                y = jnp.fft.irfft(y, n=size, axis=step, norm=self.norm)
         return y
 
     @property
     def steps(self) -> tuple[Steps, Split]:
-        """Moves, and dims to transform, in order; and how the result is split."""
+        """Return moves and dims to transform, in order, and the result's split."""
         steps: list[Move | int] = []
-        out: list[Move] = []  # those not undone yet, last one first to be
+        out: list[Move] = []  # moves not undone yet, to be undone from the last
         split = self.split
 
         def take_back(whole: tuple[int, ...]) -> None:
-            """Undoes moves until none is left that splits some dims."""
+            """Undo moves until none of them splits these dims."""
             nonlocal split
             while any(move.target in whole for move in out):
                 steps.append(out.pop().undone)
@@ -154,18 +170,20 @@ class Pencils:
         return tuple(steps), split
 
     def _move(self, dim: int, split: Split) -> Move:
-        """Of what splits a dim, to the first dim that can take it.
+        """Return the move of a dim's split to the first dim that divides.
 
-        Those of the transform come first, those whole among them foremost.
+        Dims of the transform come first, and whole ones before split ones.
         """
         others = [other for other in reversed(range(len(split))) if other != dim]
         others.sort(key=lambda other: (other not in self.dims, bool(split[other])))
-        sizes = self._sizes_at(dim)
+        sizes = list(self.shape)
+        if self.modes is not None and dim != self.dims[-1]:
+            sizes[self.dims[-1]] = self.modes  # transformed before
         for other in others:
             if sizes[other] % degree(split[other] + split[dim]) == 0:
                 return Move(mesh_axes=split[dim], source=dim, target=other)
         held = ", ".join(
-            f"{_called(self.logical_axes, other)} of size {sizes[other]} by "
+            f"{self.logical_axes[other] or f'dim {other}'!r} of size {sizes[other]} by "
             f"{degree(split[other] + split[dim])}"
             for other in others
         )
@@ -178,30 +196,12 @@ class Pencils:
             key="grid.indivisible_fft",
         )
 
-    def _sizes_at(self, dim: int) -> tuple[int, ...]:
-        """Sizes when a dim is transformed."""
-        halved = self.dims[-1]
-        if self.modes is None or dim == halved:
-            return self.shape
-        return (*self.shape[:halved], self.modes, *self.shape[halved + 1 :])
 
-    def _to(self, x: jax.Array, dim: int) -> jax.Array:
-        if self.modes is None or dim != self.dims[-1]:
-            return jnp.fft.fft(x, axis=dim, norm=self.norm)
-        y = jnp.fft.rfft(x, axis=dim, norm=self.norm)
-        return jax.lax.slice_in_dim(y, 0, self.modes, axis=dim)
-
-    def _from(self, y: jax.Array, dim: int) -> jax.Array:
-        if self.modes is None or dim != self.dims[-1]:
-            return jnp.fft.ifft(y, axis=dim, norm=self.norm)
-        return jnp.fft.irfft(y, n=self.shape[dim], axis=dim, norm=self.norm)
-
-
-def dims_of(logical_axes: LogicalAxes, over: Sequence[str]) -> tuple[int, ...]:
-    """The dims of those names, in their order.
+def named_dims(logical_axes: LogicalAxes, over: Sequence[str]) -> tuple[int, ...]:
+    """Return the dims with these names, in the order of the names.
 
     Raises:
-        InputError: A name is of no dim or of two, or there is none, or one alone.
+        InputError: A name has no dim or two, is repeated, or no name is given.
     """
     if isinstance(over, str):
         raise InputError(
@@ -232,10 +232,10 @@ def dims_of(logical_axes: LogicalAxes, over: Sequence[str]) -> tuple[int, ...]:
 
 
 def check_real(x: jax.Array, name: str) -> None:
-    """Refuses a complex array.
+    """Check that an array is not complex.
 
     Raises:
-        InputError: It is one.
+        InputError: It is complex.
     """
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise InputError(
@@ -245,21 +245,7 @@ def check_real(x: jax.Array, name: str) -> None:
         )
 
 
-def _check_named(shape: Sequence[int], logical_axes: LogicalAxes) -> None:
-    if len(shape) != len(logical_axes):
-        raise InputError(
-            f"fft of an array of {len(shape)} dims, {tuple(shape)}, with "
-            f"{len(logical_axes)} logical axes, {tuple(logical_axes)}; give a name, or "
-            "None, for each dim",
-            key="grid.wrong_number_of_axes",
-        )
-
-
-def _called(logical_axes: LogicalAxes, dim: int) -> str:
-    return repr(logical_axes[dim] or f"dim {dim}")
-
-
 def wide(x: jax.Array) -> jax.Array:
-    """In the dtype of the transform: fp32 of what is narrower."""
+    """Convert an array to fp32 if its dtype is narrower or an integer."""
     narrow = x.dtype.itemsize < 4 or not jnp.issubdtype(x.dtype, jnp.inexact)
     return x.astype(jnp.float32) if narrow else x
