@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 
 from meshpar.model.contract import Stream
-from meshpar.model.dependence import arguments_read
 from meshpar.model.inputs import apart
 from meshpar.model.parameter import Params
 from meshpar.model.sums import Sums
@@ -50,6 +49,7 @@ from meshpar.parallel.zero import (
     gradient_in_loop,
     reduce_scatter,
 )
+from meshpar.trace.dependence import arguments_read
 
 LossAndGradients = tuple[
     jax.Array, dict[str, jax.Array], Params, Params, dict[str, jax.Array]

@@ -27,7 +27,7 @@ from meshpar.model.tracing import (
 from meshpar.parallel.placement import Placement
 from meshpar.parallel.reduction import host_groups
 from meshpar.parallel.remat import HOST_MEMORY
-from meshpar.parallel.zero import split_axes_of
+from meshpar.parallel.zero import zero_split_axes
 from meshpar.rules.rules import RuleError, Rules, spec_axes
 from meshpar.rules.spatial import SPATIAL
 from meshpar.train.layout_refusals import PLAIN, layout_errors, zero_refusals
@@ -274,7 +274,7 @@ def _unused_zero_keys(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleE
     """Keys of ZeRO that the rules for stored parameters leave without effect."""
     if layout.zero != 3 or "zero_axes" in zero_refusals(layout):
         return
-    split, text = split_axes_of(layout, rules), repr(str(layout))
+    split, text = zero_split_axes(layout, rules), repr(str(layout))
     if layout.zero_axes and set(split) != set(layout.zero_axes):
         error = RuleError(
             "dead",
