@@ -18,7 +18,7 @@ from meshpar.model.single import loss
 from meshpar.model.tracing import batch_shapes
 from meshpar.models.presets import build
 from meshpar.parallel.blocks import restore_vjp, vjp_without
-from meshpar.parallel.remat import rematerialised, residuals_of
+from meshpar.parallel.remat import model_residual_names, rematerialised
 from tests import pipelined
 from tests.marks import slow
 from tests.states import zeros_of
@@ -44,8 +44,8 @@ def step_of(line, model=GPT2):
 
 
 def test_the_names_are_those_that_the_blocks_give():
-    assert residuals_of(GPT2) == NAMES
-    llama = residuals_of(build("test"))
+    assert model_residual_names(GPT2) == NAMES
+    llama = model_residual_names(build("test"))
     assert llama == tuple("mlp_gate_up" if name == "mlp_up" else name for name in NAMES)
 
 
