@@ -16,8 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from meshpar import InputError, Layout, emulate
-from meshpar.cli.parsing import positive
-from meshpar.cli.report.destination import check_picture, output_file
+from meshpar.cli.parsing import check_picture, output_file, positive
 from meshpar.errors import print_end
 from meshpar.recipes.printed_rows import Row, printed, write_rows
 

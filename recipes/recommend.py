@@ -37,8 +37,7 @@ from meshpar import (
     emulate,
     make_train_step,
 )
-from meshpar.cli.parsing import positive
-from meshpar.cli.report.destination import output_file
+from meshpar.cli.parsing import output_file, positive
 from meshpar.errors import print_end
 from meshpar.recipes.clicks import (
     NUMBERS,

@@ -27,8 +27,7 @@ from typing import Any
 import numpy as np
 
 from meshpar import InputError, Layout, emulate
-from meshpar.cli.parsing import positive
-from meshpar.cli.report.destination import check_picture, output_file
+from meshpar.cli.parsing import check_picture, output_file, positive
 from meshpar.errors import print_end
 from meshpar.recipes.printed_rows import write_rows
 from meshpar.recipes.volumes import (

@@ -18,8 +18,8 @@ from meshpar.audit.reasons import Explained
 from meshpar.audit.report import AuditReport
 from meshpar.audit.targets import TargetError
 from meshpar.cli import audit as command
+from meshpar.cli.audit import longest_seq
 from meshpar.cli.main import main
-from meshpar.cli.parsing import longest_seq
 from meshpar.cli.report.audit_page import audit_page
 from tests.test_audit_targets import needs_tpu_compiler
 from tests.test_cli import status_of

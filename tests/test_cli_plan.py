@@ -287,7 +287,7 @@ def test_confirmed_plans_stand_beside_what_was_compiled(capsys, monkeypatch):
 )
 def test_clusters_are_targets_of_the_audit(hardware, devices, target):
     cluster = cluster_of(hardware, devices=devices)
-    assert str(confirming.target_of(cluster)) == target
+    assert str(confirming.cluster_target(cluster)) == target
 
 
 def test_a_machine_without_a_compiler_is_refused(refuses_command):
@@ -330,4 +330,4 @@ def test_the_vocabulary_of_a_file_is_changed_there(refuses):
     args = argparse.Namespace(preset=None, model="config.json", vocab=300)
     values = ("--vocab", 300, "config.json", "vocab_size")
     with refuses("command.vocab_of_config_file", *values):
-        confirming.chosen_model(args)
+        confirming.planned_model(args)

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from meshpar.cli.report import destination
+from meshpar.cli import parsing
 from tests import warm
 from tests.test_imports import ROOT, parse, sources
 
@@ -47,7 +47,7 @@ def test_commands_that_draw_nothing_import_nothing_that_draws():
 def test_where_the_extra_is_absent_one_line_says_how_to_get_it(
     words, library, monkeypatch, refuses_command
 ):
-    monkeypatch.setattr(destination, "find_spec", lambda name: None)
+    monkeypatch.setattr(parsing, "find_spec", lambda name: None)
     words = [word for word in words if word != "--json"]
     values = (f"'{words[-1]}'", library, "meshpar[plots]")
     refuses_command(words, "command.missing_package", *values)
@@ -57,14 +57,14 @@ def test_a_folder_is_no_file_to_write(tmp_path, refuses):
     folder = tmp_path / "folder.html"
     folder.mkdir()
     with refuses("command.file_is_folder", "--plot", "folder.html"):
-        destination.check_picture("--plot", str(folder), destination.PAGES)
+        parsing.check_picture("--plot", str(folder), parsing.PAGES)
 
 
 def test_asking_whether_a_file_can_be_written_leaves_no_trace(tmp_path):
     old, new = tmp_path / "old.html", tmp_path / "new.html"
     old.write_text("kept")
     for path in (old, new):
-        assert destination.output_file(str(path)) == str(path)
+        assert parsing.output_file(str(path)) == str(path)
     assert old.read_text() == "kept" and not new.exists()
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from meshpar import Layout, lint
 from meshpar.cli.main import main
-from meshpar.cli.report.memory_plot import memory_parts
+from meshpar.cli.report.bars import memory_parts
 from meshpar.models.presets import build
 from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.cost.memory import rank_memories

@@ -7,20 +7,24 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshpar.audit.target import Target
 from meshpar.cli.lint import wide_console
-from meshpar.cli.parsing import (
-    above_zero,
+from meshpar.cli.options import (
     add_layout_arguments,
     add_model_arguments,
-    import_function,
-    layout_of,
-    longest_seq,
-    model_of,
+    chosen_layout,
+    chosen_model,
 )
-from meshpar.cli.report.destination import PAGES, check_picture
+from meshpar.cli.parsing import (
+    PAGES,
+    above_zero,
+    check_picture,
+    import_function,
+    parse_sizes,
+)
 from meshpar.errors import InputError, local_path
 from meshpar.layout import Layout
 from meshpar.machine.emulate import emulate, num_cpu_devices
@@ -43,7 +47,7 @@ STATUSES = "0 done, 1 hazards, it does not fit, or --strict and surprises, 2 bad
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds this subcommand's options."""
+    """Add the options of the subcommand."""
     add_model_arguments(parser)
     add_layout_arguments(
         parser, seq=None, seq_default=f"the model's own, at most {_SEQ}"
@@ -96,20 +100,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the report; 1 on hazards, on what does not fit, and strictly on surprises.
+    """Print the report; return 1 on hazards, too much memory, or strict surprises.
 
     The step is AdamW's with gradients clipped to a global norm of 1, unless a recipe
-    says otherwise.
+    makes another.
     """
     if args.html:
         check_picture("--html", args.html, PAGES)
     if args.devices is None and args.target is not None:
         args.devices = args.target.num_devices
-    layout = layout_of(args)
+    layout = chosen_layout(args)
     from meshpar.audit.report import audit
 
     compiler_options = dict(map(_compiler_option, args.compiler_option))
-    step, batch = _step_of(args, layout)
+    step, batch = _chosen_step(args, layout)
     report = audit(
         step,
         batch,
@@ -150,7 +154,7 @@ def _target(text: str) -> Target:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def _step_of(
+def _chosen_step(
     args: argparse.Namespace, layout: Layout
 ) -> tuple[TrainStep, Mapping[str, Any]]:
     import jax
@@ -160,18 +164,40 @@ def _step_of(
 
     mesh = None
     if args.target is not None:
-        # This process only traces; a real accelerator need not wake up for that.
+        # This process only traces, which needs no accelerator.
         jax.config.update("jax_platforms", "cpu")
         mesh = absent_mesh(layout)
     elif num_cpu_devices() < layout.num_devices:
         emulate(layout.num_devices)
     if args.recipe:
-        return _of_recipe(args, layout, mesh)
+        return _recipe_step(args, layout, mesh)
     devices = None if mesh else jax.devices()[: layout.num_devices]
-    step = adamw_step(model_of(args), layout, devices=devices, mesh=mesh)
+    step = adamw_step(chosen_model(args), layout, devices=devices, mesh=mesh)
     least = layout.batch_shards * layout.microbatches
     seq = args.seq or longest_seq(args.preset, args.model, most=_SEQ)
     return step, traced_batch(step.model, args.global_batch or least, seq)
+
+
+def longest_seq(preset: str | None, model: str | None, *, most: int) -> int:
+    """Return the longest sequence of a chosen model, in tokens.
+
+    Args:
+        preset: Value of `--preset`.
+        model: Value of `--model`.
+        most: Limit, which stands in for a model that does not say.
+
+    Example:
+        >>> longest_seq("tiny-gpt2", None, most=1024), longest_seq(None, None, most=64)
+        (256, 64)
+    """
+    from meshpar.planner.workload.shapes import SHAPES, workload_of
+
+    if model and Path(model).suffix == ".json":
+        return min(most, workload_of(model).seq)
+    sizes = parse_sizes(model) if model else {}
+    known = SHAPES[preset].seq if preset in SHAPES else most
+    own = sizes.get("seq", sizes.get("max_seq", known))
+    return min(most, own) if isinstance(own, int) and own > 0 else most
 
 
 def adamw_step(
@@ -181,7 +207,7 @@ def adamw_step(
     devices: Sequence[Device] | None = None,
     mesh: AbstractMesh | None = None,
 ) -> TrainStep:
-    """The step that is looked at where none is given: AdamW's, gradients clipped."""
+    """Return the default step to audit: AdamW, gradients clipped to a norm of 1."""
     import optax
 
     from meshpar.train.step import make_train_step
@@ -192,7 +218,7 @@ def adamw_step(
     )
 
 
-def _of_recipe(
+def _recipe_step(
     args: argparse.Namespace, layout: Layout, mesh: AbstractMesh | None
 ) -> tuple[TrainStep, Batch]:
     chosen = (args.preset, args.model, args.global_batch, args.seq)
@@ -230,8 +256,11 @@ def _print(report: AuditReport, console: Console) -> None:
         f"{report.compile_s:.1f} s"
     )
     if report.compiler_options:
-        given = ", ".join(map(_option_text, report.compiler_options.items()))
-        say(f"compiler options: {given}")
+        given = [
+            f"{name}={str(value).lower() if isinstance(value, bool) else value}"
+            for name, value in report.compiler_options.items()
+        ]
+        say(f"compiler options: {', '.join(given)}")
     if report.problem:
         say(report.problem)
     else:
@@ -242,11 +271,6 @@ def _print(report: AuditReport, console: Console) -> None:
     slow = map(str, report.slow_axes)
     for line in (*report.notes, *slow, *report.complaints()):
         say(line)
-
-
-def _option_text(option: tuple[str, Any]) -> str:
-    name, value = option
-    return f"{name}={str(value).lower() if isinstance(value, bool) else value}"
 
 
 def _memory_lines(report: AuditReport) -> Iterator[str]:

@@ -6,8 +6,7 @@ import argparse
 import json
 from dataclasses import asdict
 
-from meshpar.cli.parsing import positive
-from meshpar.cli.report.destination import output_file
+from meshpar.cli.parsing import output_file, positive
 from meshpar.errors import InputError, local_path
 from meshpar.hardware.devices import DEVICES
 from meshpar.planner.machine.clusters import device_of
@@ -17,7 +16,7 @@ STATUSES = "0 done, 2 bad input"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds this subcommand's options."""
+    """Add the options of the subcommand."""
     add = parser.add_argument
     add(
         "--output",
@@ -44,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, writes and prints; always 0."""
+    """Measure, write and print; return 0."""
     import jax  # the devices start with it
 
     from meshpar.calibration.device_file import device_toml

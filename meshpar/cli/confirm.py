@@ -1,4 +1,4 @@
-"""Plans compiled for their machine, which need not be there: predicted, and found."""
+"""Plans compiled for a machine, present or not: predicted and compiled bytes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from meshpar.audit.report import audit
 from meshpar.audit.target import Target
 from meshpar.audit.targets import TargetError
 from meshpar.cli.audit import adamw_step
-from meshpar.cli.estimate import train_model
-from meshpar.cli.parsing import MODEL_FROM, model_of
+from meshpar.cli.options import planned_model
 from meshpar.errors import InputError
 from meshpar.hardware.devices import DEVICES, TARGET_NAMES
 from meshpar.machine.mesh import absent_mesh
@@ -28,14 +27,14 @@ from meshpar.train.layout_refusals import layout_errors
 
 @dataclass(frozen=True, kw_only=True)
 class Confirmed:
-    """One plan, as predicted and as compiled.
+    """Predicted and compiled memory and traffic of one plan.
 
     Args:
-        layout, target: What was compiled for what.
-        problem: Why it was not; empty if it was.
+        layout, target: The layout, and the devices it was compiled for.
+        problem: Why it was not compiled; empty if it was.
         predicted_bytes, compiled_bytes: Memory of a device.
         collectives: Mesh axes -> bytes that a device sends, predicted and compiled.
-        compile_s: Seconds that it took.
+        compile_s: Seconds of compilation.
     """
 
     layout: str
@@ -49,7 +48,7 @@ class Confirmed:
     compile_s: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """One entry of what `meshpar plan --json` prints."""
+        """Return an entry of `confirmed` in `meshpar plan --json`."""
         return {
             "layout": self.layout,
             "target": self.target,
@@ -68,47 +67,47 @@ class Confirmed:
         }
 
     def rows(self) -> list[tuple[str, str, str, str]]:
-        """What, predicted, compiled, and how far apart."""
+        """Return rows of quantity, predicted, compiled and difference."""
         if self.problem:
             return [("problem", self.problem, "", "")]
         by_size = sorted(self.collectives.items(), key=lambda item: -max(item[1]))
         pairs = {"memory": (self.predicted_bytes, self.compiled_bytes)}
-        pairs |= {f"sent over {'+'.join(axes)}": of for axes, of in by_size}
-        return [
-            (name, f"{predicted:,.0f}", f"{compiled:,.0f}", _apart(predicted, compiled))
-            for name, (predicted, compiled) in pairs.items()
-        ]
+        pairs |= {f"sent over {'+'.join(axes)}": pair for axes, pair in by_size}
+        rows = []
+        for name, (predicted, compiled) in pairs.items():
+            error = f"{predicted / compiled - 1:+.1%}" if compiled else "not compiled"
+            rows.append((name, f"{predicted:,.0f}", f"{compiled:,.0f}", error))
+        return rows
 
     def lines(self) -> list[str]:
-        """The same as text."""
+        """Return the same as lines of text."""
         head = f"{self.layout} compiled for {self.target} in {self.compile_s:.0f} s"
         if self.problem:
             return [f"{self.layout} for {self.target}: {self.problem}"]
         lines = [head, f"  {'bytes of a device':<28}{'predicted':>20}{'compiled':>20}"]
         return lines + [
-            f"  {name:<28}{predicted:>20}{compiled:>20}  {apart}"
-            for name, predicted, compiled, apart in self.rows()
+            f"  {name:<28}{predicted:>20}{compiled:>20}  {error}"
+            for name, predicted, compiled, error in self.rows()
         ]
 
 
 def confirm(args: argparse.Namespace, plans: Sequence[Estimate]) -> list[Confirmed]:
-    """Compiles each plan; one that cannot be says why.
+    """Compile each plan; a plan that fails says why.
 
     Raises:
-        InputError: The machine is none that can be compiled for, or there is no such
-            model to compile.
+        InputError: No compiler knows the machine, or there is no such model to build.
     """
-    target = target_of(plans[0].run.cluster)
+    target = cluster_target(plans[0].run.cluster)
     jax.config.update("jax_platforms", "cpu")  # This process only traces.
-    model = chosen_model(args)
+    model = planned_model(args)
     return [compiled(model, target, plan) for plan in plans]
 
 
-def target_of(cluster: Cluster) -> Target:
-    """What `meshpar audit --target` calls the cluster.
+def cluster_target(cluster: Cluster) -> Target:
+    """Return the target of `meshpar audit --target` for a cluster.
 
     Raises:
-        InputError: It is none that can be compiled for.
+        InputError: No compiler knows it.
     """
     name = TARGET_NAMES.get(cluster.device.name)
     if name is None or (cluster.torus and cluster.hosts > 1):
@@ -122,28 +121,11 @@ def target_of(cluster: Cluster) -> Target:
     return Target.parse(f"{name}:{'x'.join(map(str, sizes))}")
 
 
-def chosen_model(args: argparse.Namespace) -> Model:
-    """The model itself, of the options that gave the planner its sizes.
-
-    Raises:
-        InputError: The planner knows its sizes, but there is no such model to build.
-    """
-    if args.vocab is not None and (args.model or "").endswith(".json"):
-        raise InputError(
-            f"--vocab {args.vocab} changes the planner's sizes, not the model of "
-            f"{args.model}; change vocab_size in the file",
-            key="command.vocab_of_config_file",
-        )
-    preset, sizes = train_model(args)
-    chosen = argparse.Namespace(preset=preset, model=sizes, model_from=MODEL_FROM)
-    return model_of(chosen)
-
-
 def compiled(model: Model, target: Target, plan: Estimate) -> Confirmed:
-    """One plan compiled for its machine.
+    """Compile one plan for its machine.
 
-    Where there is no GPU, tracing finds no cuDNN, and XLA's own attention is compiled:
-    that is then what is predicted too, so that the two are of one program.
+    Without a GPU, tracing finds no cuDNN and XLA's own attention is compiled; the
+    prediction then assumes that attention too.
     """
     layout, run = plan.run.layout, plan.run
     if target.platform == "gpu":
@@ -173,7 +155,3 @@ def compiled(model: Model, target: Target, plan: Estimate) -> Confirmed:
         collectives={axes: (one, two) for axes, (one, two) in sent.items()},
         compile_s=report.compile_s,
     )
-
-
-def _apart(predicted: float, compiled: float) -> str:
-    return f"{predicted / compiled - 1:+.1%}" if compiled else "not compiled"

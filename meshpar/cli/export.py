@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 
-from meshpar.cli.parsing import add_checkpoint_argument, import_function, positive
+from meshpar.cli.options import add_checkpoint_argument
+from meshpar.cli.parsing import import_function, positive
 
 _EXPORT = "meshpar.models.convert.export:export"
-"""What writes: looked up when the command runs, as the library imports no model."""
+"""Function that writes; the library imports no model before it runs."""
 
 EXAMPLE = "meshpar export runs/mine --to mine-hf"
 STATUSES = "0 done, 2 bad input"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds this subcommand's options."""
+    """Add the options of the subcommand."""
     add_checkpoint_argument(parser)
     add = parser.add_argument
     add(
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes, and prints what was written."""
+    """Write the files, and print what was written."""
     export = import_function(_EXPORT, "export")
     found = export(
         args.checkpoint, args.to, step=args.step, dtype=args.dtype, like=args.like

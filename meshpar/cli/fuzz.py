@@ -15,12 +15,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from meshpar.cli.lint import rule_pairs
+from meshpar.cli.options import add_counts, add_model_arguments, chosen_model
 from meshpar.cli.parsing import (
     MODEL_FROM,
     OneLineParser,
-    add_counts,
-    add_model_arguments,
-    model_of,
     not_negative,
     option_words,
     positive,
@@ -43,7 +41,7 @@ STATUSES = "0 all layouts agree, 1 one differs, 2 bad input"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds this subcommand's options."""
+    """Add the options of the subcommand."""
     _add_model_arguments(parser)
     add = parser.add_argument
     add("--num", type=positive, default=8, metavar="N", help="layouts to draw")
@@ -99,7 +97,7 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a line for each layout; 1 if one differs from one device."""
+    """Print a line for each layout; return 1 if one differs from one device."""
     import jax
 
     from meshpar.testing.equivalence import run_cases
@@ -161,7 +159,7 @@ def _choices(args: argparse.Namespace) -> Choices:
         models=tuple(dict.fromkeys(itertools.chain(*turns))),
         turns=turns,
         build=_build,
-        changes=_changes,
+        changes=_rule_changes,
         twist=_twist,
         twists=() if args.twist else tuple(TWISTS),
         global_batch=args.global_batch,
@@ -171,7 +169,7 @@ def _choices(args: argparse.Namespace) -> Choices:
 
 
 def _turns(args: argparse.Namespace) -> tuple[tuple[str, ...], ...]:
-    """The options that choose a model, as given; those of families where none are."""
+    """Return the given options of a model; without any, those of all families."""
     words = option_words({"--preset": args.preset, "--model": args.model})
     if args.model_from != MODEL_FROM:
         words = ["--model-from", args.model_from, *words]
@@ -207,14 +205,14 @@ def _suited_turns(
 
 
 def fuzzed_turns() -> tuple[tuple[str, ...], ...]:
-    """Families of models that take turns where none is chosen, as the presets say."""
+    """Return the presets' families of models, which take turns if none is chosen."""
     presets = importlib.import_module(MODEL_FROM.partition(":")[0])
     return tuple(presets.FUZZED_TURNS)
 
 
 @functools.cache
 def _build(text: str) -> Model:
-    model, twist = model_of(_model_options(text)), _twist(text)
+    model, twist = chosen_model(_model_options(text)), _twist(text)
     return model if twist is None else twist.model(model)
 
 
@@ -225,8 +223,8 @@ def _twist(text: str) -> Twist | None:
     return None if name is None else twist_named(name)
 
 
-def _changes(text: str) -> dict[str, tuple[str, ...]]:
-    """Rules of a model's own, `()` for replicated."""
+def _rule_changes(text: str) -> dict[str, tuple[str, ...]]:
+    """Return the rules that differ from the layout's, `()` for replicated."""
     rules = _model_options(text).with_rules
     pairs = rule_pairs(rules, "--with-rules") if rules else []
     return {logical_axis: mesh_axes or () for logical_axis, mesh_axes in pairs}
@@ -266,14 +264,15 @@ def _result_json(result: Result) -> dict[str, Any]:
         "agrees": result.ok,
         "failure": result.failure,
         "refused": result.refused,
-        "worst": [_finite(asdict(worst)) for worst in result.worst.values()],
+        "worst": [
+            {
+                # JSON has no number for infinity.
+                key: None
+                if isinstance(value, float) and not math.isfinite(value)
+                else value
+                for key, value in asdict(worst).items()
+            }
+            for worst in result.worst.values()
+        ],
         "seconds": result.seconds,
-    }
-
-
-def _finite(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with null for what JSON has no number for."""
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in row.items()
     }

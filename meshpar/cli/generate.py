@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from meshpar.cli.joined import add_joined_arguments, num_processes_of, run_joined
+from meshpar.cli.options import add_counts
 from meshpar.cli.parsing import (
     above_zero,
-    add_counts,
     import_function,
     not_negative,
+    one_line,
     positive,
+    print_error,
 )
 from meshpar.data.text import lines_of
-from meshpar.distributed import Processes
+from meshpar.distributed import Processes, exit_status, find_place, leave, start
+from meshpar.distributed.cluster import is_kubernetes_pod
 from meshpar.errors import InputError, local_path, printable
 from meshpar.foreign_files import open_file
 from meshpar.layout import Layout
+from meshpar.machine.emulate import DEFAULT_DEVICES, emulate, num_cpu_devices
 
 _LOAD = "meshpar.recipes.loaded:load"
-"""What reads a model: looked up when the command runs."""
+"""Function that reads a model; the library imports no recipe before it runs."""
+
+_REFUSE = "meshpar.recipes.joined:refuse_different"
+"""Function that compares the options of several processes."""
+
+_NOT_SHARED = ("run", "parser", "process_id")
+"""Parsed values that differ from process to process, or are no option."""
 
 _MOST_BYTES = 1 << 26
 """Size limit of a file of prompts: 64 MiB."""
@@ -45,7 +56,7 @@ _NUMBERS: tuple[tuple[str, Callable[[str], Any], float, str, str], ...] = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds this subcommand's options."""
+    """Add the options of the subcommand."""
     add = parser.add_argument
     add(
         "--from",
@@ -98,18 +109,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="print control characters of a text as they are (default: escaped, as "
         "they may change the terminal)",
     )
-    add_joined_arguments(parser)
+    _add_joined_arguments(parser)
     add("--json", action="store_true", help="print one JSON array on stdout")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generates and prints; a single prompt's text as it comes.
+    """Generate and print; a single prompt's text as it comes.
 
     Of several processes the first reads the prompts and prints.
     """
     layout = Layout.parse(args.layout)
-    devices = _num_emulated(args.emulate, layout, num_processes_of(args))
-    return run_joined(args, devices, lambda processes: _run(args, layout, processes))
+    devices = _num_emulated(args.emulate, layout, _num_processes(args))
+    return _run_joined(args, devices, lambda processes: _run(args, layout, processes))
 
 
 def _run(args: argparse.Namespace, layout: Layout, processes: Processes) -> int:
@@ -128,12 +139,10 @@ def _run(args: argparse.Namespace, layout: Layout, processes: Processes) -> int:
     return 0
 
 
-def _num_emulated(asked: int | None, layout: Layout, num_processes: int | None) -> int:
-    """Virtual devices of each process: as asked for, or what the layout needs; or 0."""
-    from meshpar.machine.emulate import DEFAULT_DEVICES, num_cpu_devices
-
-    if asked is not None:
-        return asked
+def _num_emulated(given: int | None, layout: Layout, num_processes: int | None) -> int:
+    """Return the virtual devices of each process: as given, or as the layout needs."""
+    if given is not None:
+        return given
     if num_processes is None:
         raise InputError(
             "Kubernetes says how many pods the Job has only once they are joined: give "
@@ -215,7 +224,7 @@ def _completed(
     requests: Any,
     show: Callable[[str], str] | None,
 ) -> list[dict[str, Any]]:
-    """Run all requests; `show` makes of the one prompt's text what is printed of it."""
+    """Run all requests; print the text of a single prompt through `show`."""
     for request in requests:
         engine.submit(request)
     found: list[dict[str, Any]] = [
@@ -243,9 +252,9 @@ def _completed(
 
 
 def _surely_shown(text: str, stops: tuple[str, ...]) -> str:
-    r"""The text without an end that may come to be another with the next token.
+    r"""Return the text without an end that the next token may change.
 
-    Such as bytes that are no text yet, and the beginning of a text to stop at.
+    Such an end is bytes that are no text yet, or the beginning of a text to stop at.
 
     Example:
         >>> _surely_shown("To be, or n", stops=("not",)), _surely_shown("a\ufffd", ())
@@ -306,3 +315,109 @@ def _lines(name: str, read: Callable[[], str]) -> list[str]:
             f"{error.object[error.start]:#04x}; convert it, such as by iconv",
             key="generation.input_not_utf8",
         ) from error
+
+
+def _add_joined_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options by which processes find one another."""
+    add = parser.add_argument
+    add(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="of process 0, to join processes by hand with the next two (default: as "
+        "SLURM, Open MPI, a TPU pod or, with --emulate, Kubernetes says)",
+    )
+    started = "how many are started (default: likewise)"
+    add_counts(parser, {"--num-processes": started})
+    add(
+        "--process-id",
+        type=int,
+        metavar="I",
+        help="which this is, from 0 (default: likewise)",
+    )
+    add(
+        "--start-timeout",
+        type=positive,
+        default=50,
+        metavar="S",
+        help="seconds in which all have to come (default: %(default)s)",
+    )
+
+
+def _num_processes(args: argparse.Namespace) -> int | None:
+    """Return the number of processes that the options or the scheduler give.
+
+    None in a pod of Kubernetes, which knows it only once all have joined.
+    """
+    if args.num_processes is not None:
+        return args.num_processes
+    place = find_place()
+    if place is None and is_kubernetes_pod():
+        return None
+    return 1 if place is None else place.num_processes
+
+
+def _run_joined(
+    args: argparse.Namespace, devices: int, run: Callable[[Processes], int]
+) -> int:
+    """Join the processes of the job, run `run` in each, and return the exit status.
+
+    Args:
+        args: The options, which must be the same in all processes.
+        devices: Virtual CPU devices of each process; 0 for the machine's own.
+        run: The work; a process that fails ends the others.
+
+    Raises:
+        InputError: The only process fails; each of several prints its error and ends.
+    """
+    alone = _num_processes(args) == 1
+    stdout = contextlib.nullcontext() if alone else _own_stdout()
+    try:
+        with (
+            stdout,
+            start(
+                coordinator=args.coordinator,
+                num_processes=args.num_processes,
+                process_id=args.process_id,
+                emulate=devices or None,
+                job=os.environ.get("SLURM_JOB_ID", ""),
+                timeout_s=args.start_timeout,
+            ) as processes,
+        ):
+            alone = processes.num_processes == 1
+            if not alone:
+                options = {
+                    name: value
+                    for name, value in vars(args).items()
+                    if name not in _NOT_SHARED
+                }
+                import_function(_REFUSE, "joined")(processes.gather(options))
+            elif devices:
+                emulate(devices)
+            return run(processes)
+    except (InputError, OSError) as error:
+        if alone:
+            raise
+        print(f"meshpar {args.subcommand}: {one_line(error)}", file=sys.stderr)
+        print_error(error, as_json=args.json and _is_first(args))
+        return leave(exit_status(error))
+
+
+def _is_first(args: argparse.Namespace) -> bool:
+    """Return whether this is process 0; True in every pod, which does not know."""
+    by_hand = (args.coordinator, args.num_processes, args.process_id)
+    if any(value is not None for value in by_hand):
+        return not args.process_id
+    place = find_place()
+    return place is None or place.process_id == 0
+
+
+@contextlib.contextmanager
+def _own_stdout() -> Iterator[None]:
+    """Send what gloo prints of its connections to stderr, where it breaks no JSON."""
+    with os.fdopen(os.dup(1), "w") as ours, contextlib.redirect_stdout(ours):
+        os.dup2(2, 1)
+        try:
+            yield
+        finally:
+            ours.flush()
+            os.dup2(ours.fileno(), 1)

@@ -7,7 +7,8 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from meshpar.cli.parsing import add_checkpoint_argument, not_negative
+from meshpar.cli.options import add_checkpoint_argument
+from meshpar.cli.parsing import not_negative
 from meshpar.errors import local_path, printable
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ STATUSES = "0 done, 1 it is damaged, 2 bad input"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds this subcommand's options."""
+    """Add the options of the subcommand."""
     add_checkpoint_argument(parser)
     add = parser.add_argument
     add("--step", type=not_negative, metavar="N", help="which (default: the newest)")
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reads and prints; 1 where the files are not as they were written."""
+    """Read and print; return 1 if the files are damaged."""
     from meshpar.train.checkpoint.contents import read_contents
 
     found = read_contents(local_path("checkpoint", args.checkpoint), args.step)

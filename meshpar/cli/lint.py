@@ -8,13 +8,13 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from meshpar.cli.parsing import (
+from meshpar.cli.options import (
     add_layout_arguments,
     add_model_arguments,
-    layout_of,
-    model_of,
-    not_negative,
+    chosen_layout,
+    chosen_model,
 )
+from meshpar.cli.parsing import not_negative
 from meshpar.errors import InputError, key_value_pairs, nearest
 from meshpar.lint.large_bytes import LARGE_BYTES
 
@@ -45,7 +45,7 @@ STATUSES = "0 no findings, 1 findings, 2 bad input"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds this subcommand's options."""
+    """Add the options of the subcommand."""
     add_model_arguments(parser)
     add_layout_arguments(parser)
     parser.add_argument(
@@ -65,12 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the report; 1 if there are findings."""
-    layout = layout_of(args)
+    """Print the report; return 1 if there are findings."""
+    layout = chosen_layout(args)
     from meshpar.lint.lint import lint
 
     report = lint(
-        model_of(args),
+        chosen_model(args),
         layout,
         None if args.rules is None else parse_rules(args.rules),
         global_batch=args.global_batch,
@@ -85,10 +85,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def parse_rules(text: str) -> Rules | list[tuple[str, tuple[str, ...] | None]]:
-    """A preset by name, or the pairs of `batch=data+fsdp,embed=none`.
+    """Return a preset by name, or the pairs of `batch=data+fsdp,embed=none`.
 
     Raises:
-        InputError: Neither of them.
+        InputError: The text is neither.
     """
     from meshpar.rules.presets import PRESETS
 
@@ -103,11 +103,11 @@ def parse_rules(text: str) -> Rules | list[tuple[str, tuple[str, ...] | None]]:
 
 
 def rule_pairs(text: str, noun: str) -> list[tuple[str, tuple[str, ...] | None]]:
-    """Logical axes and their mesh axes, as `batch=data+fsdp,embed=none` has them.
+    """Return the logical axes and mesh axes of `batch=data+fsdp,embed=none`.
 
     Args:
-        text: What was written.
-        noun: The option.
+        text: Value of the option.
+        noun: Name of the option.
 
     Raises:
         InputError: A part is no such pair.
@@ -125,7 +125,7 @@ def rule_pairs(text: str, noun: str) -> list[tuple[str, tuple[str, ...] | None]]
 
 
 def parameter_table(rows: tuple[ParameterRow, ...]) -> Table:
-    """Every parameter with its shape, layout and bytes per device."""
+    """Return a table of every parameter: shape, layout and bytes per device."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -148,7 +148,7 @@ def parameter_table(rows: tuple[ParameterRow, ...]) -> Table:
 
 
 def wide_console() -> Console:
-    """A console that does not cut tables when its output is a pipe."""
+    """Return a console that does not cut tables when its output is a pipe."""
     from rich.console import Console
 
     console = Console()

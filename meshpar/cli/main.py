@@ -1,4 +1,4 @@
-"""The `meshpar` command: parses, runs a subcommand, and says how it ended.
+"""The `meshpar` command: parse the words, run a subcommand, and return its status.
 
 Exit status: 0 done, 1 the answer is "no", 2 bad input (one clear line on stderr), 70 a
 fault of meshpar itself, 130 stopped by Ctrl-C.
@@ -10,7 +10,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from types import ModuleType
+from pathlib import Path
 
 import meshpar
 from meshpar.cli.parsing import (
@@ -25,6 +25,9 @@ from meshpar.errors import InputError, escape_unencodable, nearest, print_fault
 
 DONE, NO, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
+TRAIN = "train"
+"""Subcommand of a recipe, which reads its options itself."""
+
 SUBCOMMANDS = (
     "lint",
     "schedule",
@@ -34,24 +37,30 @@ SUBCOMMANDS = (
     "calibrate",
     "audit",
     "fuzz",
-    "train",
+    TRAIN,
     "generate",
     "inspect",
     "export",
 )
-"""Each is a module here, with `add_arguments`, `run`, and `EXAMPLE` and `STATUSES`.
+"""All but `train` are modules here, with `add_arguments`, `run`, `EXAMPLE`, `STATUSES`.
 
-None imports JAX before it runs: help, a misspelt option and what needs only arithmetic
-wait for nothing.
+None imports JAX before it runs, so that help, a misspelt option and arithmetic do not
+wait for it.
 """
+
+_RECIPE = "meshpar.recipes.command"
+"""Module that trains; the library imports no recipe before it runs."""
+
+_TRAIN_SUMMARY = "Trains a language model on a text, under any layout."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit status."""
+    """Run a command line and return its exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
     escape_unencodable(sys.stdout)
-    if argv[:1] == ["train"]:  # It reads its options itself, as a recipe.
-        return importlib.import_module("meshpar.cli.train").main(argv[1:])
+    if argv[:1] == [TRAIN]:
+        recipe = importlib.import_module(_RECIPE)
+        return recipe.main(argv[1:], command="meshpar train")
     try:
         return _run(argv)
     except OptionsError as end:
@@ -64,7 +73,7 @@ def _run(argv: Sequence[str]) -> int:
     try:
         args, unknown = _parser(argv).parse_known_args(argv)
         if unknown:
-            args.parser.error_of_unknown(unknown)
+            args.parser.refuse_unknown(unknown)
         return args.run(args)
     except (InputError, OSError) as error:
         print(f"{command}: {one_line(error)}", file=sys.stderr)
@@ -80,7 +89,7 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    """Of the subcommand that is asked for, or of all of them."""
+    """Return the parser of the subcommand that `argv` names, or of all of them."""
     parser = OneLineParser(
         prog="meshpar",
         description=(meshpar.__doc__ or "").splitlines()[0],
@@ -95,30 +104,36 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     )
     word = argv[0] if argv else ""
     if word.startswith("-") and word not in ("-h", "--help", "--version"):
-        parser.error_of_unknown([word])
+        parser.refuse_unknown([word])
     if word and not word.startswith("-") and word not in SUBCOMMANDS:
-        told = f"invalid choice: {word!r}; {nearest(word, SUBCOMMANDS)}"
-        parser.error(told, "command.unknown_command")
-    for name in (word,) if word in SUBCOMMANDS else SUBCOMMANDS:
-        module = importlib.import_module(f"meshpar.cli.{name}")
-        _add(subparsers, name, module)
+        message = f"invalid choice: {word!r}; {nearest(word, SUBCOMMANDS)}"
+        parser.error(message, "command.unknown_command")
+    if word not in SUBCOMMANDS:
+        for name in SUBCOMMANDS:
+            subparsers.add_parser(name, help=_summary(name))
+        return parser
+    module = importlib.import_module(f"meshpar.cli.{word}")
+    subparser = subparsers.add_parser(
+        word,
+        help=_summary(word),
+        description=_summary(word),
+        epilog=f"example:\n  {module.EXAMPLE}\n\nexit status:\n  {module.STATUSES}",
+    )
+    module.add_arguments(subparser)
+    subparser.set_defaults(run=module.run, parser=subparser)
     return parser
 
 
-def _add(subparsers: argparse._SubParsersAction, name: str, module: ModuleType) -> None:
-    summary = (module.__doc__ or "").strip().splitlines()[0]
-    parser = subparsers.add_parser(
-        name,
-        help=summary,
-        description=summary,
-        epilog=f"example:\n  {module.EXAMPLE}\n\nexit status:\n  {module.STATUSES}",
-    )
-    module.add_arguments(parser)
-    parser.set_defaults(run=module.run, parser=parser)
+def _summary(name: str) -> str:
+    """Return the first line of a subcommand's docstring, without importing it."""
+    if name == TRAIN:
+        return _TRAIN_SUMMARY
+    source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+    return source.split('"""', 2)[1].splitlines()[0]
 
 
 class _Version(argparse.Action):
-    """Prints the versions that a report of a fault should have."""
+    """Print the versions that a report of a fault needs."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)

@@ -43,10 +43,10 @@ def _measured(asked: dict[str, Any]) -> dict[str, Any]:
 
     from meshpar.calibration.step_trial import step_trial
     from meshpar.cli.audit import adamw_step
-    from meshpar.cli.confirm import chosen_model
+    from meshpar.cli.options import planned_model
     from meshpar.testing.batches import random_batch
 
-    model = chosen_model(argparse.Namespace(**asked["model"]))
+    model = planned_model(argparse.Namespace(**asked["model"]))
     devices = jax.devices()[: asked["devices"]]
     step = adamw_step(model, asked["layout"], devices=devices)
     batch = random_batch(model, asked["global_batch"], asked["seq"], seed=0)

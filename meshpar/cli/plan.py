@@ -5,27 +5,40 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from meshpar.cli.estimate import (
-    add_workload_arguments,
-    cluster_for,
-    train_model,
-    workload_for,
-)
 from meshpar.cli.measure import Measured, check_measurable, measure
-from meshpar.cli.parsing import above_zero, add_counts, option_words, positive
-from meshpar.cli.plan_curve import add_curve_arguments, check_curve, run_curve
+from meshpar.cli.options import (
+    add_counts,
+    add_workload_arguments,
+    chosen_cluster,
+    chosen_workload,
+    model_words,
+    words_to_train,
+)
+from meshpar.cli.parsing import (
+    PAGES,
+    PICTURES,
+    above_zero,
+    check_picture,
+    given_options,
+    option_words,
+    output_file,
+    positive,
+)
 from meshpar.cli.plan_other import (
     add_table_arguments,
     is_other,
     other_request,
     run_other,
 )
-from meshpar.cli.plan_training import add_training_arguments, training_of
-from meshpar.cli.report.destination import PAGES, check_picture, output_file
-from meshpar.cli.words_to_train import words_to_train
+from meshpar.cli.plan_training import (
+    OF_TRAINING,
+    add_training_arguments,
+    training_of,
+)
 from meshpar.errors import InputError, local_path
 from meshpar.layout import MESH_AXES
 from meshpar.planner.cost.estimate import (
@@ -35,6 +48,7 @@ from meshpar.planner.cost.estimate import (
     milliseconds,
 )
 from meshpar.planner.cost.in_words import estimate_in_words
+from meshpar.planner.curve import BATCHES, bend_in_words, curve_in_words, scaling_curve
 from meshpar.planner.machine.execution import execution_of
 from meshpar.planner.plan import PlanRequest
 from meshpar.planner.published import validate
@@ -51,8 +65,9 @@ if TYPE_CHECKING:  # It needs jax.
 _GIB = 1 << 30
 _PLANS = 10
 _SHOWN = 12
-"""Rejected layouts that people see; --json has more."""
+"""Rejected layouts in the text; --json has more."""
 
+_NOT_WITH_CURVE = ("measure", "confirm", "plans", *OF_TRAINING)
 
 EXAMPLE = "meshpar plan --model llama3-8b --devices 64 --seq 8192 --global-batch 256"
 STATUSES = (
@@ -61,7 +76,7 @@ STATUSES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds this subcommand's options."""
+    """Add the options of the subcommand."""
     add_workload_arguments(parser)
     add = parser.add_argument
     add(
@@ -117,7 +132,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the efficiency that fits (default: nothing is run)",
     )
     add_training_arguments(parser)
-    add_curve_arguments(parser)
+    _add_curve_arguments(parser)
     add_table_arguments(parser)
     add(
         "--html",
@@ -133,17 +148,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints plans; 0 if there are any, 1 if nothing fits or an error is too large."""
+    """Print plans; return 1 if nothing fits or a validated error is too large."""
     if args.html:
         check_picture("--html", args.html, PAGES)
     if args.validate:
         rows = validate.rows()
         print(json.dumps(validate.as_json(rows)) if args.json else validate.text(rows))
         return 0 if all(summary.met for summary in validate.summaries(rows)) else 1
-    check_curve(args)
+    _check_curve(args)
     request = _any_request(args)
     if args.curve is not None:
-        return run_curve(args, request)
+        return _run_curve(args, request)
     if not isinstance(request, Request):
         return run_other(args, request)
     training = training_of(args)
@@ -184,7 +199,7 @@ def _report(
     confirmed: Sequence[Confirmed],
     measured: Measured | None,
 ) -> dict[str, Any]:
-    """What `--json` prints."""
+    """Return what `--json` prints."""
     report: dict[str, Any] = found.as_json()
     best = found.plans[0]
     report["sensitivity"] = [change.as_json() for change in sensitivities(best)]
@@ -198,19 +213,19 @@ def _report(
 
 
 def _any_request(args: argparse.Namespace) -> Request | PlanRequest:
-    """What is planned: a transformer, or another model."""
+    """Return the request to plan: a transformer, or another model."""
     if args.global_batch is None:
         raise InputError(
             "a plan depends on the batch; give --global-batch N, in sequences of --seq",
             key="plan.no_batch",
         )
     if is_other(args):
-        cluster, constraints = cluster_for(args), _constraints(args)
+        cluster, constraints = chosen_cluster(args), _constraints(args)
         return other_request(args, cluster, constraints, args.global_batch)
-    workload = workload_for(args)
+    workload = chosen_workload(args)
     return Request(
         workload=workload,
-        cluster=cluster_for(args),
+        cluster=chosen_cluster(args),
         global_batch=args.global_batch,
         seq=args.seq or workload.seq,
         execution=execution_of(args.execution),
@@ -219,7 +234,7 @@ def _any_request(args: argparse.Namespace) -> Request | PlanRequest:
 
 
 def _constraints(args: argparse.Namespace) -> Constraints:
-    """What every layout must have, by options or by lines of a layout."""
+    """Return the constraints of the options and of `--layout`."""
     every, limit = args.sync_every, args.max_memory_gib
     by_options = [args.layout, None if every is None else f"sync_every={every}"]
     return Constraints.of(
@@ -269,7 +284,7 @@ def _text(found: SearchResult, costs: Sequence[TrainingCost]) -> list[str]:
 
 
 def _how_to_run(args: argparse.Namespace, best: Estimate) -> str:
-    """The command that trains under a plan, or why none does."""
+    """Return the command that trains under a plan, or why none does."""
     run = best.run
     if OTHER_SHAPES.keys() & {args.preset, args.model}:
         return (
@@ -283,7 +298,7 @@ def _how_to_run(args: argparse.Namespace, best: Estimate) -> str:
             "run it: not yet; a config.json has its own vocabulary; leave --vocab out"
         )
     real = run.cluster.device.platform != "cpu"
-    preset, sizes = train_model(args)
+    preset, sizes = model_words(args)
     if args.preset is None or sizes:
         try:
             sizes = words_to_train(sizes, preset, run.workload, run.seq)
@@ -302,3 +317,67 @@ def _row(plan: Estimate) -> str:
         f"{milliseconds(at_half_network_s(plan)):>8}  MFU {plan.mfu:5.1%}  "
         f"{gigabytes(plan.memory.total_bytes):>8}  {plan.run.layout}"
     )
+
+
+def _add_curve_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a scaling curve."""
+    add = parser.add_argument
+    add(
+        "--curve",
+        nargs="?",
+        choices=BATCHES,
+        const=BATCHES[0],
+        help="instead: the efficiency of the fastest plan on the devices, on half of "
+        "them, and so on, where it bends and why; strong keeps the batch, weak as many "
+        "examples a device (default: no curve; strong where no word follows)",
+    )
+    add(
+        "--plot",
+        type=output_file,
+        metavar="FILE",
+        help="with --curve: draw it into a .png or .svg (needs meshpar[plots])",
+    )
+
+
+def _check_curve(args: argparse.Namespace) -> None:
+    """Raise InputError for an option of plans with `--curve`, or `--plot` alone."""
+    if args.curve is None:
+        if args.plot is not None:
+            raise InputError(
+                "--plot draws a curve; give --curve too, or --html",
+                key="command.plot_without_curve",
+            )
+        return
+    for option in given_options(args, _NOT_WITH_CURVE):
+        raise InputError(
+            f"{option} is of plans, which --curve does not list; leave one out",
+            key="command.option_with_curve",
+        )
+    if args.plot is not None:
+        check_picture("--plot", args.plot, PICTURES)
+
+
+def _run_curve(args: argparse.Namespace, request: Request | PlanRequest) -> int:
+    """Print the curve; return 0 if anything fits, 1 if nothing does."""
+    name = request.workload.name if isinstance(request, Request) else request.name
+    curve = scaling_curve(request, args.curve)
+    text = "\n".join(curve_in_words(curve))
+    printed = json.dumps({"curve": curve.as_json()}) if args.json else text
+    if not args.json or not curve.fitting:
+        print(printed)
+    if not curve.fitting:
+        none = f"meshpar plan: {bend_in_words(curve)}; give more --devices"
+        print(none, file=sys.stderr)
+        return 1
+    if args.html:
+        from meshpar.cli.report.curve_plot import curve_page
+
+        page = curve_page(name, curve)
+        local_path("--html", args.html).write_text(page, encoding="utf-8")
+    if args.plot:
+        from meshpar.cli.report.curve_plot import write_curve_picture
+
+        write_curve_picture(name, curve, args.plot)
+    if args.json:  # last: an error is the one object
+        print(printed)
+    return 0

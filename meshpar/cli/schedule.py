@@ -9,13 +9,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from meshpar.cli.parsing import add_counts
-from meshpar.cli.report.destination import (
-    PAGES,
-    PICTURES,
-    check_picture,
-    output_file,
-)
+from meshpar.cli.options import add_counts
+from meshpar.cli.parsing import PAGES, PICTURES, check_picture, output_file
 from meshpar.errors import InputError, local_path
 from meshpar.schedules import (
     SCHEDULES,
@@ -45,7 +40,7 @@ STATUSES = "0 done, 1 the schedule is wrong, 2 bad input"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds this subcommand's options."""
+    """Add the options of the subcommand."""
     parser.add_argument(
         "--schedule",
         required=True,
@@ -100,10 +95,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the timeline; 1 if the schedule is wrong."""
+    """Print the timeline; return 1 if the schedule is wrong."""
     if args.plot:
         check_picture("--plot", args.plot, {**PICTURES, **PAGES})
-    schedule = _schedule_of(args)
+    schedule = _checked_schedule(args)
     found = problems(schedule, max_in_flight=args.max_in_flight)
     if found:
         report = {**_sizes(schedule), "problems": found}
@@ -121,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _schedule_of(args: argparse.Namespace) -> Schedule:
+def _checked_schedule(args: argparse.Namespace) -> Schedule:
     if args.schedule.endswith(".csv"):
         schedule = read_csv(args.schedule)
         check_size(
@@ -157,7 +152,7 @@ def _schedule_of(args: argparse.Namespace) -> Schedule:
 def _stage_s(
     schedule: Schedule, option: str, times_ms: tuple[Fraction, ...]
 ) -> tuple[Any, ...]:
-    """Seconds of every stage, exact, from one time, one a rank, or one a stage."""
+    """Return exact seconds of every stage, from one time, one a rank or one a stage."""
     num_ranks, num_stages = schedule.num_ranks, schedule.num_stages
     if len(times_ms) == num_stages:
         return tuple(time_ms / 1000 for time_ms in times_ms)
@@ -187,7 +182,7 @@ def _report(timeline: Timeline, lock_step: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lock_step(timeline: Timeline, times: StageTimes, hop_s: Any) -> dict[str, Any]:
-    """What differs when all ranks move together, as the uniform execution does."""
+    """Return the report's values if all ranks move together (uniform execution)."""
     schedule = timeline.schedule
     table = tick_table(schedule)
     span_s = lock_step_span_s(schedule, table, times, hop_s=hop_s)
@@ -235,13 +230,13 @@ def _numbers(numbers: list[int]) -> str:
 
 def _write_files(timeline: Timeline, args: argparse.Namespace) -> None:
     if args.plot and Path(args.plot).suffix in PAGES:
-        from meshpar.cli.report.timeline_plot import timeline_page
+        from meshpar.cli.report.timeline import timeline_page
 
         local_path("--plot", args.plot).write_text(
             timeline_page(timeline), encoding="utf-8"
         )
     elif args.plot:
-        from meshpar.cli.report.timeline_picture import write_timeline_picture
+        from meshpar.cli.report.timeline import write_timeline_picture
 
         write_timeline_picture(timeline, args.plot)
     if args.trace:
@@ -255,7 +250,7 @@ def _times(text: str) -> tuple[Fraction, ...]:
 
 
 def _time(text: str) -> Fraction:
-    """Milliseconds as an exact number, so that closed forms come out exactly."""
+    """Return milliseconds as an exact number, so that closed forms come out exactly."""
     try:
         time_ms = Fraction(text)
     except ValueError:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 
-from meshpar.cli.estimate import (
+from meshpar.cli.estimate import estimated
+from meshpar.cli.options import (
     add_layout_and_workload,
-    cluster_for,
-    estimated,
-    workload_for,
+    chosen_cluster,
+    chosen_workload,
+    planned_model,
 )
+from meshpar.cli.parsing import PAGES, check_picture, output_file
 from meshpar.cli.plan_other import is_other
-from meshpar.cli.report.destination import PAGES, check_picture, output_file
 from meshpar.errors import InputError, local_path
 from meshpar.layout import Layout
 from meshpar.planner.cost.estimate import Estimate
@@ -26,7 +27,7 @@ STATUSES = "0 done, 2 bad input"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds this subcommand's options."""
+    """Add the options of the subcommand."""
     add_layout_and_workload(parser)
     parser.add_argument(
         "--html",
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the page, or prints its facts; 0 once that is done."""
+    """Write the page, or print its facts; return 0."""
     if args.html:
         check_picture("--html", args.html, PAGES)
     elif not args.json:
@@ -45,14 +46,13 @@ def run(args: argparse.Namespace) -> int:
             "show draws a page; give --html FILE, or --json for its facts",
             key="command.no_output",
         )
-    found = _estimate_of(args)
+    estimate = _checked_estimate(args)
     import jax
 
-    from meshpar.cli.confirm import chosen_model
     from meshpar.cli.report.laid_out import laid_out
 
     jax.config.update("jax_platforms", "cpu")  # This process only traces.
-    page = laid_out(chosen_model(args), found)
+    page = laid_out(planned_model(args), estimate)
     if args.html:
         from meshpar.cli.report.show_page import show_page
 
@@ -60,16 +60,16 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(page.as_json()))
     else:
-        where = found.run.cluster.text
-        print(f"{args.html}: {found.run.workload.name} on {where}")
+        run = estimate.run
+        print(f"{args.html}: {run.workload.name} on {run.cluster.text}")
     return 0
 
 
-def _estimate_of(args: argparse.Namespace) -> Estimate:
-    """The planner's estimate of what a page is drawn of.
+def _checked_estimate(args: argparse.Namespace) -> Estimate:
+    """Return the planner's estimate of the layout to draw.
 
     Raises:
-        InputError: It cannot be, or no training step lays it out.
+        InputError: The model or layout cannot be drawn.
     """
     if is_other(args):
         name = args.preset or args.model
@@ -79,7 +79,7 @@ def _estimate_of(args: argparse.Namespace) -> Estimate:
             key="command.only_transformers",
         )
     layout = Layout.parse(args.layout)
-    cluster = cluster_for(args, layout)
+    cluster = chosen_cluster(args, layout)
     for error in layout_errors(layout.resolve(cluster.num_devices)).values():
         raise error
-    return estimated(args, workload_for(args), layout, cluster)
+    return estimated(args, chosen_workload(args), layout, cluster)

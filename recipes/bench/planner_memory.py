@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshpar.audit.target import Target
-from meshpar.cli.confirm import Confirmed, compiled, target_of
+from meshpar.cli.confirm import Confirmed, cluster_target, compiled
 from meshpar.models.presets import build
 from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.machine.clusters import cluster_of
@@ -145,7 +145,7 @@ def confirmed(case: Case) -> Confirmed:
         global_batch=case.batch,
         seq=case.seq,
     )
-    target: Target = target_of(plan.run.cluster)
+    target: Target = cluster_target(plan.run.cluster)
     return compiled(build(case.preset), target, plan)
 
 

@@ -51,7 +51,7 @@ _WORK = (
     "meshpar.audit.report:audit",
     "meshpar.calibration.measure:calibrate",
     "meshpar.cli.confirm:confirm",
-    "meshpar.cli.joined:start",
+    "meshpar.cli.generate:start",
     "meshpar.cli.measure:_child",
     "meshpar.cli.report.laid_out:laid_out",
     "meshpar.generation.programs:Programs.of",

@@ -1,12 +1,17 @@
-"""Bars that lie on one another, a row for each thing and a colour for each kind."""
+"""Stacked bars: the memory of each rank, the traffic of each mesh axis."""
 
 from __future__ import annotations
 
 from itertools import cycle
 from typing import TYPE_CHECKING, NamedTuple
 
+from meshpar.planner.cost.estimate import gigabytes
+from meshpar.planner.cost.memory import Memory
+
 if TYPE_CHECKING:
     from plotly.graph_objects import Bar, Figure
+
+    from meshpar.cli.report.laid_out import AxisTraffic, LaidOut
 
 # Pixels.
 _ROW_HEIGHT, _NAME_HEIGHT, _BELOW, _PADDING, _FONT_SIZE = 34, 14, 60, 40, 11
@@ -20,7 +25,8 @@ _LEGEND = {
     "yanchor": "bottom",
 }
 
-# Black is read on all of them.
+# Black text is readable on all of them.
+_PLACES = {"host": "in a host", "torus": "on the torus", "network": "over the network"}
 _COLORS = ("#8ec9f0", "#f7c77a", "#9fdcc4", "#e9b3d3", "#d6d27a", "#c7c7c7", "#e8a088")
 
 
@@ -28,10 +34,10 @@ class Part(NamedTuple):
     """A part of a row's bar.
 
     Args:
-        row: What the row is called.
-        kind: What the legend calls the part.
-        num_bytes: How long it is.
-        hover: What pointing at it says.
+        row: Name of the row.
+        kind: Name in the legend.
+        num_bytes: Length of the part.
+        hover: Text on pointing at it.
     """
 
     row: str
@@ -41,16 +47,18 @@ class Part(NamedTuple):
 
 
 def stacked_bars(parts: list[Part], *, title: str, limit: tuple[float, str]) -> Figure:
-    """The bars, the first row at the top, each part with its bytes where they fit.
+    """Return stacked bars, the first row at the top, each part with its bytes.
 
     Args:
-        parts: Of all rows; parts of a row in the order in which they lie.
-        title: What is counted; its unit follows.
+        parts: Parts of all rows, in the order in which they are stacked.
+        title: Title of the axis; its unit follows.
         limit: Bytes to draw a line at, and its name; (0, "") for none.
     """
     from plotly.graph_objects import Figure
 
-    unit, size = _unit(max([limit[0], *(part.num_bytes for part in parts)]))
+    most_bytes = max([limit[0], *(part.num_bytes for part in parts)])
+    units = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+    unit, size = next((one for one in units if most_bytes >= one[1]), units[-1])
     rows = list(dict.fromkeys(part.row for part in parts))
     kinds = list(dict.fromkeys(part.kind for part in parts))
     figure = Figure(
@@ -61,7 +69,7 @@ def stacked_bars(parts: list[Part], *, title: str, limit: tuple[float, str]) -> 
     )
     if limit[1]:
         _add_limit(figure, limit[0] / size, limit[1])
-    # Names stand beside each other where there is width; else the rows give way.
+    # Names stand side by side if there is width; else they take height from the rows.
     names = _NAME_HEIGHT * (len(kinds) + bool(limit[1]))
     figure.update_layout(
         height=names + _PADDING + _ROW_HEIGHT * len(rows) + _BELOW,
@@ -79,7 +87,7 @@ def stacked_bars(parts: list[Part], *, title: str, limit: tuple[float, str]) -> 
 
 
 def _bar(parts: list[Part], color: str, size: float) -> Bar:
-    """The parts of one kind, in units of `size` bytes."""
+    """Return the parts of one kind, in units of `size` bytes."""
     from plotly.graph_objects import Bar
 
     return Bar(
@@ -98,15 +106,111 @@ def _bar(parts: list[Part], color: str, size: float) -> Bar:
     )
 
 
-def _unit(most_bytes: float) -> tuple[str, float]:
-    units = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
-    return next((one for one in units if most_bytes >= one[1]), units[-1])
-
-
 def _add_limit(figure: Figure, at: float, name: str) -> None:
-    """A line through all rows; a shape has no entry in the legend."""
+    """Add a line through all rows, and its name in the legend."""
     from plotly.graph_objects import Scatter
 
     line = {"color": "#b00020", "dash": "dash", "width": 2}
     figure.add_vline(at, line=line)
     figure.add_trace(Scatter(x=[None], y=[None], mode="lines", line=line, name=name))
+
+
+def memory_plot(found: LaidOut) -> Figure:
+    """Return a bar for each rank, and a line at a device's capacity."""
+    capacity = found.run.cluster.device.memory_bytes
+    return stacked_bars(
+        [
+            Part(row, kind, size, f"{kind}: {gigabytes(size)}")
+            for row, memory in ranks(found).items()
+            for kind, size in memory_parts(memory).items()
+        ],
+        title="memory of a device",
+        limit=(capacity, "capacity"),
+    )
+
+
+def memory_parts(memory: Memory) -> dict[str, float]:
+    """Return the bytes of each kind at the peak; their sum is `total_bytes`.
+
+    Example:
+        >>> names = "parameter gradient optimizer fetched activation boundary logit"
+        >>> names += " late gathered idle workspace ends"
+        >>> sizes = {f"{name}_bytes": 1.0 for name in names.split()}
+        >>> memory = Memory(**sizes, stage=0, in_flight=1)
+        >>> [*memory_parts(memory)][:2]
+        ['parameters', 'optimizer']
+        >>> sum(memory_parts(memory).values()) == memory.total_bytes
+        True
+    """
+    kept = {
+        "parameters": memory.parameter_bytes,
+        "optimizer": memory.optimizer_bytes,
+        "gradients": memory.gradient_bytes,
+    }
+    if max(memory.ends_bytes, memory.fetched_bytes) == (
+        memory.temporary_bytes - memory.gradient_bytes
+    ):
+        later = {
+            "whole gradients": memory.ends_bytes,
+            "fetched state": memory.fetched_bytes,
+        }
+        last = max(later, key=lambda name: later[name])
+        parts = {**kept, last: later[last]}
+    else:
+        gathered = min(memory.gathered_bytes, memory.other_bytes)
+        at_loss = memory.logit_bytes - memory.late_bytes
+        in_block = memory.workspace_bytes - memory.idle_bytes
+        last = "logits" if at_loss > in_block else "workspace"
+        parts = {
+            **kept,
+            "activations": memory.activation_bytes,
+            "gathered": gathered,
+            last: memory.other_bytes - gathered,
+        }
+    return {name: size for name, size in parts.items() if size > 0}
+
+
+def ranks(found: LaidOut) -> dict[str, Memory]:
+    """Return name of a row -> memory of its devices."""
+    if len(found.memories) == 1:
+        return {"every device": found.memories[0]}
+    return {f"rank {memory.stage}": memory for memory in found.memories}
+
+
+def traffic_plot(found: LaidOut) -> Figure:
+    """Return a bar for each mesh axis."""
+    parts = []
+    for one in found.traffic:
+        sizes: dict[str, float] = {}
+        for sent in one.sent:
+            sizes[sent.kind] = sizes.get(sent.kind, 0.0) + sent.wire_bytes
+        parts += [
+            Part(axes_text(one), kind, size, _traffic_hover(one, kind))
+            for kind, size in sizes.items()
+        ]
+    return stacked_bars(
+        parts,
+        title="sent by a device in a step",
+        limit=(0.0, ""),
+    )
+
+
+def axes_text(one: AxisTraffic) -> str:
+    """Return the mesh axes and their size: `data+fsdp=16`."""
+    return f"{'+'.join(one.mesh_axes)}={one.members}"
+
+
+def link_text(one: AxisTraffic) -> str:
+    """Return the place of their link: `in a host`."""
+    return _PLACES.get(one.link.name, one.link.name)
+
+
+def _traffic_hover(one: AxisTraffic, kind: str) -> str:
+    speed = f"{gigabytes(one.link.bytes_per_s)}/s"
+    lines = [f"<b>{kind}</b> over {axes_text(one)}, {link_text(one)} at {speed}"]
+    lines += [
+        f"{gigabytes(sent.wire_bytes)}: {sent.reason}"
+        for sent in one.sent
+        if sent.kind == kind
+    ]
+    return "<br>".join(lines)

@@ -1,4 +1,4 @@
-"""A scaling curve as a picture and as a page: what is left, what takes the rest."""
+"""A scaling curve as a picture and as a page: efficiency, and what takes the rest."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from meshpar.planner.curve import BEND, Curve, Point, bend_in_words
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-_LEFT = "efficiency"
 _SIZE = (8.0, 4.5)  # inches
 _HEIGHT = 460  # pixels
 _COLORS = (
@@ -22,7 +21,7 @@ _COLORS = (
 
 
 def write_curve_picture(name: str, curve: Curve, path: str | Path) -> None:
-    """Writes the picture, PNG or SVG: a bar for each number of devices."""
+    """Write a PNG or SVG with a bar for each number of devices."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -41,7 +40,7 @@ def write_curve_picture(name: str, curve: Curve, path: str | Path) -> None:
 
 
 def curve_page(name: str, curve: Curve) -> str:
-    """The text of a page: the plot, where it bends, and the plan of every point."""
+    """Return the text of a page: the plot, its bend, and the plan of every point."""
     return page(
         _title(name, curve),
         [
@@ -77,24 +76,24 @@ def _figure(curve: Curve) -> Figure:
 
 
 def _bars(curve: Curve) -> list[tuple[str, list[float]]]:
-    """Efficiency, then each part that takes more anywhere: shares of every point.
+    """Return the shares of every point: efficiency, then each part that takes more.
 
-    What a part takes less shortens the bars of those that take more.
+    Time that a part saves shortens the bars of those that take more.
     """
+
+    def share(point: Point, part: str) -> float:
+        more = sum(share for share in point.lost.values() if share > 0)
+        lost = max(0.0, point.lost.get(part, 0.0))
+        return lost * (1 - point.efficiency) / more if more else 0.0
+
     points = curve.fitting
     parts = dict.fromkeys(name for point in points for name in point.lost)
-    bars = [(_LEFT, [min(1.0, point.efficiency) for point in points])]
+    bars = [("efficiency", [min(1.0, point.efficiency) for point in points])]
     for part in parts:
-        shares = [_share(point, part) for point in points]
+        shares = [share(point, part) for point in points]
         if max(shares) >= 0.001:
             bars.append((f"more {part}", shares))
     return bars
-
-
-def _share(point: Point, part: str) -> float:
-    more = sum(share for share in point.lost.values() if share > 0)
-    lost = max(0.0, point.lost.get(part, 0.0))
-    return lost * (1 - point.efficiency) / more if more else 0.0
 
 
 def _labels(curve: Curve) -> list[str]:

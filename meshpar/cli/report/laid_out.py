@@ -1,4 +1,4 @@
-"""One layout of one model on one machine: all that `meshpar show` joins."""
+"""Facts of one layout of one model on one machine, for `meshpar show`."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from meshpar.schedules.simulate import spans
 from meshpar.schedules.ticks import lock_step_timeline
 
 _MOST_ACTIONS = 4000
-"""Of a timeline that a page can draw."""
+"""Most actions of a timeline that a page can draw."""
 
 
 class AxisTraffic(NamedTuple):
-    """What goes over one mesh axis, or over several together.
+    """Traffic over one mesh axis, or over several together.
 
     Args:
-        mesh_axes: Which.
+        mesh_axes: The mesh axes.
         members: Devices of one group.
-        link: What they are joined by.
-        sent: What one device sends in a step, by kind and purpose.
-        exposed_s: Time of a step that waits for it; None where it is not told apart.
+        link: Link between them.
+        sent: Bytes that one device sends in a step, by kind and purpose.
+        exposed_s: Time of a step that waits for it; None if counted with another axis.
     """
 
     mesh_axes: tuple[str, ...]
@@ -43,21 +43,21 @@ class AxisTraffic(NamedTuple):
 
     @property
     def wire_bytes(self) -> float:
-        """All that one device sends in a step."""
+        """Bytes that one device sends in a step."""
         return sum(one.wire_bytes for one in self.sent)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaidOut:
-    """What one layout does.
+    """Facts of one layout.
 
     Args:
-        estimate: Memory, time and collectives, and what they are of.
-        shards: Every parameter's.
-        traffic: Of each mesh axis at work, outermost first; then of those that
-            collectives take together.
-        memories: Of a device of each rank of `stage`.
-        timeline: Of a step's forwards and backwards.
+        estimate: Estimate of memory, time and collectives.
+        shards: Shards of every parameter.
+        traffic: Traffic of each mesh axis larger than 1, outermost first; then of those
+            that collectives take together.
+        memories: Memory of a device of each rank of `stage`.
+        timeline: A step's forwards and backwards.
     """
 
     estimate: Estimate
@@ -68,11 +68,11 @@ class LaidOut:
 
     @property
     def run(self) -> Run:
-        """What was asked."""
+        """Run of the estimate."""
         return self.estimate.run
 
     def as_json(self) -> dict[str, Any]:
-        """What `meshpar show --json` prints; `estimate --json`'s keys among it."""
+        """Return the facts as JSON, with the keys of `meshpar estimate --json`."""
         return {
             **self.estimate.as_json(),
             "model": self.run.workload.name,
@@ -86,7 +86,7 @@ class LaidOut:
 
 
 def laid_out(model: Model, estimate: Estimate) -> LaidOut:
-    """What the estimate's layout does with the model.
+    """Return the facts of the estimate's layout of the model.
 
     Raises:
         InputError: The model cannot be laid out so.
@@ -97,7 +97,7 @@ def laid_out(model: Model, estimate: Estimate) -> LaidOut:
         shards=shards_of(model, run.layout),
         traffic=_traffic(estimate),
         memories=tuple(rank_memories(run)),
-        timeline=_timeline_of(run),
+        timeline=_run_timeline(run),
     )
 
 
@@ -108,8 +108,8 @@ def _traffic(estimate: Estimate) -> tuple[AxisTraffic, ...]:
         if sizes[axis] > 1:
             sent[axis,] = []
     for one in estimate.collectives:
-        at_work = tuple(axis for axis in one.mesh_axes if sizes[axis] > 1)
-        sent[at_work].append(one)
+        split = tuple(axis for axis in one.mesh_axes if sizes[axis] > 1)
+        sent[split].append(one)
     return tuple(
         AxisTraffic(
             mesh_axes=axes,
@@ -124,10 +124,14 @@ def _traffic(estimate: Estimate) -> tuple[AxisTraffic, ...]:
     )
 
 
-def _timeline_of(run: Run) -> Timeline:
-    """In lock step where the program runs so; fewer microbatches where all are many."""
+def _run_timeline(run: Run) -> Timeline:
+    """Return the timeline, in lock step if the program is; of many microbatches some.
+
+    Some are whole groups of as many as there are stages, two at least.
+    """
     layout, stages = run.layout, stage_times(run)
-    sizes = layout.stage, min(layout.microbatches, _drawn_microbatches(run))
+    groups = max(2, _MOST_ACTIONS // (2 * layout.stage * run.num_stages))
+    sizes = layout.stage, min(layout.microbatches, layout.stage * groups)
     schedule = make_schedule(layout.schedule, *sizes, layout.chunks)
     times = StageTimes(
         forward_s=tuple(stage.forward.total_s for stage in stages),
@@ -136,12 +140,6 @@ def _timeline_of(run: Run) -> Timeline:
     )
     replay = lock_step_timeline if run.execution.lock_step else simulate
     return replay(schedule, times)
-
-
-def _drawn_microbatches(run: Run) -> int:
-    """Whole groups of as many as there are stages, two at least."""
-    group = 2 * run.layout.stage * run.num_stages
-    return run.layout.stage * max(2, _MOST_ACTIONS // group)
 
 
 def _machine(run: Run) -> dict[str, Any]:

@@ -33,7 +33,7 @@ _CONFIG = {"responsive": True, "displaylogo": False}
 
 
 def page(title: str, parts: Iterable[str]) -> str:
-    """A whole file of these parts, which are HTML already."""
+    """Return an HTML file of these parts, which are HTML."""
     from plotly.offline import get_plotlyjs
 
     body = "\n".join(parts)
@@ -47,17 +47,17 @@ def page(title: str, parts: Iterable[str]) -> str:
 
 
 def heading(text: str) -> str:
-    """A heading below the title."""
+    """Return a heading below the title."""
     return f"<h2>{escape(text)}</h2>"
 
 
 def paragraph(text: str) -> str:
-    """A paragraph of plain text."""
+    """Return a paragraph of plain text."""
     return f"<p>{_breakable(text)}</p>"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of plain text; on a narrow screen each row is a card.
+    """Return a table of plain text; on a narrow screen each row is a card.
 
     Example:
         >>> table(["a"], [["<1"]])
@@ -75,11 +75,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _breakable(text: str) -> str:
-    """A layout may break behind its commas."""
+    """Return the text with possible line breaks after a layout's commas."""
     return re.sub(r",(?=\w+=)", ",<wbr>", escape(text))
 
 
 def plot(figure: Figure, *, min_width: int = 0) -> str:
-    """A plot as wide as the page, which scrolls where that is below `min_width`."""
+    """Return a plot as wide as the page, which scrolls if that is below `min_width`."""
     drawn = figure.to_html(full_html=False, include_plotlyjs=False, config=_CONFIG)
     return f'<div class="plot"><div style="min-width:{min_width}px">{drawn}</div></div>'

@@ -1,15 +1,17 @@
-"""The report of `meshpar plan --html`."""
+"""Page of `meshpar plan --html`: plans, and step time against memory."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meshpar.cli.report.page import heading, page, paragraph, plot, table
-from meshpar.cli.report.plan_plot import plan_plot
+from meshpar.errors import InputError
 from meshpar.planner.cost.estimate import (
     Estimate,
     at_half_network_s,
+    estimate,
     gigabytes,
     milliseconds,
 )
@@ -17,10 +19,15 @@ from meshpar.planner.cost.in_words import estimate_in_words
 from meshpar.planner.search.search import SearchResult
 from meshpar.planner.search.sensitivity import sensitivities
 
-if TYPE_CHECKING:  # It needs jax, which the page does not.
+if TYPE_CHECKING:  # They need jax, which the page does not.
+    from plotly.graph_objects import Figure, Scatter
+
     from meshpar.cli.confirm import Confirmed
     from meshpar.cli.measure import Measured
     from meshpar.planner.search.training_cost import TrainingCost
+
+_HEIGHT = 520  # pixels
+_FAR_APART = 5
 
 
 def plan_page(
@@ -29,7 +36,7 @@ def plan_page(
     costs: Sequence[TrainingCost] = (),
     measured: Measured | None = None,
 ) -> str:
-    """The file's text, of a search that found plans."""
+    """Return the text of the page, of a search that found plans."""
     best = found.plans[0]
     run = best.run
     title = f"{run.workload.name} on {run.cluster.text}"
@@ -44,7 +51,7 @@ def plan_page(
         _plans(found.plans),
         *_training(found.plans, costs),
         heading("Time against memory"),
-        plot(plan_plot(found)),
+        plot(_plan_plot(found)),
         heading("Smallest for their time"),
         _plans(found.front),
         heading("The first plan"),
@@ -63,7 +70,10 @@ def plan_page(
             *(paragraph(line) for line in measured.fitted_lines()),
         ]
     if confirmed:
-        parts += [heading("Predicted against compiled"), *_confirmed(confirmed)]
+        parts.append(heading("Predicted against compiled"))
+    for one in confirmed:
+        parts.append(paragraph(f"{one.layout} for {one.target}"))
+        parts.append(table(["what", "predicted", "compiled", "difference"], one.rows()))
     return page(title, parts)
 
 
@@ -108,7 +118,7 @@ def _training(
 
 
 def _exposed(plan: Estimate) -> str:
-    """Time by mesh axis, each in one piece."""
+    """Return the exposed time of each mesh axis, without line breaks inside."""
     each = [
         f"{axis} {milliseconds(seconds)}".replace(" ", "\N{NO-BREAK SPACE}")
         for axis, seconds in plan.time.exposed_s.items()
@@ -116,7 +126,110 @@ def _exposed(plan: Estimate) -> str:
     return ", ".join(each) or "nothing"
 
 
-def _confirmed(confirmed: Sequence[Confirmed]) -> Iterable[str]:
-    for one in confirmed:
-        yield paragraph(f"{one.layout} for {one.target}")
-        yield table(["what", "predicted", "compiled", "difference"], one.rows())
+def _plan_plot(found: SearchResult) -> Figure:
+    """Return step time against memory; pointing names a layout, and why rejected."""
+    from plotly.graph_objects import Figure
+
+    rejected = [*_estimated(found)]
+    every = [*found.plans, *found.front, *(one for one, _ in rejected)]
+    times_s = [one.step_s for one in every]
+    figure = Figure(
+        [
+            _points("rejected", "#8a8a8a", "x-thin-open", rejected),
+            _points("plans", "#0072b2", "circle", [(one, "") for one in found.plans]),
+            _points(
+                "no other is both faster and smaller",
+                "#d55e00",
+                "circle-open",
+                [(one, "") for one in found.front],
+                mode="lines+markers",
+            ),
+            _points("fastest", "#000000", "star", [(found.plans[0], "")]),
+            _capacity(found, times_s),
+        ]
+    )
+    figure.update_layout(
+        height=_HEIGHT,
+        template="plotly_white",
+        margin={"l": 70, "r": 20, "t": 120, "b": 60},
+        legend={"x": 0, "y": 1, "yref": "container", "yanchor": "top"},
+        hovermode="closest",
+    )
+    sizes = [one.memory.total_bytes for one in every]
+    figure.update_xaxes(title="step time, s", tickangle=0, **_scale(times_s))
+    figure.update_yaxes(title="memory of a device, GB", **_scale(sizes))
+    return figure
+
+
+def _scale(values: list[float]) -> dict[str, Any]:
+    """Return the axis: logarithmic if the values differ much."""
+    look: dict[str, Any] = {"ticklabelstandoff": 4, "zeroline": False}
+    if max(values) < _FAR_APART * min(values):
+        return look
+    return {**look, "type": "log", "dtick": "D2", "tickformat": "~g"}
+
+
+def _estimated(found: SearchResult) -> Iterable[tuple[Estimate, str]]:
+    """Yield the rejected layouts that can run, estimated, with their reasons."""
+    run = found.plans[0].run
+    for other in found.rejected:
+        try:
+            one = estimate(
+                run.workload,
+                run.cluster,
+                other.layout,
+                global_batch=run.global_batch,
+                seq=run.seq,
+                execution=run.execution,
+            )
+        except InputError:
+            continue
+        yield one, other.reason
+
+
+def _points(
+    name: str,
+    color: str,
+    symbol: str,
+    points: list[tuple[Estimate, str]],
+    mode: str = "markers",
+) -> Scatter:
+    from plotly.graph_objects import Scatter
+
+    return Scatter(
+        name=name,
+        x=[one.step_s for one, _ in points],
+        y=[one.memory.total_bytes / 1e9 for one, _ in points],
+        mode=mode,
+        marker={"color": color, "symbol": symbol, "size": 10},
+        hovertext=[_hover(name, one, reason) for one, reason in points],
+        hoverinfo="text",
+    )
+
+
+def _hover(name: str, one: Estimate, reason: str) -> str:
+    """Return lines short enough for a telephone."""
+    numbers = (
+        f"{milliseconds(one.step_s)}, {gigabytes(one.memory.total_bytes)}, MFU "
+        f"{one.mfu:.1%}"
+    )
+    lines = [name, *_wrapped(str(one.run.layout).replace(",", ", ")), numbers]
+    return "<br>".join([*lines, *_wrapped(reason)])
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 48, break_long_words=False)
+
+
+def _capacity(found: SearchResult, times_s: list[float]) -> Scatter:
+    """Return a line at a device's capacity, from the fastest layout to the slowest."""
+    from plotly.graph_objects import Scatter
+
+    return Scatter(
+        name=f"a device holds {gigabytes(found.capacity_bytes)}",
+        x=[min(times_s), max(times_s)],
+        y=[found.capacity_bytes / 1e9] * 2,
+        mode="lines",
+        line={"color": "#b00020", "dash": "dash"},
+        hoverinfo="skip",
+    )

@@ -1,14 +1,24 @@
-"""The page of `meshpar show`: where everything lies, and what moves when."""
+"""Page of `meshpar show`: machine, shards, traffic, memory and timeline."""
 
 from __future__ import annotations
 
-from meshpar.cli.report.device_grid import device_grid, drawn_devices
+from meshpar.cli.report.bars import (
+    axes_text,
+    link_text,
+    memory_parts,
+    memory_plot,
+    ranks,
+    traffic_plot,
+)
+from meshpar.cli.report.grids import (
+    MOST_DEVICES,
+    device_grid,
+    drawn_devices,
+    shards_plot,
+)
 from meshpar.cli.report.laid_out import AxisTraffic, LaidOut
-from meshpar.cli.report.memory_plot import memory_parts, memory_plot, ranks
 from meshpar.cli.report.page import heading, page, paragraph, plot, table
-from meshpar.cli.report.shards_plot import MOST_DEVICES, shards_plot
-from meshpar.cli.report.timeline_plot import HOW_TO_READ, timeline_plot
-from meshpar.cli.report.traffic_plot import axes_text, link_text, traffic_plot
+from meshpar.cli.report.timeline import HOW_TO_READ, timeline_plot
 from meshpar.lint.rows import ParameterRow, Shards
 from meshpar.planner.cost.estimate import gigabytes, milliseconds
 from meshpar.planner.cost.in_words import estimate_in_words
@@ -18,7 +28,7 @@ _LEAST_WIDTH = 640  # pixels, of what has many columns
 
 
 def show_page(found: LaidOut) -> str:
-    """The file's text."""
+    """Return the text of the page."""
     run = found.run
     what = estimate_in_words(found.estimate)
     return page(
@@ -56,10 +66,14 @@ def _machine(found: LaidOut) -> list[str]:
         f"inside carries {gigabytes(device.link_bytes_per_s)}/s, the network between "
         f"{noun}s {gigabytes(device.network_bytes_per_s)}/s, each way, by data sheet."
     )
-    return [paragraph(text), *_first_of(found, drawn), plot(device_grid(found.run))]
+    return [
+        paragraph(text),
+        *_drawn_devices_text(found, drawn),
+        plot(device_grid(found.run)),
+    ]
 
 
-def _first_of(found: LaidOut, drawn: int) -> list[str]:
+def _drawn_devices_text(found: LaidOut, drawn: int) -> list[str]:
     total = found.run.cluster.num_devices
     drawn_of = f"Drawn are the first {drawn:,} of {total:,} devices."
     return [paragraph(drawn_of)] if drawn < total else []
@@ -72,7 +86,7 @@ def _parameters(found: LaidOut) -> list[str]:
             "the colour is the same, the shard is; grey is whole on every device. "
             "Point at a cell for its part."
         ),
-        *_first_of(found, MOST_DEVICES),
+        *_drawn_devices_text(found, MOST_DEVICES),
         plot(shards_plot(found), min_width=_LEAST_WIDTH),
         table(
             [
@@ -101,7 +115,7 @@ def _parameter(shards: Shards) -> tuple[str, ...]:
 
 
 def _axes(row: ParameterRow, mesh_axes: tuple) -> str:
-    """The dims that are split, and over what."""
+    """Return the dims that are split, and the mesh axes of each."""
     named = [
         f"{name or dim}: {entry if isinstance(entry, str) else '+'.join(entry)}"
         for dim, (name, entry) in enumerate(
@@ -134,7 +148,7 @@ def _axis(one: AxisTraffic) -> tuple[str, ...]:
 
 
 def _memory(found: LaidOut) -> str:
-    """The numbers of the plot: a row a kind, a column a rank."""
+    """Return the numbers of the plot: a row a kind, a column a rank."""
     every = {row: memory_parts(memory) for row, memory in ranks(found).items()}
     kinds = dict.fromkeys(kind for parts in every.values() for kind in parts)
     rows = [

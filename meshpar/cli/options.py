@@ -1,0 +1,338 @@
+"""Options that several subcommands share, and what they choose.
+
+A model to build, or its sizes to plan; a layout; a machine; a batch. JAX and the
+planner are imported once something is chosen, so that `--help` does not wait for them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshpar.cli.parsing import (
+    MODEL_FROM,
+    first_line,
+    import_function,
+    parse_sizes,
+    positive,
+)
+from meshpar.errors import InputError
+from meshpar.layout import MESH_AXES, Layout
+
+if TYPE_CHECKING:
+    from meshpar.model.contract import Model
+    from meshpar.planner.machine.cluster import Cluster
+    from meshpar.planner.workload.workload import Workload
+
+_MOST_DEVICES = 1_000_000
+"""Beyond any machine, and as many as a search can factor."""
+
+_GPT2_ONLY = ("learned_positions", "layer_norm", "biases", "tied")
+"""Properties of a GPT-2 that `meshpar train --model` has no words for."""
+
+_POSITIONS = 1024
+"""Longest sequence of a GPT-2 whose words do not give `max_seq`, in tokens."""
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose a model to build."""
+    parser.add_argument(
+        "--preset", metavar="NAME", help="a named model: tiny, llama3-8b"
+    )
+    parser.add_argument(
+        "--model",
+        metavar="SIZES",
+        help="layers=4,hidden=256,heads=8,... (with --preset: what differs from it), "
+        "or the path of a Hugging Face config.json",
+    )
+    parser.add_argument(
+        "--model-from",
+        metavar="MODULE:FUNCTION",
+        default=MODEL_FROM,
+        help="what builds the model, called with preset= and the sizes "
+        "(default: %(default)s)",
+    )
+
+
+def add_layout_arguments(
+    parser: argparse.ArgumentParser,
+    *,
+    seq: int | None = 128,
+    seq_default: str = "%(default)s",
+) -> None:
+    """Add the options that choose a layout and a batch.
+
+    Args:
+        parser: The parser.
+        seq: Default tokens of a sequence.
+        seq_default: The same in words.
+    """
+    parser.add_argument(
+        "--layout",
+        metavar="LINE",
+        required=True,
+        help="such as data=2,fsdp=2,tensor=2 (required)",
+    )
+    add_counts(
+        parser,
+        {
+            "--devices": "devices of the machine (default: as many as the layout "
+            "takes)",
+            "--global-batch": "sequences in a step (default: as few as the layout "
+            "takes)",
+        },
+    )
+    parser.add_argument(
+        "--seq",
+        type=positive,
+        default=seq,
+        metavar="N",
+        help=f"tokens of a sequence (default: {seq_default})",
+    )
+
+
+def add_counts(parser: argparse.ArgumentParser, counts: Mapping[str, str]) -> None:
+    """Add options that are whole numbers of at least 1; `counts` has their help."""
+    for option, meaning in counts.items():
+        parser.add_argument(option, type=positive, metavar="N", help=meaning)
+
+
+def add_checkpoint_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that names a checkpoint."""
+    parser.add_argument(
+        "checkpoint",
+        metavar="CKPT",
+        help="the folder of a run (--out), of its checkpoints, or of one of them",
+    )
+
+
+def add_layout_and_workload(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose a layout, a model, a machine and a batch to plan."""
+    parser.add_argument(
+        "--layout",
+        metavar="LINE",
+        required=True,
+        help="fsdp=8,stage=2,tensor=8,... (required)",
+    )
+    add_workload_arguments(parser)
+
+
+def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose a model, a machine and a batch to plan."""
+    from meshpar.hardware.devices import DEVICES
+    from meshpar.planner.machine.execution import EXECUTIONS, MESHPAR
+
+    parser.add_argument(
+        "--preset", metavar="NAME", help="a named model: llama3-8b, gpt3-175b, ..."
+    )
+    parser.add_argument(
+        "--model",
+        metavar="NAME|FILE.json|SIZES",
+        help="a named model, a Hugging Face config.json, or layers=4,hidden=256,... "
+        "(with --preset: what differs from it)",
+    )
+    vocab = "tokens of the vocabulary (default: the model's own)"
+    add_counts(parser, {"--vocab": vocab})
+    parser.add_argument(
+        "--hardware",
+        metavar="NAME|FILE.toml",
+        default="h100-80gb",
+        help=f"{', '.join(DEVICES)}; with a torus tpu-v5p:4x4x8 (default: %(default)s)",
+    )
+    add_counts(
+        parser,
+        {
+            "--devices": "devices of all hosts (default: those of --layout, or of the "
+            "torus)",
+            "--hosts": "hosts, or slices of a TPU (default: as few as hold the "
+            "devices)",
+            "--global-batch": "sequences in a step (default: one a microbatch and "
+            "device; plan needs it given)",
+            "--seq": "tokens of a sequence (default: the model's own)",
+        },
+    )
+    parser.add_argument(
+        "--execution",
+        default=MESHPAR.name,
+        metavar="NAME",
+        help=f"the program that runs it: {', '.join(EXECUTIONS)}, "
+        "or a .toml file (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object on stdout"
+    )
+
+
+def chosen_layout(args: argparse.Namespace) -> Layout:
+    """Return the layout of the options.
+
+    Raises:
+        InputError: It cannot be read, does not fit `--devices`, or has a -1 without it.
+    """
+    layout = Layout.parse(args.layout)
+    if args.devices is not None:
+        return layout.resolve(args.devices)
+    check_sizes(layout)
+    return layout
+
+
+def check_sizes(layout: Layout) -> None:
+    """Raise InputError if a size of the layout is -1, as nobody gave the devices."""
+    for axis in MESH_AXES:
+        if getattr(layout, axis) == -1:
+            raise InputError(
+                f"mesh axis {axis!r} is -1, so its size depends on the devices; give "
+                "--devices N, or give the axis a size",
+                key="layout.open_size",
+            )
+
+
+def chosen_model(args: argparse.Namespace) -> Model:
+    """Return the model of the options.
+
+    Raises:
+        InputError: There is no such builder, preset or size, or it builds no model.
+    """
+    from meshpar.model.contract import Model
+
+    build = import_function(args.model_from, "--model-from")
+    chosen: dict[str, Any] = {}
+    if args.preset:
+        chosen["preset"] = args.preset
+    if args.model and Path(args.model).suffix == ".json":
+        chosen["config_json"] = args.model
+    elif args.model:
+        chosen.update(parse_sizes(args.model))
+    if not chosen and args.model_from == MODEL_FROM:
+        raise InputError(
+            "no model is chosen; give --preset NAME or --model SIZES",
+            key="command.no_model",
+        )
+    try:
+        model = build(**chosen)
+    except InputError:
+        raise
+    except (TypeError, ValueError) as error:  # From a user's own function.
+        raise InputError(
+            f"--model-from {args.model_from!r} cannot be called with "
+            f"{', '.join(chosen) or 'nothing'}: {first_line(error)}; give the sizes "
+            "it takes, or name another function",
+            key="command.bad_model_function",
+        ) from error
+    if not isinstance(model, Model):
+        raise InputError(
+            f"--model-from {args.model_from!r} gives a {type(model).__name__}, not a "
+            "meshpar.Model; name a function that returns one",
+            key="command.no_model_returned",
+        )
+    return model
+
+
+def chosen_workload(args: argparse.Namespace) -> Workload:
+    """Return the workload of the options.
+
+    Raises:
+        InputError: None is chosen, or it does not exist.
+    """
+    if args.preset is None and args.model is None:
+        raise InputError(
+            "no model is chosen; give --preset NAME or --model SIZES",
+            key="command.no_model",
+        )
+    from meshpar.planner.workload.shapes import workload_of
+
+    words = None if args.vocab is None else f"vocab={args.vocab}"
+    if args.preset is None:
+        return workload_of(args.model, words=words)
+    changed = [part for part in (args.model, words) if part]
+    return workload_of(args.preset, words=",".join(changed) or None)
+
+
+def model_words(args: argparse.Namespace) -> tuple[str | None, str | None]:
+    """Return `--preset` and `--model` of `meshpar train` for the planned model."""
+    from meshpar.planner.workload.shapes import OTHER_SHAPES, SHAPES
+
+    preset, sizes = args.preset, args.model
+    if sizes in SHAPES or sizes in OTHER_SHAPES:
+        preset, sizes = sizes, None
+    vocab = None if args.vocab is None else f"vocab={args.vocab}"
+    return preset, ",".join(part for part in (sizes, vocab) if part) or None
+
+
+def chosen_cluster(args: argparse.Namespace, layout: Layout | None = None) -> Cluster:
+    """Return the cluster of the options; by default of as many devices as the layout.
+
+    Raises:
+        InputError: Unknown hardware, or counts that do not fit together.
+    """
+    from meshpar.planner.machine.clusters import cluster_of
+
+    devices = args.devices
+    if devices is None and layout is not None and ":" not in args.hardware:
+        check_sizes(layout)
+        devices = layout.num_devices
+    if max(devices or 0, args.hosts or 0) > _MOST_DEVICES:
+        raise InputError(
+            f"{devices or args.hosts} devices or hosts: give at most {_MOST_DEVICES}",
+            key="command.too_many_devices",
+        )
+    return cluster_of(args.hardware, devices=devices, hosts=args.hosts)
+
+
+def planned_model(args: argparse.Namespace) -> Model:
+    """Return the model to build of the options that gave the planner its sizes.
+
+    Raises:
+        InputError: The planner knows its sizes, but there is no such model to build.
+    """
+    if args.vocab is not None and (args.model or "").endswith(".json"):
+        raise InputError(
+            f"--vocab {args.vocab} changes the planner's sizes, not the model of "
+            f"{args.model}; change vocab_size in the file",
+            key="command.vocab_of_config_file",
+        )
+    preset, sizes = model_words(args)
+    chosen = argparse.Namespace(preset=preset, model=sizes, model_from=MODEL_FROM)
+    return chosen_model(chosen)
+
+
+def words_to_train(
+    words: str | None, preset: str | None, workload: Workload, seq: int
+) -> str | None:
+    """Return the words of `meshpar train --model` that build the planned model.
+
+    Args:
+        words: Words of `meshpar plan --model`.
+        preset: Preset that they change, if any.
+        workload: The planned workload.
+        seq: Tokens of a sequence.
+
+    Raises:
+        InputError: No words do.
+    """
+    if not words or "=" not in words:
+        return words
+    sizes = parse_sizes(words)
+    parts = dict(part.split("=", 1) for part in words.split(","))
+    is_gpt2 = preset is None and not workload.experts and not workload.gated
+    own = [name for name in _GPT2_ONLY if sizes.get(name) not in (None, False)]
+    planned = own and own != [*_GPT2_ONLY] if is_gpt2 else own and own != ["tied"]
+    if planned:
+        raise InputError(
+            f"{', '.join(own)} are of no model here together; give --model words with "
+            f"{', '.join(_GPT2_ONLY)} all true, which are a GPT-2, or none",
+            key="command.words_of_no_model",
+        )
+    for name in _GPT2_ONLY if is_gpt2 else _GPT2_ONLY[:3]:
+        parts.pop(name, None)
+    if workload.experts:
+        parts.setdefault("expert_ffn", str(workload.expert_ffn))
+    elif workload.gated and preset is None:
+        parts.setdefault("ffn", str(workload.ffn))
+    positions = workload.seq if "seq" in sizes or preset else _POSITIONS
+    learned = is_gpt2 or workload.learned_positions
+    if learned and "max_seq" not in parts and seq > positions:
+        parts["seq"] = str(seq)
+    return ",".join(f"{name}={value}" for name, value in parts.items())
