@@ -29,7 +29,9 @@ from tests.refusals import check_words
 
 TURNS = fuzz.fuzzed_turns()
 MODELS = tuple(dict.fromkeys(itertools.chain(*TURNS)))
-CHOICES = Choices(models=MODELS, turns=TURNS, build=fuzz._build, changes=fuzz._changes)
+CHOICES = Choices(
+    models=MODELS, turns=TURNS, build=fuzz._build, changes=fuzz._rule_changes
+)
 
 BUILT = {
     "data",

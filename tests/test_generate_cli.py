@@ -13,7 +13,7 @@ import pytest
 from optax import sgd
 
 from meshpar import make_train_step
-from meshpar.cli import joined as cli_joined
+from meshpar.cli import generate as cli_generate
 from meshpar.cli.generate import _surely_shown
 from meshpar.cli.main import main
 from meshpar.data.tokenizer import ByteTokenizer
@@ -243,9 +243,8 @@ def test_a_pod_leaves_others_alone_where_there_are_some(
         num_processes=num_processes, is_first=False, gather=lambda one: [one] * 2
     )
     started = contextlib.nullcontext(joined)
-    monkeypatch.setattr(cli_joined, "start", lambda **options: started)
-    monkeypatch.setattr(cli_joined, "_refuse_different", lambda *given: None)
-    monkeypatch.setattr(cli_joined, "leave", lambda status: left.append(status) or 2)
+    monkeypatch.setattr(cli_generate, "start", lambda **options: started)
+    monkeypatch.setattr(cli_generate, "leave", lambda status: left.append(status) or 2)
     words = ["--from", "nowhere", "--prompt", "To be", "--emulate", "0"]
     assert main(["generate", *words]) == 2
     assert "'nowhere'" in capsys.readouterr().err
