@@ -109,8 +109,8 @@ class RunConfig:
             stage,data,fsdp; the layout's own by default.
         global_batch: Sequences per optimizer step.
         seq: Tokens per sequence.
-        learning_rate: Peak learning rate. It warms up over the first tenth of
-            --decay-steps and decays along a cosine to a tenth of the peak.
+        learning_rate: Peak learning rate, after a linear warm-up over a tenth of the
+            decay steps; then a cosine decays to a tenth of the peak.
         decay_steps: Steps of that schedule; --steps by default.
         save_every: Steps between checkpoints.
         keep: Number of newest checkpoints to keep.
