@@ -116,7 +116,7 @@ def _velocity(
     labels: np.ndarray,
     guidance: float,
 ) -> Velocity:
-    """Of the patches of these labels; each example with and without, side by side."""
+    """Return the patches' velocity, with and without labels in one batch."""
     pairs, rate = 1 if guidance == 1.0 else 2, config.path.rate
     none = np.full_like(labels, config.classes)
     given = _laid_out(step, np.stack([labels, none][:pairs], axis=1).reshape(-1))

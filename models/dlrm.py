@@ -144,7 +144,7 @@ class CrossBlock(nnx.Module):
     def __call__(
         self, stream: dict[str, jax.Array], scope: Scope
     ) -> dict[str, jax.Array]:
-        """What interacts, (batch, width), and as it was at first -> the same."""
+        """Map the vectors, (batch, width), and their first values to the same shape."""
         x = stream["x"]
         narrow = scope.constrain(x @ self.down[...], ("batch", "mlp"))
         crossed = scope.constrain(self.up(narrow), _VECTORS)
@@ -189,7 +189,7 @@ class DLRMEnds(nnx.Module):
         return self._topped(jnp.concatenate([x, _dots(vectors)], axis=1), scope)
 
     def after_cross(self, stream: dict[str, jax.Array], scope: Scope) -> jax.Array:
-        """What has interacted -> (batch, top width)."""
+        """Map the interactions to (batch, top width)."""
         return self._topped(stream["x"], scope)
 
     def logits(self, x: jax.Array, scope: Scope) -> jax.Array:

@@ -268,7 +268,7 @@ class EncoderDecoderEnds(nnx.Module):
         )
 
     def _read(self, stream: dict[str, jax.Array]) -> jax.Array:
-        """What the head reads."""
+        """Return the head's input."""
         normed = self.decoder_norm(stream["decoded"])
         return normed if self.head_factor is None else normed * self.head_factor
 

@@ -12,7 +12,7 @@ from meshpar.planner.workload.workload import Workload
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What `presets.build` knows of one family.
+    """One family of models, for `presets.build`.
 
     Args:
         config: The dataclass of its sizes.

@@ -25,7 +25,7 @@ _AT_LEAST_ZERO = {"norm_epsilon", "init_std"}
 
 
 def check_field_types(config: Any) -> None:
-    """Whether every int, float and bool field of a dataclass holds one.
+    """Check the types of a dataclass's int, float and bool fields.
 
     Raises:
         InputError: A field does not, a number is not finite, or one has a value that
@@ -50,7 +50,7 @@ def check_field_types(config: Any) -> None:
 
 
 def check_sizes(config: Any, *names: str) -> None:
-    """Whether those fields of a dataclass are at least 1.
+    """Check that those fields of a dataclass are at least 1.
 
     Raises:
         InputError: One is not.
@@ -64,7 +64,7 @@ def check_sizes(config: Any, *names: str) -> None:
 
 
 def check_least_zero(config: Any, **meaning_of_zero: str) -> None:
-    """Whether those fields of a dataclass are at least 0, which means something.
+    """Check that those fields of a dataclass are at least 0, which they allow.
 
     Args:
         config: The dataclass.
@@ -83,7 +83,7 @@ def check_least_zero(config: Any, **meaning_of_zero: str) -> None:
 
 
 def check_dropout(dropout: float) -> None:
-    """Whether that share of values can be dropped.
+    """Check that a dropout rate is at least 0 and below 1.
 
     Raises:
         InputError: It is not from 0 to below 1.
@@ -96,7 +96,7 @@ def check_dropout(dropout: float) -> None:
 
 
 def check_heads(embed: int, heads: int, head_dim: int | None = None) -> None:
-    """Whether heads have a size.
+    """Check that the heads divide the width, or have a size.
 
     Args:
         embed: Width of the residual stream.
@@ -115,7 +115,7 @@ def check_heads(embed: int, heads: int, head_dim: int | None = None) -> None:
 
 
 def check_rotated(size: int, name: str = "head_dim") -> None:
-    """Whether rotary positions can turn the dims of a head in pairs.
+    """Check that a head has an even number of rotary dims.
 
     Raises:
         InputError: Their number is odd.
@@ -129,7 +129,7 @@ def check_rotated(size: int, name: str = "head_dim") -> None:
 
 
 def check_kv_heads(heads: int, kv_heads: int) -> None:
-    """Whether key and value heads serve as many query heads each.
+    """Check that the query heads are a multiple of the key and value heads.
 
     Raises:
         InputError: They do not.

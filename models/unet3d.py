@@ -183,7 +183,7 @@ class UNetBlock(nnx.Module):
 
 
 class UNetEnds(nnx.Module):
-    """What reads volumes, goes from level to level, and names each voxel.
+    """Input, resampling and output layers: volumes in, a class per voxel out.
 
     Args:
         config: Of the U-Net.

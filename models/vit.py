@@ -96,7 +96,7 @@ class ViTConfig:
 
     @property
     def has_class_token(self) -> bool:
-        """Whether a token more than the patches goes through the blocks."""
+        """True if a class token goes through the blocks with the patches."""
         return self.pooling == "class_token"
 
     @property

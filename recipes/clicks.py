@@ -44,7 +44,7 @@ class Clicks:
         return len(self.clicks)
 
     def part(self, at: np.ndarray) -> Clicks:
-        """Those examples."""
+        """Return those examples."""
         return Clicks(
             ids={name: ids[at] for name, ids in self.ids.items()},
             numbers=self.numbers[at],
@@ -55,7 +55,7 @@ class Clicks:
         )
 
     def batch(self, at: np.ndarray) -> dict[str, np.ndarray]:
-        """Those examples, as a step with tables takes them."""
+        """Return those examples as a batch for a step with tables."""
         return {
             **{name: ids[at].astype(np.int32) for name, ids in self.ids.items()},
             "numbers": self.numbers[at].astype(np.float32),
@@ -157,7 +157,7 @@ def last_of_each(user: np.ndarray, time: np.ndarray) -> np.ndarray:
 
 
 def split(clicks: Clicks) -> tuple[Clicks, Clicks]:
-    """What is trained on, and what is held out."""
+    """Return the training examples and the held-out ones."""
     return clicks.part(~clicks.held_out), clicks.part(clicks.held_out)
 
 

@@ -1,4 +1,4 @@
-"""What a run trains and validates on, from its options."""
+"""Training and validation data of a run, from its options."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def corpus_of(
     told: Callable[[str], None],
     on_file: Callable[[], None] = lambda: None,
 ) -> Corpus:
-    """What a run trains on: `data`, or `text`.
+    """Return the data of a run: those of `data`, or of `text`.
 
     Of several processes the first tokenizes for all, into a folder that all share.
 
@@ -266,7 +266,7 @@ def _fingerprint(
 
 
 def _shares(weights: Sequence[Fraction | None]) -> list[str]:
-    """Of each source of a mixture, whatever its weights add up to."""
+    """Return each source's share of a mixture; the weights need not add up to 1."""
     total = sum(filter(None, weights))
     return [str(None if one is None else one / total) for one in weights]
 

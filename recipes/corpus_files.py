@@ -114,7 +114,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def not_data(config: RunConfig) -> list[Path]:
-    """What a folder of data may hold that is none of them."""
+    """Return True for files in a folder of data that hold no data."""
     paths = config.folder, config.data_cache, config.tokenizer
     return [path for path in paths if path is not None]
 
@@ -145,7 +145,7 @@ def _opened(
 
 
 def _end_of_document(path: Path, config: RunConfig) -> int | None:
-    """What documents of a flat file are cut at, where they are to be packed."""
+    """Return the token that ends a document of a flat file; None unless packed."""
     if not config.pack:
         return None
     if config.tokenizer is not None:

@@ -11,7 +11,7 @@ _SHARE = 0.1
 
 @dataclass(kw_only=True)
 class DataWaits:
-    """What the steps since the last line have waited for their batches.
+    """Time that the steps since the last printed line waited for their batches.
 
     A step waits for the slowest process, since all of them compute it together.
 
@@ -42,7 +42,7 @@ class DataWaits:
         return longest
 
     def line(self) -> str | None:
-        """What to say of the steps since the last line; None where all is well."""
+        """Return a line on the waits since the last one, or None without any."""
         told = None
         if self.num_long:
             longest, process = self.worst

@@ -122,12 +122,12 @@ def recut(layout: Layout, before: Layout, global_batch: int) -> Layout:
 
 
 def _is_open(layout: Layout) -> bool:
-    """Whether an axis takes the devices that there are."""
+    """Return True if the axis takes all devices that are left."""
     return any(getattr(layout, mesh_axis) == -1 for mesh_axis in MESH_AXES)
 
 
 def _layouts_before(config: RunConfig) -> tuple[Layout, Layout] | None:
-    """That wrote the newest checkpoint, and that was asked for; None: nobody can tell.
+    """Return the newest checkpoint's layout and the requested one, or None.
 
     Older checkpoints say only the first.
     """

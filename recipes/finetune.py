@@ -134,7 +134,7 @@ class FinetuneConfig:
 
     @property
     def lora(self) -> LoRA | None:
-        """What changes of the model; None where all of it does."""
+        """LoRA settings, or None if all parameters are trained."""
         if self.rank == 0:
             return None
         precision: Any = Layout.parse(self.layout).precision
@@ -390,7 +390,7 @@ def described(
     step: TrainStep,
     chat_date: date | None = None,
 ) -> dict[str, Any]:
-    """What the checkpoint says of its run; `meshpar export` and `generate` read it."""
+    """Return the run's description, which `export` and `generate` read."""
     lora = config.lora
     said = {
         "from_weights": str(config.from_weights.absolute()),
@@ -447,7 +447,7 @@ def keep_tokenizer(config: FinetuneConfig, loaded: Loaded) -> None:
 
 
 def _has_own_tokenizer(loaded: Loaded) -> bool:
-    """Whether a tokenizer is in the model's files, not in one of its own."""
+    """Return True if the tokenizer is part of the model's files."""
     of_run = isinstance(loaded.tokenizer, OfRun | WithoutTokenizer)
     return loaded.tokenizer_file is None and not of_run
 

@@ -1,4 +1,4 @@
-"""Whether a run fits into the memory that there is, before any of it is taken."""
+"""Check that a run fits into memory before it allocates any."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _is_small(config: RunConfig, step: TrainStep, there_bytes: float) -> bool:
 
 
 def _memory_bytes(device: jax.Device) -> float | None:
-    """What a program can have; None where nobody says."""
+    """Return the bytes that a program may use, or None if unknown."""
     if device.platform == "cpu":
         return host_memory_bytes()
     limit = (device.memory_stats() or {}).get("bytes_limit")

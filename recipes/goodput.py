@@ -50,7 +50,7 @@ class Ledger:
                     self.undone_s += row["step_s"]
 
     def parts_s(self, wall_s: float) -> dict[str, float]:
-        """What all the time went into, in seconds; the sum is `wall_s`.
+        """Seconds by use; the sum is `wall_s`.
 
         Example:
             >>> ledger = Ledger(spent_s={"starting": 2.0, "step": 5.0}, noted=2)
@@ -112,7 +112,7 @@ class Goodput:
         return ledger.parts_s(wall_s)["productive"] / wall_s
 
     def line(self) -> str:
-        """What to print: the share, and where the rest went."""
+        """Return a line with the goodput and the uses of the other time."""
         ledger = self._now()
         wall_s = time.time() - ledger.began
         parts = ledger.parts_s(wall_s)
@@ -131,7 +131,7 @@ class Goodput:
 
 
 def _read(path: Path | None) -> Ledger | None:
-    """What earlier starts wrote, if they did; one that is no ledger begins anew."""
+    """Return the ledger that earlier starts wrote, or an empty one."""
     if path is None or not path.is_file():
         return None
     try:

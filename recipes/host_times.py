@@ -1,4 +1,4 @@
-"""What each process's steps took, who waits for data, and whose devices are slow."""
+"""Times of each process's steps: waits for data, and slow devices."""
 
 from __future__ import annotations
 

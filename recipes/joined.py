@@ -110,7 +110,7 @@ def run_folder(config: RunConfig, processes: Processes) -> Iterator[FolderInUse 
 
 
 def _appears(path: Path) -> bool:
-    """Whether a file is there, or comes within the time that networks take."""
+    """Return True if a file is there, or appears within a network's delay."""
     deadline = time.monotonic() + _APPEARS_S
     while not path.exists():
         with contextlib.suppress(OSError):
@@ -144,7 +144,7 @@ def refuse_different(options: Sequence[Mapping[str, Any]]) -> None:
 def after_step(
     processes: Processes, stop: StopRequest, data_s: float
 ) -> tuple[bool, list[float]]:
-    """Whether any process is to stop, so that all do, and how long each waited.
+    """Return whether any process was asked to stop, and how long each waited.
 
     Args:
         processes: Which tell one another.
@@ -156,7 +156,7 @@ def after_step(
 
 
 def agreed_stop(processes: Processes, stop: StopRequest) -> bool:
-    """Whether any process is to stop, so that all do."""
+    """Return True if any process was asked to stop, so that all do."""
     return _noted(stop, processes.gather(stop.signal))
 
 

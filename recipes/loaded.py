@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class OfRun:
-    """What a run's data were made with, for one text at a time.
+    """Tokenizer of a run's data, for one text at a time.
 
     Args:
         tokenizer: It.
@@ -115,7 +115,7 @@ class Loaded:
 def load(
     path: str | Path, *, step: int | None = None, tokenizer: str | Path | None = None
 ) -> Loaded:
-    """What is in a folder or a file.
+    """Load the model of a folder or file.
 
     Args:
         path: The folder of a run, of its checkpoints or of one of them; a folder with
@@ -177,7 +177,7 @@ def _checkpoint(path: Path, step: int | None, tokenizer: Path | None) -> Loaded:
 def _reader(
     said: Mapping[str, Any], tokenizer: Path | None, run: Path
 ) -> tuple[Tokenizer, tuple[int, ...]]:
-    """What makes a run's texts tokens, and the tokens that end one."""
+    """Return a run's tokenizer, and the tokens that end a text."""
     from meshpar.models.convert.run import is_of_tokens
 
     eos, ends = said.get("eos"), tuple(said.get("stop_tokens") or ())
@@ -201,7 +201,7 @@ def _their_tokenizer(path: Path) -> Tokenizer:
 
 
 def _stop_tokens(path: Path) -> tuple[int, ...]:
-    """What a model's files say ends a text."""
+    """Return the tokens that end a text, from the model's files."""
     if path.suffix == ".gguf":
         from meshpar.models.convert.gguf_file import GGUFFile
 
@@ -211,7 +211,7 @@ def _stop_tokens(path: Path) -> tuple[int, ...]:
 
 
 def _start_tokens(path: Path) -> tuple[int, ...] | None:
-    """What a model's files say its decoder begins with."""
+    """Return the tokens that the decoder begins with, from the model's files."""
     return None if path.suffix == ".gguf" else _said(path, "decoder_start_token_id")
 
 

@@ -112,7 +112,7 @@ def probe(step: meshpar.TrainStep, state: meshpar.TrainState, batch: HostBatch) 
 
 
 def described(batch: HostBatch) -> str:
-    """What a batch holds, in words."""
+    """Return a description of a batch's contents."""
     segments = batch["segment_ids"]
     rows, seq = segments.shape
     packed = sum(len(set(row[row >= 0])) for row in segments)

@@ -92,7 +92,7 @@ def _events_writer(config: RunConfig, done: int) -> Any:
 
 
 class Utilization:
-    """What the devices do in a step: MFU, and memory.
+    """Use of the devices in a step: MFU and memory.
 
         mfu = model FLOPs of a step / (step_s * devices * peak FLOP/s of one)
 

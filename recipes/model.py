@@ -45,7 +45,7 @@ def model_of(config: RunConfig) -> Model:
 
 
 def sizes_of(config: RunConfig) -> dict[str, Any]:
-    """What the model of a run is, as plain values."""
+    """Return the sizes of a run's model as plain values."""
     return dataclasses.asdict(config_of(config))
 
 
@@ -58,7 +58,7 @@ def config_of(config: RunConfig) -> Any:
 
 
 def _chosen(config: RunConfig) -> dict[str, Any]:
-    """What `meshpar.models.presets.build` takes."""
+    """Return the arguments of `meshpar.models.presets.build`."""
     preset, model = config.preset, config.model
     if model is None:
         chosen = {"preset": _trainable(preset or PRESET)}
@@ -131,7 +131,7 @@ def optimizer_of(config: RunConfig) -> optax.GradientTransformation:
 
 
 def outer_optimizer_of(config: RunConfig) -> optax.GradientTransformation:
-    """What averages of local steps are taken further by."""
+    """Return the outer optimizer of local steps."""
     rate, momentum = config.outer_learning_rate, config.outer_momentum
     if config.outer_optimizer == "adam":
         return optax.adam(rate, b1=momentum)

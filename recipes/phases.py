@@ -1,4 +1,4 @@
-"""What a run is doing: watched, that it ends, and counted, what it costs."""
+"""Phases of a run: guarded by the watchdog, and timed for the goodput."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def _steps(
 def _checkpoints(
     args: argparse.Namespace, step: TableStep
 ) -> Iterator[Checkpoints | None]:
-    """Those of the run; None without `--out`."""
+    """Return the run's checkpoints, or None without `--out`."""
     if args.out is None:
         if args.resume:
             raise InputError(
@@ -211,7 +211,7 @@ def _first_state(
 
 
 def _description(args: argparse.Namespace) -> dict[str, Any]:
-    """What a run that goes on has as before."""
+    """Return the settings that a resumed run must keep."""
     return {"data": args.data, "global_batch": args.global_batch}
 
 

@@ -1,4 +1,4 @@
-"""What a training run prints: its layout, its progress and its results."""
+"""Printed output of a training run: layout, progress and results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a resumed run may change, what it says of that, and where its data go on."""
+"""Changes that a resumed run may make, and its position in the data."""
 
 from __future__ import annotations
 

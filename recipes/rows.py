@@ -123,6 +123,6 @@ def _rows_in(data: bytes) -> Iterator[dict[str, Any]]:
 
 
 def comes_again(row: dict[str, Any], done: int, steps: int) -> bool:
-    """Whether a run resumed after `done` steps writes this row of metrics again."""
+    """Return True if a run resumed after `done` steps writes this row again."""
     is_final = "validation_loss" in row and row["step"] == steps - 1
     return row["step"] >= done or is_final

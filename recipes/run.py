@@ -44,7 +44,7 @@ class Run:
     folder: FolderInUse | None = None
 
     def description(self, done: int = 0) -> dict[str, Any]:
-        """What a checkpoint says of its run once `done` steps are done."""
+        """Return the run's description for a checkpoint after `done` steps."""
         values = self.config.values()
         return {
             **{name: values[name] for name in values if name not in START_OPTIONS},

@@ -115,7 +115,7 @@ class Task:
         return replace(self, scan=Scan(image, truth, scan.affine), held_out=held_out)
 
     def dice(self, found: np.ndarray) -> float:
-        """Of voxels found, in the held-out part."""
+        """Dice score of the held-out voxels."""
         return dice(found & self.held_out, self.scan.truth & self.held_out)
 
     @property

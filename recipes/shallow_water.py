@@ -65,7 +65,7 @@ class Band:
 
     @cached_property
     def east_of_faces_m(self) -> np.ndarray:
-        """That of the faces between the walls: (height - 1, 1)."""
+        """Return the width of the faces between the walls: (height - 1, 1)."""
         return RADIUS_M * np.cos(self.faces[1:-1]) * 2 * np.pi / self.width
 
     @property
@@ -120,7 +120,7 @@ class Band:
         return du, dv, arriving / cells
 
     def _kinetic(self, u: np.ndarray, v: np.ndarray) -> np.ndarray:
-        """Of each cell, times its area: half the mean of its faces' u^2 and v^2."""
+        """Return kinetic energy times area per cell, from its faces' u^2 and v^2."""
         of_u = u**2 * self.east_m * self.north_m
         of_v = v**2 * self.east_of_faces_m * self.north_m
         return ((of_u + np.roll(of_u, 1, axis=-1)) / 2 + _to_middles(of_v)) / 2
@@ -193,6 +193,6 @@ def _to_middles(x: np.ndarray) -> np.ndarray:
 
 
 def _between_walls(x: np.ndarray) -> np.ndarray:
-    """What leaves each cell northward less what comes from the south."""
+    """Return the northward flux out of each cell minus the flux from the south."""
     ends = [(0, 0)] * (x.ndim - 2) + [(1, 1), (0, 0)]
     return np.diff(np.pad(x, ends), axis=-2)

@@ -82,7 +82,7 @@ def first_state(run: Run) -> TrainState:
 
 
 def restored(run: Run) -> tuple[dict[str, Any], TrainState]:
-    """What the newest good checkpoint says of its run, and its state.
+    """Return the run's description and the state of the newest good checkpoint.
 
     Raises:
         InputError: There is none, or what it is of may not change so.

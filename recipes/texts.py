@@ -63,7 +63,7 @@ def read_tokens(paths: Sequence[Path], seq: int) -> Texts:
 
 
 def split_texts(texts: dict[str, str]) -> tuple[str, str]:
-    """Of a folder's texts, those to train on and those held out; of one, its end."""
+    """Return training and held-out texts: files of a folder, or one's end."""
     if len(texts) == 1:
         (text,) = texts.values()
         cut = int(len(text) * (1 - HELD_OUT_SHARE))

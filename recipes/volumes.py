@@ -94,7 +94,7 @@ def _read(path: str | Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def degraded(scan: Scan, bias: float, noise: float, seed: int = 0) -> Scan:
-    """As a scanner with an uneven coil and noise would give it; the truth stays.
+    """Return the volume with a scanner's bias field and noise; the labels stay.
 
         |image * (1 + bias / 2 * field) + noise * largest * (a + b i)|
 

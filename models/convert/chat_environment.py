@@ -21,7 +21,7 @@ from jinja2.utils import Namespace
 
 
 class MessagesRefused(TemplateError):
-    """What a template raises by `raise_exception`."""
+    """Error that a template raises by `raise_exception`."""
 
 
 class Generation(Extension):

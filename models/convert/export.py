@@ -73,7 +73,7 @@ def export(
 
 
 def _reads_as(said: Mapping[str, Any], own: Path | None, base: Path) -> bool:
-    """Whether a run's tokens are those of a folder's tokenizer, as far as is known."""
+    """Return False if a run's tokens are known to differ from a tokenizer's."""
     if own is None:  # Bytes, or files of tokens, of `meshpar train`, which has a text.
         return is_of_tokens(said) or "text" not in said
     tokens = _tokens(own)

@@ -59,7 +59,7 @@ def table_of(config: Any) -> Sequence[Row]:
 
 
 def json_of(config: Any) -> dict[str, Any]:
-    """What the `config.json` of a model says.
+    """Return the `config.json` of a model.
 
     Raises:
         InputError: No model of theirs is like it.

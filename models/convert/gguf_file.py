@@ -44,7 +44,7 @@ class GGUFFile:
 
     @property
     def names(self) -> Collection[str]:
-        """Of all tensors."""
+        """Names of all tensors."""
         return self._tensors.keys()
 
     @property
@@ -53,7 +53,7 @@ class GGUFFile:
         return self._reader.fields.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of one tensor, as NumPy has it.
+        """Return the shape of a tensor in NumPy's order.
 
         Raises:
             InputError: There is none of that name.

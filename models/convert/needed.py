@@ -1,4 +1,4 @@
-"""What a family of theirs always computes, so that ours must do the same to be it."""
+"""Computations of a Hugging Face family that an exported model must have."""
 
 from __future__ import annotations
 

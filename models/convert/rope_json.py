@@ -27,7 +27,7 @@ _READ = {
 
 @dataclass(frozen=True)
 class Rope:
-    """What a config says of its positions.
+    """Rotary positions of a config.
 
     Args:
         kind: Its `rope_type`, `default` where nothing is scaled.

@@ -54,7 +54,7 @@ class Row:
 
     @property
     def path(self) -> str:
-        """Of our parameter."""
+        """Path of our parameter."""
         return self.ours.partition("[")[0]
 
     def numbered(self, first_layer: int, stride: int) -> Row:
@@ -76,7 +76,7 @@ class Fitted:
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """What of our array it is, dim by dim."""
+        """Span of our array in every dim."""
         return tuple(
             (index, index + 1) if isinstance(index, int) else (index.start, index.stop)
             for index in self._indices
@@ -84,7 +84,7 @@ class Fitted:
 
     @cached_property
     def their_shape(self) -> tuple[int, ...]:
-        """Of each tensor of theirs."""
+        """Shape of each of their tensors."""
         return tuple(self._size(group) for group in self._left)
 
     def names(self, layer: int) -> Iterator[str]:
@@ -95,7 +95,7 @@ class Fitted:
     def read(
         self, tensor: Reader, layer: int, wanted: Sequence[Span]
     ) -> tuple[tuple[slice, ...], np.ndarray] | None:
-        """What of a part of one layer of ours the row gives.
+        """Return the part of one of our layers that the row gives.
 
         Args:
             tensor: Reads theirs.
@@ -164,7 +164,7 @@ class Fitted:
             yield self._name(layer, expert), theirs
 
     def _span(self, letter: str, cut: Span) -> tuple[Span, Any]:
-        """What of theirs holds a part of a dim of ours, and which of that it is."""
+        """Return the span of their dim for a part of ours, and its place there."""
         order = self.row.order.get(letter)
         if order is None:
             return cut, slice(None)
@@ -233,7 +233,7 @@ class Fitted:
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
-        """Of every letter; a number is its own."""
+        """Size of every letter; a number is its own size."""
         found = dict(self.row.sizes)
         for group in (*self._left, *self._right):
             numbers = {letter: letter.partition("@")[0] for letter in group}

@@ -39,7 +39,7 @@ class OfCheckpoint:
 def read_checkpoint(
     path: str | Path, step: int | None, *, instead: str
 ) -> OfCheckpoint:
-    """What a run has trained.
+    """Read the parameters that a run has trained.
 
     Args:
         path: The folder of a run, of its checkpoints, or of one of them.
@@ -97,7 +97,7 @@ def _check_shapes(model: Model, params: Any, state: Any, where: str) -> None:
 
 
 def is_of_tokens(said: Mapping[str, Any]) -> bool:
-    """Whether a run's data are files of tokens; of earlier ones as their names tell.
+    """Return True if a run's data are files of tokens; for old runs, judged by name.
 
     Args:
         said: What its checkpoint says of it.

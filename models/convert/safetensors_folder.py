@@ -53,11 +53,11 @@ class SafetensorsFolder:
 
     @property
     def names(self) -> Collection[str]:
-        """Of all tensors."""
+        """Names of all tensors."""
         return self._file_of.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of one tensor.
+        """Return the shape of a tensor.
 
         Raises:
             InputError: It is of a dtype that is no number of a weight, such as fp8.

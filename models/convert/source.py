@@ -18,14 +18,14 @@ class Source(Protocol):
 
     @property
     def bytes_read(self) -> int:
-        """Of the values that were asked for so far, as they are stored."""
+        """Stored bytes of the values read so far."""
 
     @property
     def names(self) -> Collection[str]:
-        """Of all tensors."""
+        """Names of all tensors."""
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of one tensor."""
+        """Return the shape of a tensor."""
 
     def read(self, name: str, part: tuple[slice, ...]) -> np.ndarray:
         """The values of a part of one tensor, a slice for each dim."""
@@ -50,7 +50,7 @@ class Prefixed:
 
     @property
     def bytes_read(self) -> int:
-        """As the source counts them."""
+        """Stored bytes of the values read so far, as the source counts."""
         return self.source.bytes_read
 
     @property
@@ -59,7 +59,7 @@ class Prefixed:
         return {f"{self.prefix}{name}" for name in self.source.names}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of one tensor."""
+        """Return the shape of a tensor."""
         return self.source.shape(name.removeprefix(self.prefix))
 
     def read(self, name: str, part: tuple[slice, ...]) -> np.ndarray:
@@ -86,16 +86,16 @@ class Without:
 
     @property
     def bytes_read(self) -> int:
-        """As the source counts them."""
+        """Stored bytes of the values read so far, as the source counts."""
         return self.source.bytes_read
 
     @property
     def names(self) -> Collection[str]:
-        """Those that are left."""
+        """Names of the tensors that are left."""
         return set(self.source.names) - self.left_out
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of one tensor."""
+        """Return the shape of a tensor."""
         return self.source.shape(name)
 
     def read(self, name: str, part: tuple[slice, ...]) -> np.ndarray:

@@ -121,7 +121,7 @@ def write_weights(
 
 
 def _kept(like: str | Path | None, kind: str, names: tuple[str, ...]) -> dict[str, Any]:
-    """What a config says that is no part of ours."""
+    """Return the entries of a config that our models do not have."""
     if like is None:
         return {}
     if not Path(like).is_dir():

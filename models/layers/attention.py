@@ -271,7 +271,7 @@ def _blockwise(
 def _asked(
     q: jax.Array, k: jax.Array, mask: Mask, scope: Scope, *, hidden: bool, packed: bool
 ) -> AttentionAsked:
-    """What a fused kernel would have to do here."""
+    """Return the features that a fused kernel needs here."""
     order = scope.order
     ranks = 1 if order is None else order.num_ranks
     method = "" if order is None or ranks == 1 else order.text
@@ -298,7 +298,7 @@ def _asked(
 
 
 def _capability(platform: str) -> float:
-    """Of the GPU that is here; 0 where there is none to ask."""
+    """Return the compute capability of the local GPU, or 0 without one."""
     if platform != "gpu" or jax.default_backend() != "gpu":
         return 0.0
     return float(getattr(jax.devices()[0], "compute_capability", 0))

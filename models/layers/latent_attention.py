@@ -194,7 +194,7 @@ class LatentAttention(nnx.Module):
 
 
 def _latent(x: jax.Array, weight: jax.Array, scope: Scope) -> jax.Array:
-    """Of a stream that is split along its sequence, the latents of a device's tokens.
+    """Return the latents of a device's tokens when the sequence is split.
 
     They are fewer values than the stream, and are gathered in its place.
     """

@@ -17,7 +17,7 @@ RESIDUAL = ("batch", "residual_seq", "embed")
 
 
 class BlockShape(Protocol):
-    """What a config says of its blocks.
+    """Sizes of a config's blocks.
 
     Args:
         embed, heads: Sizes.

@@ -44,7 +44,7 @@ class NoisePath:
         return self.clean_share(times) * clean + self.noise_share(times) * noise
 
     def target(self, clean: jax.Array, noise: jax.Array, times: jax.Array) -> jax.Array:
-        """What a model predicts there."""
+        """Return the value that a model predicts there."""
         return self.clean_slope(times) * clean + self.noise_slope(times) * noise
 
 

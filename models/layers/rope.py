@@ -42,7 +42,7 @@ class RopeScaling:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """As a `config.json` of theirs has it."""
+        """Return the entry of a Hugging Face `config.json`."""
         return {
             "rope_type": "llama3",
             "factor": self.factor,

@@ -229,7 +229,7 @@ def _sums(
 
 
 def _kept(experts: jax.Array, config: RouterConfig, scope: Scope) -> jax.Array:
-    """Whether each assignment is within its expert's capacity, if there is one."""
+    """Return True for each assignment within its expert's capacity, if any."""
     if config.capacity_factor == 0:
         return jnp.ones(experts.shape, bool)
     within = functools.partial(_within_capacity, config=config)
@@ -237,7 +237,7 @@ def _kept(experts: jax.Array, config: RouterConfig, scope: Scope) -> jax.Array:
 
 
 def _within_capacity(experts: jax.Array, config: RouterConfig) -> jax.Array:
-    """Whether each assignment is one of the first of its example that its expert takes.
+    """Return True for the first assignments of each example that fit its expert.
 
     First choices of all tokens come before all second ones.
     """

@@ -105,7 +105,7 @@ class Upsample(nnx.Module):
 
 
 class GroupNorm(nnx.Module):
-    """Of each example and group of channels, over all of space (Wu and He 2018).
+    """Group normalization: per example and channel group, over space (Wu and He 2018).
 
     Args:
         channels: Of its input.
@@ -127,7 +127,7 @@ class GroupNorm(nnx.Module):
 
 
 class BatchNorm(nnx.Module):
-    """Of each channel, over all examples of a batch and all of space.
+    """Batch normalization: per channel, over the batch and space.
 
     Running means stand in for a batch's while nothing is trained.
 

@@ -1,4 +1,4 @@
-"""What generation is measured beside: a Llama by hand, and transformers' own."""
+"""Programs that generation is compared with: a Llama by hand, and transformers' own."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a program did.
+    """Times and losses of one program.
 
     Args:
         losses: Of its first steps.
@@ -205,7 +205,7 @@ _LOSS_ROUNDING = 0.005
 
 
 def bf16_agrees(losses: list[float], others: list[float]) -> bool:
-    """Whether two programs' first losses differ by what bf16 rounds at most.
+    """Return True if two programs' first losses differ by at most bf16's rounding.
 
     Losses of a fresh model are all near ln V, so what the steps change is compared too:
     a step that learns nothing, or twice as much, does not agree.

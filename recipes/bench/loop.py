@@ -1,4 +1,4 @@
-"""What the loop of a run costs beside its steps alone.
+"""Measure the time of a run's loop beside that of its steps alone.
 
     python -m recipes.bench.loop
 

@@ -1,4 +1,4 @@
-"""What compiled steps hide, as the table that the planner reads.
+"""Measure the communication that compiled steps hide, as the planner's table.
 
     python -m recipes.bench.overlap
     python -m recipes.bench.overlap --target gpu --layout data=
@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
 def _rows(
     targets: list[str], cases: list[Case], written: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Those of all targets and cases in their order, these targets' cases anew."""
+    """Return the rows of all targets in order, those of `targets` anew."""
     rows = []
     for target, case in product(TARGETS, CASES):
         if target in targets and case in cases:

@@ -1,4 +1,4 @@
-"""What an optax user writes around a loss by hand, for the steps in plain JAX."""
+"""Optimizer step in plain JAX, as an optax user writes it around a loss."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ Params = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class PlainModel:
-    """What the two families differ in.
+    """The parts in which the two model families differ.
 
     Args:
         heads, kv_heads: Query heads, and the key/value heads they share.

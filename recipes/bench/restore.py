@@ -1,4 +1,4 @@
-"""What a host reads of a checkpoint, and what memory it takes to.
+"""Measure the bytes that a host reads of a checkpoint, and the memory it takes.
 
     python -m recipes.bench.restore
 
@@ -98,7 +98,7 @@ def _children(
     number: int,
     environment: Mapping[str, str],
 ) -> list[list[float]]:
-    """What each of so many new processes prints."""
+    """Run new processes and return what each prints."""
     command = [sys.executable, "-m", "recipes.bench.restore", "--folder", folder]
     command += ["--preset", args.preset, "--model", args.model]
     command += [] if layout is None else ["--layout", layout]
@@ -183,7 +183,7 @@ def _step(args: argparse.Namespace, line: str) -> TrainStep:
 
 
 def _bytes_held(state: TrainState) -> Iterator[int]:
-    """Of each device's part of each array that lies in this process."""
+    """Return the bytes of each array's shards on this process's devices."""
     for array in jax.tree.leaves(state):
         yield from (shard.data.nbytes for shard in array.addressable_shards)
 

@@ -1,4 +1,4 @@
-"""What the checks of a model cost before it trains, in seconds.
+"""Measure the seconds that the checks of a model take before it trains.
 
     python -m recipes.bench.start_checks
     python -m recipes.bench.start_checks --preset llama3-8b

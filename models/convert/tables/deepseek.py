@@ -133,7 +133,7 @@ def halves_last(size: int, *, rotated: int) -> np.ndarray:
 
 
 def skipped(config: MoEConfig) -> str:
-    """What begins the names of tensors that ours has no place for."""
+    """Prefixes of the tensors that our model does not have."""
     return f"model.layers.{config.layers}."
 
 

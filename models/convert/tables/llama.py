@@ -65,7 +65,7 @@ def to_json(config: LlamaConfig) -> dict[str, Any]:
 
 
 def decoder_sizes(config: Any) -> dict[str, Any]:
-    """What the `config.json` of every decoder with rotary positions says."""
+    """Return the sizes in the `config.json` of a decoder with rotary positions."""
     scaling = config.rope_scaling
     rope = {"rope_type": "default"} if scaling is None else scaling.to_json()
     theta = float(config.rope_theta)
@@ -90,7 +90,7 @@ def decoder_sizes(config: Any) -> dict[str, Any]:
 
 
 def _positions(scaling: Any) -> int:
-    """What they call the longest sequence, where ours has no limit."""
+    """Return the longest sequence for their config; our model has no limit."""
     return 8192 if scaling is None else int(scaling.factor * scaling.original_seq)
 
 
