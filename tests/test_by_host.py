@@ -88,11 +88,11 @@ def test_the_sums_are_those_of_one_collective(axes):
 def two_hosts(monkeypatch):
     """The eight devices as two hosts."""
 
-    def hosts_of(mesh):
+    def mesh_hosts(mesh):
         return tuple(device.id // 4 for device in mesh.devices.flat)
 
-    monkeypatch.setattr("meshpar.train.step.hosts_of", hosts_of)
-    monkeypatch.setattr("meshpar.train.refusals.hosts_of", hosts_of)
+    monkeypatch.setattr("meshpar.train.step.mesh_hosts", mesh_hosts)
+    monkeypatch.setattr("meshpar.train.refusals.mesh_hosts", mesh_hosts)
 
 
 def step_of(line, **options):

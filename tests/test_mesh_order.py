@@ -13,9 +13,9 @@ import pytest
 
 from meshpar import MESH_AXES, Layout, Topology, TopologyWarning, make_mesh
 from meshpar.audit.report import _slow_axes
-from meshpar.machine.mesh import _arrange, slow_axes_of
+from meshpar.machine.mesh import _arrange, slow_mesh_axes
 from meshpar.machine.mesh_order import full_order, in_order, slow_axes
-from meshpar.machine.topology import domains_of
+from meshpar.machine.topology import device_domains
 
 H100 = "NVIDIA H100 80GB HBM3"
 GB = 1e9
@@ -58,7 +58,7 @@ def slices(number):
 
 
 def domains(mesh_devices):
-    return np.array(domains_of(list(mesh_devices.flat))).reshape(mesh_devices.shape)
+    return np.array(device_domains(list(mesh_devices.flat))).reshape(mesh_devices.shape)
 
 
 def test_gpus_that_nvlink_joins_are_neighbours_whatever_their_processes():
@@ -95,15 +95,15 @@ def test_processes_without_slices_are_hosts():
         SimpleNamespace(id=n, process_index=n // 4, platform="cpu", slice_index=0)
         for n in range(8)
     ]
-    assert domains_of(devices) == [0] * 4 + [1] * 4
+    assert device_domains(devices) == [0] * 4 + [1] * 4
 
 
 def test_more_gpus_than_nvlink_joins_are_hosts_by_process():
     # So JAX numbers absent ones: one slice of two hosts.
     devices = [gpu(n, process=n // 8, domain=0) for n in range(16)]
-    assert domains_of(devices) == [0] * 8 + [1] * 8
+    assert device_domains(devices) == [0] * 8 + [1] * 8
     one_each = [gpu(n, process=n, domain=n // 8) for n in range(16)]
-    assert domains_of(one_each) == [0] * 8 + [1] * 8
+    assert device_domains(one_each) == [0] * 8 + [1] * 8
 
 
 def test_tpus_without_a_slices_number_are_one_slice():
@@ -120,13 +120,14 @@ import json
 import numpy as np
 from meshpar.audit.child import _devices
 from meshpar.audit.target import Target
-from meshpar.machine.mesh import hosts_of, make_mesh
+from meshpar.machine.mesh import mesh_hosts, make_mesh
 
 found = {}
 cases = {"tpu:v5p:2x2x2": "data=2,tensor=4", "gpu:h100:2x8": "data=2,tensor=8"}
 for target, layout in cases.items():
     mesh = make_mesh(layout, _devices(Target.parse(target)))
-    found[target] = [list(hosts_of(mesh)), [list(d.coords) for d in mesh.devices.flat]]
+    coords = [list(d.coords) for d in mesh.devices.flat]
+    found[target] = [list(mesh_hosts(mesh)), coords]
 print(json.dumps(found))
 """
 
@@ -233,7 +234,7 @@ def test_tensor_across_hosts_while_data_is_inside_one_is_named():
         devices=np.array(as_hosts).reshape(4, 2).T.reshape(2, 1, 1, 1, 1, 4),
         shape=Layout(data=2, tensor=4).mesh_shape,
     )
-    (found,) = slow_axes_of(mesh, {("tensor",): GB, ("data",): 0.01 * GB})
+    (found,) = slow_mesh_axes(mesh, {("tensor",): GB, ("data",): 0.01 * GB})
     assert found.mesh_axes == ("tensor",) and found.order == ("data", "tensor")
     assert (found.bytes_per_s, found.could_bytes_per_s) == (100e9, 450e9)
 

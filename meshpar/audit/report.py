@@ -32,7 +32,7 @@ from meshpar.audit.target import Target
 from meshpar.audit.targets import CompiledProgram, TargetError, compile_for
 from meshpar.errors import InputError
 from meshpar.layout import MESH_AXES
-from meshpar.machine.mesh import slow_axes_of
+from meshpar.machine.mesh import slow_mesh_axes
 from meshpar.machine.mesh_order import SlowAxis, slow_axes
 from meshpar.machine.topology import Topology
 from meshpar.planner.machine.cluster import Cluster
@@ -390,7 +390,7 @@ def _slow_axes(
     for row in rows:
         sent[row.mesh_axes or ()] += row.wire_bytes * row.executions
     if cluster is None:
-        return slow_axes_of(mesh, sent) if isinstance(mesh, jax.sharding.Mesh) else ()
+        return slow_mesh_axes(mesh, sent) if isinstance(mesh, jax.sharding.Mesh) else ()
     if cluster.torus:
         return ()  # One slice has no slower link.
     topology = Topology(

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 from meshpar.errors import InputError
 from meshpar.layout import Layout
-from meshpar.machine.mesh import platform_of, use_mesh
+from meshpar.machine.mesh import mesh_platform, use_mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +197,7 @@ def subject_of(
         function=function,
         arguments=arguments,
         mesh=mesh,
-        platform=platform or platform_of(mesh),
+        platform=platform or mesh_platform(mesh),
     )
 
 

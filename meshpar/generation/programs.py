@@ -27,7 +27,7 @@ from meshpar.generation.layer_by_layer import given_up, layer_by_layer, layer_sp
 from meshpar.generation.layouts import PLAIN, generation_layout, with_whole_heads
 from meshpar.generation.sampling import Draws, Sampling, drawn
 from meshpar.layout import Layout
-from meshpar.machine.mesh import absent_mesh, make_mesh, platform_of
+from meshpar.machine.mesh import absent_mesh, make_mesh, mesh_platform
 from meshpar.model.contract import Model, check_model
 from meshpar.model.parameter import Parameter, is_parameter
 from meshpar.model.values import initial_values
@@ -118,7 +118,7 @@ class Programs:
             layout=layout,
             rules=rules,
             mesh=mesh,
-            platform=platform_of(mesh),
+            platform=mesh_platform(mesh),
         )
         sizes = slots, max_seq, page_size, num_pages, chunk, max_source
         plan = plan_of(placement, pipeline, *sizes)

@@ -98,9 +98,13 @@ def prepare(num_devices: int) -> None:
             "audit --target` look at this one",
             key="mesh.too_many_virtual_devices",
         )
+    # XLA, too, ignores a text that is not a number.
+    texts = [os.environ.get(name, "") for name in (_THREADS_VARIABLE, "NPROC")]
+    given = [int(text) for text in texts if text.isdecimal()]
+    usual = given[0] if given else os.cpu_count() or 1
     environment = {
         "XLA_FLAGS": " ".join(_flags(os.environ.get("XLA_FLAGS", "").split())),
-        _THREADS_VARIABLE: str(_num_threads(num_devices)),
+        _THREADS_VARIABLE: str(max(usual, _THREADS_PER_DEVICE * num_devices)),
     }
     if (
         num_cpu_devices() != num_devices
@@ -145,14 +149,6 @@ def _flags(given: list[str]) -> list[str]:
     if _PATIENCE.partition("=")[0] not in names:
         flags.append(_PATIENCE)
     return flags
-
-
-def _num_threads(num_devices: int) -> int:
-    # XLA, too, passes over a text that is no number.
-    texts = [os.environ.get(name, "") for name in (_THREADS_VARIABLE, "NPROC")]
-    given = [int(text) for text in texts if text.isdecimal()]
-    usual = given[0] if given else os.cpu_count() or 1
-    return max(usual, _THREADS_PER_DEVICE * num_devices)
 
 
 def _set(num_devices: int, environment: dict[str, str]) -> None:

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from meshpar.errors import InputError
 from meshpar.layout import MESH_AXES, Layout
 from meshpar.machine.mesh_order import Sent, SlowAxis, full_order, in_order, slow_axes
-from meshpar.machine.topology import Topology, domains_of
+from meshpar.machine.topology import Topology, device_domains
 
 _ALL_AUTO = (AxisType.Auto,) * len(MESH_AXES)
 
@@ -74,7 +74,7 @@ def make_mesh(
     return Mesh(placed, MESH_AXES, axis_types=_ALL_AUTO)
 
 
-def slow_axes_of(mesh: Mesh, sent: Sent) -> tuple[SlowAxis, ...]:
+def slow_mesh_axes(mesh: Mesh, sent: Sent) -> tuple[SlowAxis, ...]:
     """Return the axes of a mesh that another order puts on a faster link, worst first.
 
     Args:
@@ -82,19 +82,19 @@ def slow_axes_of(mesh: Mesh, sent: Sent) -> tuple[SlowAxis, ...]:
         sent: Mesh axes of collectives -> bytes that a device sends for them in a step.
     """
     devices = list(mesh.devices.flat)
-    if len(set(Counter(domains_of(devices)).values())) != 1:
+    if len(set(Counter(device_domains(devices)).values())) != 1:
         return ()  # No order suits hosts of different sizes.
     return slow_axes(
         Topology.from_devices(devices),
         dict(mesh.shape),
         sent,
-        hosts=np.array(hosts_of(mesh)).reshape(mesh.devices.shape),
+        hosts=np.array(mesh_hosts(mesh)).reshape(mesh.devices.shape),
     )
 
 
-def hosts_of(mesh: Mesh) -> tuple[int, ...]:
+def mesh_hosts(mesh: Mesh) -> tuple[int, ...]:
     """Return the host, or fast-link domain, of each device of a mesh, row by row."""
-    return tuple(domains_of(list(mesh.devices.flat)))
+    return tuple(device_domains(list(mesh.devices.flat)))
 
 
 def _checked(devices: Any) -> list[jax.Device]:
@@ -149,7 +149,7 @@ def use_mesh(mesh: Mesh | AbstractMesh) -> AbstractContextManager[Any]:
     return jax.set_mesh(mesh)
 
 
-def platform_of(mesh: Mesh | AbstractMesh) -> str:
+def mesh_platform(mesh: Mesh | AbstractMesh) -> str:
     """Return the platform of a mesh's devices; `cpu` if it has none."""
     if isinstance(mesh, AbstractMesh):
         return "cpu"
@@ -161,7 +161,7 @@ def _arrange(devices: list[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
     if devices[0].platform == "tpu":
         return _along_torus(devices, shape)
     placed = sorted(
-        zip(domains_of(devices), devices, strict=True),
+        zip(device_domains(devices), devices, strict=True),
         key=lambda pair: (pair[0], pair[1].process_index, pair[1].id),
     )
     neighbours = np.empty(len(devices), object)
@@ -170,7 +170,7 @@ def _arrange(devices: list[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _along_torus(devices: list[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
-    slices = len(set(domains_of(devices)))
+    slices = len(set(device_domains(devices)))
     across, inside = _outermost(shape, slices)
     if slices == 1 or math.prod(across) != slices:
         return mesh_utils.create_device_mesh(

@@ -18,6 +18,9 @@ from meshpar.layout import MESH_AXES, Layout
 Crossing = Literal["none", "host", "network"]
 """The slowest link that a mesh axis crosses: none, a host's links, or the network."""
 
+_HOST_GPUS = 8
+"""Most GPUs of a host: links that join more, and a torus, span hosts."""
+
 
 class TopologyWarning(UserWarning):
     """Warning that a layout puts much traffic on a slow link."""
@@ -69,7 +72,7 @@ class Topology:
         Raises:
             InputError: Hosts have different numbers of devices.
         """
-        domains = domains_of(devices)
+        domains = device_domains(devices)
         per_host = Counter(domains)
         if len(set(per_host.values())) != 1:
             raise InputError(
@@ -77,7 +80,10 @@ class Topology:
                 "hold the same number: choose the devices to use",
                 key="mesh.uneven_hosts",
             )
-        speeds = _link_speeds(devices[0].device_kind)
+        kind = device_from_kind(devices[0].device_kind)
+        speeds: tuple[float | None, float | None] = None, None
+        if kind and not kind.torus_dims and kind.domain_devices <= _HOST_GPUS:
+            speeds = kind.link_bytes_per_s, kind.network_bytes_per_s
         return cls(
             hosts=len(per_host),
             devices_per_host=per_host[domains[0]],
@@ -136,7 +142,7 @@ class Topology:
         )
 
 
-def domains_of(devices: Sequence[Any]) -> list[int]:
+def device_domains(devices: Sequence[Any]) -> list[int]:
     """Return the number of the fast-link domain of each device.
 
     JAX numbers slices of TPUs if there are several, and hosts or NVLink racks of GPUs
@@ -151,30 +157,17 @@ def domains_of(devices: Sequence[Any]) -> list[int]:
             return number
         return 0 if platform == "tpu" else device.process_index
 
+    def is_too_large(num_devices: int, device: Any) -> bool:
+        """Return True if no link joins so many GPUs of this kind."""
+        known = device_from_kind(getattr(device, "device_kind", ""))
+        is_gpu = getattr(device, "platform", "") == "gpu"
+        return is_gpu and known is not None and num_devices > known.domain_devices
+
     slices = [slice_number(device) for device in devices]
     sizes = Counter(slices)
     keys = [
-        (number, device.process_index if _is_too_large(sizes[number], device) else 0)
+        (number, device.process_index if is_too_large(sizes[number], device) else 0)
         for number, device in zip(slices, devices, strict=True)
     ]
     numbers = {key: number for number, key in enumerate(sorted(set(keys)))}
     return [numbers[key] for key in keys]
-
-
-def _is_too_large(num_devices: int, device: Any) -> bool:
-    """Return True if no link joins so many GPUs of this kind."""
-    known = device_from_kind(getattr(device, "device_kind", ""))
-    if getattr(device, "platform", "") != "gpu" or known is None:
-        return False
-    return num_devices > known.domain_devices
-
-
-def _link_speeds(device_kind: str) -> tuple[float, float] | tuple[None, None]:
-    device = device_from_kind(device_kind)
-    if device is None or device.torus_dims or device.domain_devices > _HOST_GPUS:
-        return None, None
-    return device.link_bytes_per_s, device.network_bytes_per_s
-
-
-_HOST_GPUS = 8
-"""Most GPUs of a host: links that join more, and a torus, span hosts."""

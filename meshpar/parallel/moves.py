@@ -63,7 +63,7 @@ class Move:
         return tuple(dims)
 
 
-def split_of(scope: Scope, logical_axes: LogicalAxes, shape: Sequence[int]) -> Split:
+def array_split(scope: Scope, logical_axes: LogicalAxes, shape: Sequence[int]) -> Split:
     """Return how the rules of a scope split an array over the mesh axes of GSPMD.
 
     Raises:

@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from meshpar.errors import InputError
 from meshpar.layout import MESH_AXES, Layout
-from meshpar.machine.mesh import make_mesh, platform_of
+from meshpar.machine.mesh import make_mesh, mesh_platform
 from meshpar.model.contract import Model, check_model
 from meshpar.model.parameter import Parameter, Params, flat
 from meshpar.parallel.array_move import ArrayMove
@@ -84,7 +84,7 @@ class Arrangement:
             layout=layout,
             rules=default_rules(layout) if rules is None else rules,
             mesh=mesh,
-            platform=platform_of(mesh),
+            platform=mesh_platform(mesh),
         )
         shardings = jax.tree.map(
             lambda stored: NamedSharding(mesh, stored.spec), placement.stored

@@ -95,7 +95,7 @@ def head_parts(kv_heads: int, key_bytes: float, num_devices: int, method: str) -
     return max(num for num in few if kv_heads % num == 0)
 
 
-def copies_of_heads(heads: int, kv_heads: int, num_devices: int) -> int:
+def head_copies(heads: int, kv_heads: int, num_devices: int) -> int:
     """Return how often Ulysses sends each kv head, so that they divide over devices.
 
     It is the least number that gives each device the kv heads of its queries in order.
@@ -106,7 +106,7 @@ def copies_of_heads(heads: int, kv_heads: int, num_devices: int) -> int:
         num_devices: Devices that trade tokens for heads.
 
     Example:
-        >>> copies_of_heads(12, 4, 6), copies_of_heads(8, 4, 4)
+        >>> head_copies(12, 4, 6), head_copies(8, 4, 4)
         (3, 1)
     """
     group = heads // kv_heads

@@ -20,7 +20,7 @@ from jax import lax
 
 from meshpar.model.scope import Scope
 from meshpar.parallel import sizes
-from meshpar.parallel.moves import degree, ruled_degree, split_of
+from meshpar.parallel.moves import array_split, degree, ruled_degree
 from meshpar.rules.rules import LogicalAxes
 
 
@@ -78,7 +78,7 @@ def _num_chunks(
         if any(ruled_degree(scope.rules, name) > 1 for name in names):
             return 1
     seq = x.shape[1]
-    num_shards = math.prod(map(degree, split_of(scope, axes, widest)))
+    num_shards = math.prod(map(degree, array_split(scope, axes, widest)))
     bytes_here = math.prod(widest) * x.dtype.itemsize // num_shards
     return equal_chunks(min(-(-bytes_here // sizes.HIDDEN_BYTES), seq), seq)
 

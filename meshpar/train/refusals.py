@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from meshpar.errors import InputError
 from meshpar.layout import BATCH_AXES, ZERO_AXES, Layout
-from meshpar.machine.mesh import hosts_of
+from meshpar.machine.mesh import mesh_hosts
 from meshpar.model.contract import BlockGroup, Model
 from meshpar.model.parameter import flat
 from meshpar.model.tracing import (
@@ -397,7 +397,7 @@ def refuse_by_host(
             "first by themselves; leave it out",
             key="step.by_host_not_on_cpu",
         )
-    hosts = np.array(hosts_of(mesh)).reshape(mesh.devices.shape)
+    hosts = np.array(mesh_hosts(mesh)).reshape(mesh.devices.shape)
     # Under local steps nothing is summed over `data`.
     is_local = layout.sync_every > 1
     over = [

@@ -20,7 +20,7 @@ from meshpar.checks.sequences import check_context, check_per_token
 from meshpar.errors import InputError
 from meshpar.hardware.compiler_options import compiler_options_for
 from meshpar.layout import BATCH_AXES, Layout
-from meshpar.machine.mesh import absent_mesh, hosts_of, make_mesh, platform_of
+from meshpar.machine.mesh import absent_mesh, make_mesh, mesh_hosts, mesh_platform
 from meshpar.model.contract import Model, check_model
 from meshpar.parallel.grids.space import check_space, space_axes, space_dims
 from meshpar.parallel.pipeline.program import Pipeline, pipeline_of, with_costs
@@ -229,7 +229,7 @@ def make_train_step(
         layout=layout,
         rules=rules,
         mesh=mesh,
-        platform=platform_of(mesh),
+        platform=mesh_platform(mesh),
         max_grad_norm=max_grad_norm,
         gradient_dtype=gradient_dtype,
         compiler_options=compiler_options,
@@ -344,7 +344,7 @@ class TrainStep:
             mesh=self.mesh,
             platform=self.platform,
             gradient_dtype=DTYPES[options.gradient_dtype],
-            hosts=hosts_of(self._devices_mesh)
+            hosts=mesh_hosts(self._devices_mesh)
             if options.gradient_reduction == "by_host"
             else None,
         )

@@ -25,7 +25,7 @@ from meshpar.parallel.context.splash_ring import Ring, splash_ring
 from meshpar.parallel.context.tiles import Known, Plan
 from meshpar.parallel.sizes import (
     LONGEST_SCORES,
-    copies_of_heads,
+    head_copies,
     head_parts,
     tile_tokens,
 )
@@ -56,7 +56,7 @@ def heads_here(
             "divide the heads",
             key="attention.indivisible_heads",
         )
-    times = copies_of_heads(heads, kv_heads, n)
+    times = head_copies(heads, kv_heads, n)
     k, v = (jnp.repeat(x, times, axis=2) if times > 1 else x for x in (k, v))
     with asked("context_heads"):
         q, k, v = (_trade(x, order, split_axis=2, concat_axis=1) for x in (q, k, v))

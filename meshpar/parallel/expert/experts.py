@@ -37,7 +37,7 @@ from meshpar.parallel.expert.rounds import (
     run,
     run_backward,
 )
-from meshpar.parallel.moves import split_of
+from meshpar.parallel.moves import array_split
 from meshpar.parallel.sizes import first_room, further_room, most_room
 from meshpar.parallel.tensor import refuse_split_embed
 from meshpar.rules.rules import spec_axes
@@ -152,8 +152,8 @@ def _static(
         room=room,
         platform=scope.platform,
     )
-    gate_up = split_of(scope, (None, "embed", None, "mlp"), shapes[0])
-    down = split_of(scope, (None, "mlp", "embed"), shapes[1])
+    gate_up = array_split(scope, (None, "embed", None, "mlp"), shapes[0])
+    down = array_split(scope, (None, "mlp", "embed"), shapes[1])
     refuse_split_embed(gate_up[1], "experts multiply tokens")
     return _Static(
         first=first,

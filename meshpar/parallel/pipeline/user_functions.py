@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from meshpar.errors import InputError
-from meshpar.machine.mesh import platform_of
+from meshpar.machine.mesh import mesh_platform
 from meshpar.model.contract import BlockGroup, Stream
 from meshpar.parallel.blocks import Block, Known
 from meshpar.parallel.pipeline.ends import Shares
@@ -79,7 +79,7 @@ class UserFunctions:
     @property
     def platform(self) -> str:
         """Of the mesh."""
-        return platform_of(self.mesh)
+        return mesh_platform(self.mesh)
 
     @property
     def keeps_together(self) -> str | None:

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 from meshpar.parallel.sizes import (
     ROUTE_BYTES,
     WEIGHT_BYTES,
-    copies_of_heads,
     first_room,
+    head_copies,
 )
 from meshpar.planner.cost.parameters import block_parameters
 from meshpar.planner.cost.run import Run
@@ -295,7 +295,7 @@ def _kv_heads_sent(run: Run) -> int:
     heads, kv_heads = (n // layout.tensor for n in (workload.heads, workload.kv_heads))
     if workload.kv_heads % layout.tensor or heads % layout.attention_method.heads:
         return heads
-    return kv_heads * copies_of_heads(heads, kv_heads, layout.attention_method.heads)
+    return kv_heads * head_copies(heads, kv_heads, layout.attention_method.heads)
 
 
 def _between_groups(run: Run, keys_values: float, again: Again) -> Iterator[Row]:

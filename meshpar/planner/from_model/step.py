@@ -18,7 +18,7 @@ from meshpar.audit.subject import FlatFunction, Subject
 from meshpar.errors import InputError
 from meshpar.hardware.devices import DEVICES
 from meshpar.layout import Layout
-from meshpar.machine.mesh import absent_mesh, hosts_of, platform_of, slow_axes_of
+from meshpar.machine.mesh import absent_mesh, mesh_hosts, mesh_platform, slow_mesh_axes
 from meshpar.machine.mesh_order import SlowAxis
 from meshpar.model.contract import Model
 from meshpar.model.inputs import open_size, shapes_of
@@ -68,7 +68,7 @@ def planned_run(step: TrainStep, batch: Batch) -> Run:
 
 def _cluster(step: TrainStep) -> Cluster:
     """Cluster of as many devices as the step has; only their platform matters."""
-    platform = platform_of(step.mesh)
+    platform = mesh_platform(step.mesh)
     if platform == "gpu" and jax.default_backend() != "gpu":
         # An absent one has no fused attention (`meshpar.models.layers.attention`).
         platform = "cpu"
@@ -87,12 +87,12 @@ def slow_links(step: TrainStep, batch: Batch) -> tuple[SlowAxis, ...]:
         batch: Arrays or their shapes.
     """
     mesh = step.mesh
-    if not isinstance(mesh, Mesh) or len(set(hosts_of(mesh))) == 1:
+    if not isinstance(mesh, Mesh) or len(set(mesh_hosts(mesh))) == 1:
         return ()
     sent: Counter[tuple[str, ...]] = Counter()
     for one in sent_in_a_step(planned_run(step, batch)):
         sent[one.mesh_axes] += round(one.wire_bytes)
-    return slow_axes_of(mesh, sent)
+    return slow_mesh_axes(mesh, sent)
 
 
 def traced_volume(
