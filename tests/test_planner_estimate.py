@@ -6,8 +6,7 @@ import pytest
 
 from meshpar.cli.main import main
 from meshpar.layout import Layout
-from meshpar.planner.cost.estimate import estimate
-from meshpar.planner.cost.in_words import estimate_in_words
+from meshpar.planner.cost.estimate import estimate, estimate_in_words
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.search.refusals import layout_problems
 from meshpar.planner.workload.shapes import SHAPES

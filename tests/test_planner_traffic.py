@@ -8,12 +8,12 @@ from meshpar.layout import Layout
 from meshpar.planner.cost.block_time import block_time
 from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.cost.kernel_time import HOST_SHARE
-from meshpar.planner.cost.parameters import (
+from meshpar.planner.cost.pipeline_time import lock_step
+from meshpar.planner.cost.run import (
     rank_parameters,
     routed_parameters,
     update_bytes,
 )
-from meshpar.planner.cost.pipeline_time import lock_step
 from meshpar.planner.cost.step_traffic import step_rows
 from meshpar.planner.cost.traffic import block_rows, end_rows, hop_rows, weight_rows
 from meshpar.planner.cost.traffic_row import (
@@ -29,8 +29,11 @@ from meshpar.planner.machine.collective_cost import wire_bytes
 from meshpar.planner.machine.execution import MEGATRON_2023, MESHPAR
 from meshpar.planner.search.bounds import Bounds
 from meshpar.planner.search.space import variant_of
-from meshpar.planner.workload.activations import kept_bytes, offloaded_bytes
-from meshpar.planner.workload.recomputation import recomputation
+from meshpar.planner.workload.activations import (
+    kept_bytes,
+    offloaded_bytes,
+    recomputation,
+)
 from meshpar.planner.workload.shapes import SHAPES
 
 BARE = dataclasses.replace(MESHPAR, measured_overlap=False)

@@ -12,14 +12,19 @@ from meshpar import absent_mesh, default_rules, make_train_step
 from meshpar.cli.main import main
 from meshpar.model.inputs import shapes_of
 from meshpar.models.presets import OTHER_PRESETS, build
-from meshpar.planner.cost.volume_time import exposed, halo_bytes
 from meshpar.planner.curve import BEND, curve_in_words, scaling_curve
 from meshpar.planner.from_model.step import traced_space, traced_volume
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.search.constraints import Constraints
 from meshpar.planner.search.volume_plans import VolumeRequest
+from meshpar.planner.volumes import (
+    Kernel,
+    SpaceWorkload,
+    VolumeWorkload,
+    exposed,
+    halo_bytes,
+)
 from meshpar.planner.workload.shapes import OTHER_SHAPES, TRACED
-from meshpar.planner.workload.volume import Kernel, SpaceWorkload, VolumeWorkload
 from meshpar.train.memory_report import estimated_bytes
 from tests.marks import slow
 

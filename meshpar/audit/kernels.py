@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from meshpar.audit.needs import CONVOLUTION, MATMUL, reach_of
-from meshpar.planner.workload.volume import SPACE, Kernel
+from meshpar.planner.volumes import SPACE, Kernel
 from meshpar.trace.operations import Operation
 from meshpar.trace.walk import array_dtype, array_shape, dot_flops
 

@@ -20,8 +20,7 @@ from meshpar.cli.plan_other import (
 )
 from meshpar.errors import InputError
 from meshpar.layout import Layout
-from meshpar.planner.cost.estimate import Estimate, estimate
-from meshpar.planner.cost.in_words import estimate_in_words
+from meshpar.planner.cost.estimate import Estimate, estimate, estimate_in_words
 from meshpar.planner.inference import estimate_inference, inference_lines
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import execution_of

@@ -44,10 +44,10 @@ from meshpar.layout import MESH_AXES
 from meshpar.planner.cost.estimate import (
     Estimate,
     at_half_network_s,
+    estimate_in_words,
     gigabytes,
     milliseconds,
 )
-from meshpar.planner.cost.in_words import estimate_in_words
 from meshpar.planner.curve import BATCHES, bend_in_words, curve_in_words, scaling_curve
 from meshpar.planner.machine.execution import execution_of
 from meshpar.planner.plan import PlanRequest

@@ -24,7 +24,7 @@ from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.collective_cost import all_reduce_s
 from meshpar.planner.plan import Plan
 from meshpar.planner.search.constraints import Constraints
-from meshpar.planner.workload.volume import Kernel
+from meshpar.planner.volumes import Kernel
 from meshpar.tables.optimizers import RowwiseAdagrad
 from meshpar.tables.plan import TableRun, table_plan
 from meshpar.tables.step import TableStep, with_tables

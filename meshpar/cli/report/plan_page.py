@@ -12,10 +12,10 @@ from meshpar.planner.cost.estimate import (
     Estimate,
     at_half_network_s,
     estimate,
+    estimate_in_words,
     gigabytes,
     milliseconds,
 )
-from meshpar.planner.cost.in_words import estimate_in_words
 from meshpar.planner.search.search import SearchResult
 from meshpar.planner.search.sensitivity import sensitivities
 

@@ -20,8 +20,7 @@ from meshpar.cli.report.laid_out import AxisTraffic, LaidOut
 from meshpar.cli.report.page import heading, page, paragraph, plot, table
 from meshpar.cli.report.timeline import HOW_TO_READ, timeline_plot
 from meshpar.lint.rows import ParameterRow, Shards
-from meshpar.planner.cost.estimate import gigabytes, milliseconds
-from meshpar.planner.cost.in_words import estimate_in_words
+from meshpar.planner.cost.estimate import estimate_in_words, gigabytes, milliseconds
 from meshpar.schedules.render import summary
 
 _LEAST_WIDTH = 640  # pixels, of what has many columns

@@ -25,8 +25,12 @@ from meshpar.planner.cost.traffic_row import (
     rows_in,
 )
 from meshpar.planner.machine.execution import Execution
-from meshpar.planner.workload.activations import kept_bytes, offloaded_bytes
-from meshpar.planner.workload.recomputation import Again, recomputation
+from meshpar.planner.workload.activations import (
+    Again,
+    kept_bytes,
+    offloaded_bytes,
+    recomputation,
+)
 from meshpar.planner.workload.workload import Workload
 
 # Kernels of one block: matmuls, attention's, norms, elementwise; in the backward twice

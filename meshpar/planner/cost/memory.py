@@ -7,7 +7,9 @@ from dataclasses import asdict, dataclass
 from meshpar.hardware.attention_choice import SPLASH_LANES
 from meshpar.layout import STAGE_REMATS
 from meshpar.parallel.sizes import HIDDEN_BYTES, SCORE_BYTES, head_parts, tile_tokens
-from meshpar.planner.cost.parameters import (
+from meshpar.planner.cost.pipeline_time import in_flight, lock_step
+from meshpar.planner.cost.run import (
+    Run,
     block_parameters,
     blocks_by_kind,
     end_parameters,
@@ -18,8 +20,6 @@ from meshpar.planner.cost.parameters import (
     stored_bytes,
     table_parameters,
 )
-from meshpar.planner.cost.pipeline_time import in_flight, lock_step
-from meshpar.planner.cost.run import Run
 from meshpar.planner.workload.activations import (
     everything_bytes,
     gate_up_values,

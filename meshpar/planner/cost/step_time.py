@@ -14,14 +14,14 @@ from meshpar.planner.cost.block_time import (
     weight_grad_s,
 )
 from meshpar.planner.cost.kernel_time import host_s, matmul_s, memory_s
-from meshpar.planner.cost.parameters import (
+from meshpar.planner.cost.pipeline_time import all_ticks_s, span_s
+from meshpar.planner.cost.run import (
+    Run,
     shared_out,
     stored_bytes,
     table_parameters,
     update_bytes,
 )
-from meshpar.planner.cost.pipeline_time import all_ticks_s, span_s
-from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.step_traffic import step_rows
 from meshpar.planner.cost.traffic import end_rows, hop_rows, weight_rows
 from meshpar.planner.cost.traffic_row import (

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from meshpar.planner.cost.parameters import (
+from meshpar.planner.cost.pipeline_time import lock_step
+from meshpar.planner.cost.run import (
+    Run,
     end_parameters,
     has_ends,
     rank_parameters,
@@ -13,8 +15,6 @@ from meshpar.planner.cost.parameters import (
     stored_bytes,
     table_parameters,
 )
-from meshpar.planner.cost.pipeline_time import lock_step
-from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.traffic import (
     OF_THEM,
     PARAMETERS,

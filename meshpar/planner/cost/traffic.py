@@ -15,8 +15,7 @@ from meshpar.parallel.sizes import (
     first_room,
     head_copies,
 )
-from meshpar.planner.cost.parameters import block_parameters
-from meshpar.planner.cost.run import Run
+from meshpar.planner.cost.run import Run, block_parameters
 from meshpar.planner.cost.traffic_row import (
     ATTENTION,
     ATTENTION_AGAIN,
@@ -29,7 +28,7 @@ from meshpar.planner.cost.traffic_row import (
     Rows,
 )
 from meshpar.planner.machine.overlap import hidden_share
-from meshpar.planner.workload.recomputation import Again, recomputation
+from meshpar.planner.workload.activations import Again, recomputation
 
 _SUMS = "sums of the residual stream"
 _OF_SEQUENCE = {

@@ -29,7 +29,7 @@ from meshpar.planner.cost.step_traffic import sent_in_a_step
 from meshpar.planner.from_model.block import traced_workload
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import MESHPAR
-from meshpar.planner.workload.volume import SPACE, Kernel, SpaceWorkload, VolumeWorkload
+from meshpar.planner.volumes import SPACE, Kernel, SpaceWorkload, VolumeWorkload
 from meshpar.schedules import tick_table
 from meshpar.trace.live_bytes import most_room
 from meshpar.trace.operations import Operation, operations

@@ -22,13 +22,13 @@ from meshpar.planner.cost.memory import (
     least_working_bytes,
     rank_memory,
 )
-from meshpar.planner.cost.parameters import (
+from meshpar.planner.cost.run import (
+    Run,
     rank_parameters,
     shared_out,
     stored_bytes,
     update_bytes,
 )
-from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.step_time import straggler_fraction, tick_overhead
 from meshpar.planner.cost.step_traffic import step_rows
 from meshpar.planner.cost.traffic import weight_rows

@@ -12,17 +12,18 @@ from dataclasses import asdict, dataclass, replace
 from meshpar.errors import InputError
 from meshpar.layout import MESH_AXES, Layout
 from meshpar.planner.cost.estimate import gigabytes
-from meshpar.planner.cost.volume_time import (
-    VolumeRun,
-    halo_bytes,
-    volume_memory,
-    volume_time,
-)
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.plan import Plan
 from meshpar.planner.search.constraints import Constraints
 from meshpar.planner.search.space import divisors
-from meshpar.planner.workload.volume import SPACE, VolumeWorkload
+from meshpar.planner.volumes import (
+    SPACE,
+    VolumeRun,
+    VolumeWorkload,
+    halo_bytes,
+    volume_memory,
+    volume_time,
+)
 
 _SPLIT = ("data", "context", "tensor")
 _KEPT = (*MESH_AXES, "precision", "remat")

@@ -142,7 +142,7 @@ MUTANTS = (
     Mutant(
         name="master-copy-not-planned",
         effect="planned memory leaves out the fp32 master of bf16 parameters",
-        file="meshpar/planner/cost/parameters.py",
+        file="meshpar/planner/cost/run.py",
         old='master = 4 if kind == "bf16" else 0',
         new="master = 0",
         tests=("tests/test_planner_traffic.py::test_the_update_moves_what_is_stored",),
