@@ -238,7 +238,7 @@ def test_more_hosts_lower_the_bandwidth_that_is_achieved():
 
 def test_a_collective_takes_cores_from_what_runs_beside_it():
     run = run_of("tensor=8", execution=MEGATRON_2023)
-    row = Row(("tensor",), "all-reduce", 1e8, "", "backward", beside="work")
+    row = Row(("tensor",), "all-reduce", 1e8, "", "backward", hidden_by="work")
     wire_s = row_s(run, row)
     cost = exposed(run, (row,), {"work": 1.0})
     assert cost.exposed_s == {"tensor": 0.0}
@@ -247,7 +247,9 @@ def test_a_collective_takes_cores_from_what_runs_beside_it():
 
 def test_a_share_that_cannot_be_hidden_waits():
     run = run_of("tensor=8", execution=MEGATRON_2023)
-    row = Row(("tensor",), "all-reduce", 1e8, "", "backward", beside="work", share=0.6)
+    row = Row(
+        ("tensor",), "all-reduce", 1e8, "", "backward", hidden_by="work", share=0.6
+    )
     cost = exposed(run, (row,), {"work": 1.0})
     assert cost.exposed_s["tensor"] == pytest.approx(0.4 * row_s(run, row))
 

@@ -86,11 +86,11 @@ class Point:
     def as_json(self) -> dict[str, Any]:
         """Return an entry of `points` of `meshpar plan --curve --json`."""
         plan = self.plan
-        found = {"devices": self.num_devices, "global_batch": self.global_batch}
+        point = {"devices": self.num_devices, "global_batch": self.global_batch}
         if plan is None:
-            return {**found, "fits": False, "problem": self.problem}
+            return {**point, "fits": False, "problem": self.problem}
         return {
-            **found,
+            **point,
             "fits": True,
             "layout": plan.layout_text,
             "step_s": plan.step_s,
@@ -184,22 +184,23 @@ def scaling_curve(request: Request | PlanRequest, batch: str = "strong") -> Curv
             key="plan.unknown_batch_kind",
         )
     most = request.cluster.num_devices
-    found: list[Point] = []
+    points: list[Point] = []
     for cluster in reversed(list(_halves(request.cluster))):
         examples = request.global_batch
         if batch == "weak":
             examples, left = divmod(examples * cluster.num_devices, most)
             if left or not examples:
                 continue
-        found.append(_planned(request, cluster, examples))
-    fitting = [point for point in found if point.plan is not None]
+        points.append(_planned(request, cluster, examples))
+    fitting = [point for point in points if point.plan is not None]
     if fitting:
         base = min(fitting, key=lambda point: sum(_parts(point).values()))
-        found = [_compared(point, base) for point in found]
-    points = tuple(found)
+        points = [_compared(point, base) for point in points]
     if isinstance(request, Request):
-        return Curve(batch=batch, points=points)
-    return Curve(batch=batch, points=points, noun=request.noun, note=request.note)
+        return Curve(batch=batch, points=tuple(points))
+    return Curve(
+        batch=batch, points=tuple(points), noun=request.noun, note=request.note
+    )
 
 
 def curve_in_words(curve: Curve) -> list[str]:
@@ -262,14 +263,14 @@ def _halves(cluster: Cluster) -> Iterator[Cluster]:
 
 def _planned(request: Request | PlanRequest, cluster: Cluster, examples: int) -> Point:
     """Return the point of the fastest plan, or of the reason why there is none."""
-    here: dict[str, Any] = {"cluster": cluster, "global_batch": examples}
+    place: dict[str, Any] = {"cluster": cluster, "global_batch": examples}
     try:
         plan, capacity = _fastest(request, cluster, examples)
     except InputError as error:
-        return Point(**here, problem=str(error), lost={})
+        return Point(**place, problem=str(error), lost={})
     if plan is None:
-        return Point(**here, problem=f"nothing fits in {gigabytes(capacity)}", lost={})
-    return Point(**here, plan=plan, lost={})
+        return Point(**place, problem=f"nothing fits in {gigabytes(capacity)}", lost={})
+    return Point(**place, plan=plan, lost={})
 
 
 def _fastest(
@@ -277,9 +278,9 @@ def _fastest(
 ) -> tuple[Estimate | Plan | None, float]:
     """Return the fastest plan that fits, or None, and the usable bytes of a device."""
     if isinstance(request, Request):
-        here = replace(request, cluster=cluster, global_batch=examples)
-        found = search(here, num_plans=1)
-        return next(iter(found.plans), None), found.capacity_bytes
+        smaller = replace(request, cluster=cluster, global_batch=examples)
+        result = search(smaller, num_plans=1)
+        return next(iter(result.plans), None), result.capacity_bytes
     other = request.on(cluster, examples)
     return next(iter(other.plans()), None), other.capacity_bytes
 

@@ -257,25 +257,25 @@ class InferenceEstimate:
     def _communication_s(self, tokens: int, microbatches: int) -> dict[str, float]:
         layout = self.layout
         stream = tokens * self.workload.hidden * self._compute_bytes
-        found = {}
+        seconds = {}
         if layout.tensor > 1:
             link = self.cluster.link(layout, "tensor")
             one = all_reduce_s(stream, layout.tensor, link)
-            found["tensor"] = 2 * self._layers * one
+            seconds["tensor"] = 2 * self._layers * one
         if layout.fsdp > 1 and layout.zero == 3:
             link = self.cluster.link(layout, "fsdp")
             whole = self._computed_parameters * self._compute_bytes
-            found["fsdp"] = all_gather_s(whole, layout.fsdp, link)
+            seconds["fsdp"] = all_gather_s(whole, layout.fsdp, link)
         if layout.context > 1:
             link = self.cluster.link(layout, "context")
             wide = 4 * tokens * self.workload.heads * (self.workload.value_dim + 1)
             one = all_reduce_s(wide / layout.tensor, layout.context, link)
-            found["context"] = self._layers * one
+            seconds["context"] = self._layers * one
         if layout.stage > 1:
             link = self.cluster.link(layout, "stage")
             hops = microbatches + layout.stage - 1
-            found["stage"] = hops * send_s(stream / microbatches, link)
-        return found
+            seconds["stage"] = hops * send_s(stream / microbatches, link)
+        return seconds
 
     def _step_s(self, new: int, seen: float, rows: int) -> float:
         parts = self._parts(new, seen, rows)

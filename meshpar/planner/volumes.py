@@ -131,12 +131,14 @@ class Kernel:
             >>> kernel.halo_bytes((4, 2, 1))
             (32.0, 64.0, 0.0)
         """
-        here = [size / degree for size, degree in zip(self.sizes, degrees, strict=True)]
+        local = [
+            size / degree for size, degree in zip(self.sizes, degrees, strict=True)
+        ]
         sent = [0.0, 0.0, 0.0]
         for dim, places in enumerate(self.reach):
             if degrees[dim] > 1 and places:
-                sent[dim] = places * math.prod(here) / here[dim] * self.place_bytes
-                here[dim] += places
+                sent[dim] = places * math.prod(local) / local[dim] * self.place_bytes
+                local[dim] += places
         return sent[0], sent[1], sent[2]
 
 
@@ -331,21 +333,21 @@ def exposed(run: VolumeRun) -> dict[str, float]:
     sums over all devices that share a volume, as do kernels' gradients, which replicas
     then add up.
     """
-    found: dict[str, float] = {}
+    waits_s: dict[str, float] = {}
     for dim, axis in enumerate(run.mesh_axes):
         if not axis or run.degrees[dim] == 1:
             continue
         sent = [one.halo_bytes(run.degrees)[dim] for one in run.workload.kernels]
         halos = (send_s(run.volumes * one, run.link(axis)) for one in sent if one)
-        found[axis] = found.get(axis, 0.0) + sum(halos)
+        waits_s[axis] = waits_s.get(axis, 0.0) + sum(halos)
     gradients = _GRADIENT_BYTES * run.workload.num_parameters
     if run.sharing > 1:
         axes = [axis for axis in _SPACE_AXES if run.layout.mesh_shape[axis] > 1]
         link = run.link(*axes)
         sums_s = run.workload.num_sums * all_reduce_s(0.0, run.sharing, link)
-        found[axes[0]] += sums_s + all_reduce_s(gradients, run.sharing, link)
+        waits_s[axes[0]] += sums_s + all_reduce_s(gradients, run.sharing, link)
     if run.layout.batch_shards > 1:
         replicas = run.layout.batch_shards
         axes = [axis for axis in BATCH_AXES if run.layout.mesh_shape[axis] > 1]
-        found[axes[0]] = all_reduce_s(gradients, replicas, run.link(*axes))
-    return found
+        waits_s[axes[0]] = all_reduce_s(gradients, replicas, run.link(*axes))
+    return waits_s

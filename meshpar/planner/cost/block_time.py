@@ -109,9 +109,11 @@ def _forward(
     run: Run, halves: tuple[Linears, ...], rows: Rows, matmuls_s: float, moe: bool
 ) -> Cost:
     there_s = attention_forward_s(run)
-    beside = {ATTENTION: there_s, MATMULS: matmuls_s} | _beside_forward(run, halves)
+    hiding_s = {ATTENTION: there_s, MATMULS: matmuls_s} | _forward_matmuls_s(
+        run, halves
+    )
     computed_s = matmuls_s + _elementwise_s(run, moe) + there_s + _stacked_s(run, moe)
-    return Cost(computed_s) + exposed(run, rows_in(rows, "forward"), beside)
+    return Cost(computed_s) + exposed(run, rows_in(rows, "forward"), hiding_s)
 
 
 def _input_grad(
@@ -128,9 +130,9 @@ def _input_grad(
     back_s = attention_backward_s(run)
     computed_s = backward_s - once_s + memory_s(run, _backward_bytes(run, moe))
     computed_s += back_s + attention_s + again.elementwise * _elementwise_s(run, moe)
-    beside = {ATTENTION: back_s, ATTENTION_AGAIN: attention_s, MATMULS: backward_s}
-    beside |= _beside_tensor(run, halves)
-    waits = exposed(run, rows_in(rows, "backward"), beside)
+    hiding_s = {ATTENTION: back_s, ATTENTION_AGAIN: attention_s, MATMULS: backward_s}
+    hiding_s |= _backward_matmuls_s(run, halves)
+    waits = exposed(run, rows_in(rows, "backward"), hiding_s)
     return Cost(computed_s + _stacked_s(run, moe)) + waits
 
 
@@ -159,7 +161,7 @@ def _again_linears_s(run: Run, halves: tuple[Linears, ...], again: Again) -> flo
     )
 
 
-def _beside_forward(run: Run, halves: tuple[Linears, ...]) -> dict[str, float]:
+def _forward_matmuls_s(run: Run, halves: tuple[Linears, ...]) -> dict[str, float]:
     """Seconds of the matmuls of a forward that hide chunks over `tensor`."""
     if not run.execution.tensor_ring:
         return {}
@@ -169,7 +171,7 @@ def _beside_forward(run: Run, halves: tuple[Linears, ...]) -> dict[str, float]:
     }
 
 
-def _beside_tensor(run: Run, halves: tuple[Linears, ...]) -> dict[str, float]:
+def _backward_matmuls_s(run: Run, halves: tuple[Linears, ...]) -> dict[str, float]:
     """Seconds of the matmuls of a backward that hide collectives over `tensor`.
 
     The matmuls for a half's inputs take as long as those for its weights.

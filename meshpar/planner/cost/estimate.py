@@ -139,14 +139,14 @@ def estimate(
     Example:
         >>> from meshpar.planner.machine.clusters import cluster_of
         >>> from meshpar.planner.workload.shapes import SHAPES
-        >>> found = estimate(
+        >>> plan = estimate(
         ...     SHAPES["llama3-8b"],
         ...     cluster_of("h100-80gb", devices=8),
         ...     "fsdp=8,remat=full,precision=bf16",
         ...     global_batch=16,
         ...     seq=8192,
         ... )
-        >>> found.fits, 0.3 < found.mfu < 0.6
+        >>> plan.fits, 0.3 < plan.mfu < 0.6
         (True, True)
     """
     layout = Layout.of(layout).resolve(cluster.num_devices)
@@ -186,23 +186,23 @@ def estimate_run(run: Run) -> Estimate:
     )
 
 
-def at_half_network_s(found: Estimate) -> float:
+def at_half_network_s(plan: Estimate) -> float:
     """Return the seconds of a step with half the bandwidth between hosts.
 
     Or of a torus' links. Other jobs, routes and many hosts reduce this bandwidth first,
     and no data sheet says by how much.
     """
-    device = found.run.cluster.device
+    device = plan.run.cluster.device
     halved = replace(device, network_bytes_per_s=device.network_bytes_per_s / 2)
     if device.torus_dims:
         halved = replace(halved, link_bytes_per_s=device.link_bytes_per_s / 2)
-    return step_on_s(found, halved)
+    return step_on_s(plan, halved)
 
 
-def step_on_s(found: Estimate, device: Device) -> float:
+def step_on_s(plan: Estimate, device: Device) -> float:
     """Return the seconds of a step on as many other devices, under the same layout."""
-    cluster = replace(found.run.cluster, device=device)
-    return step_time(replace(found.run, cluster=cluster)).step_s
+    cluster = replace(plan.run.cluster, device=device)
+    return step_time(replace(plan.run, cluster=cluster)).step_s
 
 
 def gigabytes(num_bytes: float) -> str:

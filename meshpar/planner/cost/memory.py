@@ -123,8 +123,8 @@ def fullest_memory(run: Run) -> Memory:
         own = has_ends(run, rank), tuple(blocks_by_kind(run, rank))
         if count > held[fullest.setdefault(own, rank)]:
             fullest[own] = rank
-    found = [rank_memory(run, rank, held[rank]) for rank in fullest.values()]
-    return max(found, key=lambda memory: memory.total_bytes)
+    memories = [rank_memory(run, rank, held[rank]) for rank in fullest.values()]
+    return max(memories, key=lambda memory: memory.total_bytes)
 
 
 def rank_memories(run: Run) -> list[Memory]:

@@ -131,13 +131,13 @@ def _once(run: Run, stages: tuple[StageTime, ...]) -> Cost:
     Overlapped, the sums hide behind the last microbatch's backward of the first rank,
     which ends last.
     """
-    beside = {BLOCKS: math.inf}
+    hiding_s = {BLOCKS: math.inf}
     first = [stages[at] for at in run.stages_of_rank(0)]
     if run.execution.reduction_overlap:
-        beside[LAST_BACKWARD] = sum(stage.backward.total_s for stage in first)
+        hiding_s[LAST_BACKWARD] = sum(stage.backward.total_s for stage in first)
     if run.execution.update_overlap:
-        beside[NEXT_FORWARD] = sum(stage.forward.total_s for stage in first)
-    return exposed(run, step_rows(run, range(run.layout.stage)), beside)
+        hiding_s[NEXT_FORWARD] = sum(stage.forward.total_s for stage in first)
+    return exposed(run, step_rows(run, range(run.layout.stage)), hiding_s)
 
 
 def _optimizer_s(run: Run, rank: int) -> float:
@@ -198,9 +198,9 @@ def _hops(run: Run) -> tuple[Cost, Cost]:
     """Costs of an activation's hop to the next stage, and of a gradient's back."""
     hops = hop_rows(run) if not run.execution.hop_overlap else ()
     waited = Cost(0.0, {"stage": run.execution.hop_wait_s} if hops else {})
-    beside = {MATMULS: math.inf}  # those of a whole tick
+    hiding_s = {MATMULS: math.inf}  # those of a whole tick
     up, down = (
-        waited + exposed(run, rows_in(hops, way), beside) for way in ("up", "down")
+        waited + exposed(run, rows_in(hops, way), hiding_s) for way in ("up", "down")
     )
     return up, down
 

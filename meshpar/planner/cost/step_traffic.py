@@ -57,7 +57,7 @@ def step_rows(run: Run, ranks: Iterable[int]) -> Rows:
         for axes, values in by_axes(run, most, most - dense):
             updated = values * stored_bytes(run)[0]
             gather = Row(axes, "all-gather", updated, "updated parameters", "once")
-            rows.append(gather._replace(beside=NEXT_FORWARD))
+            rows.append(gather._replace(hidden_by=NEXT_FORWARD))
     return between_devices(run, rows)
 
 
@@ -70,7 +70,7 @@ def _reductions(
 
     def row(axes: tuple[str, ...], values: float, reason: str) -> Row:
         payload = values * each
-        return Row(axes, "all-reduce", payload, reason, "once", beside=LAST_BACKWARD)
+        return Row(axes, "all-reduce", payload, reason, "once", hidden_by=LAST_BACKWARD)
 
     if split > 1 and layout.zero < 3:
         # ZeRO-1 and 2 need their own share of the sums only.
@@ -123,12 +123,14 @@ def _gathered_once(
     elif run.execution.gather_overlap and layout.stage == 1:
         head = run.workload.head_parameters / layout.tensor
     parts = [(*part, "") for part in by_axes(run, ends - head, experts)]
-    for split, values, beside in (*parts, (layout.split_axes, head, BLOCKS)):
+    for split, values, hidden_by in (*parts, (layout.split_axes, head, BLOCKS)):
         gathered, reduced = split_bytes(run, values)
         axes = split if values else ()
-        yield Row(axes, "all-gather", gathered, PARAMETERS, "once", beside=beside)
+        yield Row(axes, "all-gather", gathered, PARAMETERS, "once", hidden_by=hidden_by)
         if not scatters_ends_each_tick(run):
-            yield Row(axes, "reduce-scatter", reduced, OF_THEM, "once", beside=beside)
+            yield Row(
+                axes, "reduce-scatter", reduced, OF_THEM, "once", hidden_by=hidden_by
+            )
 
 
 class Sent(NamedTuple):

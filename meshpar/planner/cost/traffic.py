@@ -54,29 +54,29 @@ def _tensor(run: Run, again: Again) -> Iterator[Row]:
     ring = run.execution.tensor_ring
     share = 1 - 1 / run.layout.tensor if ring else 1.0
 
-    def row(kind: str, passes: str, times: int = 1, beside: str = "") -> Row:
+    def row(kind: str, passes: str, times: int = 1, hidden_by: str = "") -> Row:
         reason, stream = _OF_SEQUENCE[kind], run.residual_bytes
-        one = Row(("tensor",), kind, stream, reason, passes, times, beside)
+        one = Row(("tensor",), kind, stream, reason, passes, times, hidden_by)
         return one._replace(share=share)
 
     if not run.layout.sequence_parallel:
         yield row("all-reduce", "forward", 2)
         for half in HALVES:
-            yield row("all-reduce", "backward", beside=f"{half} weights")
+            yield row("all-reduce", "backward", hidden_by=f"{half} weights")
         yield row("all-reduce", "backward", again.sums)
         return
     for half in HALVES:
-        beside = f"{half} outputs" if ring else ""
-        yield row("all-gather", "forward", beside=beside)
-        yield row("reduce-scatter", "forward", beside=beside)
+        hidden_by = f"{half} outputs" if ring else ""
+        yield row("all-gather", "forward", hidden_by=hidden_by)
+        yield row("reduce-scatter", "forward", hidden_by=hidden_by)
     for half in HALVES:
         # The output's gradient is gathered before anything can start, but in chunks.
         # The input is gathered again beside the matmul for its gradient, whose scatter
         # runs beside the one for the weights.
-        yield row("all-gather", "backward", beside=f"{half} inputs" if ring else "")
+        yield row("all-gather", "backward", hidden_by=f"{half} inputs" if ring else "")
         if not run.execution.keeps_gathered:
-            yield row("all-gather", "backward", beside=f"{half} inputs")
-        yield row("reduce-scatter", "backward", beside=f"{half} weights")
+            yield row("all-gather", "backward", hidden_by=f"{half} inputs")
+        yield row("reduce-scatter", "backward", hidden_by=f"{half} weights")
     if run.workload.modulations and not run.execution.eager:
         # The gradient of a gated output is gathered for each of its two matmuls, as
         # compiled for 8 H100 with `fsdp=4,tensor=2` (jax 0.10.2).
@@ -127,10 +127,12 @@ def weight_rows(run: Run, *, moe: bool) -> Rows:
     routed /= run.layout.expert * run.layout.tensor
     for axes, values in by_axes(run, block_parameters(run, moe=moe), routed):
         gathered, reduced = split_bytes(run, values)
-        gather = Row(axes, "all-gather", gathered, PARAMETERS, "forward", beside=LAYER)
+        gather = Row(
+            axes, "all-gather", gathered, PARAMETERS, "forward", hidden_by=LAYER
+        )
         back = gather._replace(passes="backward", times=2 if twice else 1)
         scatter = Row(axes, "reduce-scatter", reduced, OF_THEM, "backward")
-        rows += [gather, back, scatter._replace(beside=LAYER)]
+        rows += [gather, back, scatter._replace(hidden_by=LAYER)]
     return between_devices(run, rows)
 
 
@@ -240,12 +242,12 @@ def hop_rows(run: Run) -> Rows:
 
 def between_devices(run: Run, rows: Iterable[Row]) -> Rows:
     """Return the rows over mesh axes of several devices, with what hides them."""
-    layout, found = run.layout, []
+    layout, kept = run.layout, []
     for row in rows:
         axes = tuple(axis for axis in row.mesh_axes if getattr(layout, axis) > 1)
         if axes and row.times:
-            found.append(_as_measured(run, row._replace(mesh_axes=axes)))
-    return tuple(found)
+            kept.append(_as_measured(run, row._replace(mesh_axes=axes)))
+    return tuple(kept)
 
 
 def _as_measured(run: Run, row: Row) -> Row:
@@ -253,13 +255,15 @@ def _as_measured(run: Run, row: Row) -> Row:
     if not run.execution.measured_overlap or row.passes == "once":
         return row
     layout = run.layout
-    if row.beside == LAYER and (layout.runs_in_ticks or layout.fsdp_prefetch == "off"):
+    if row.hidden_by == LAYER and (
+        layout.runs_in_ticks or layout.fsdp_prefetch == "off"
+    ):
         return row._replace(share=0.0)  # nothing is prefetched
     platform, in_parts = run.cluster.device.platform, run.num_parts > 1
     share = hidden_share(
         platform, row.mesh_axes, row.kind, run.active_axes, in_parts=in_parts
     )
-    return row._replace(beside=row.beside or MATMULS, share=share)
+    return row._replace(hidden_by=row.hidden_by or MATMULS, share=share)
 
 
 _GRADIENT_BYTES = 4
@@ -313,7 +317,7 @@ def _between_groups(run: Run, keys_values: float, again: Again) -> Iterator[Row]
     # One part moves while another is attended to; back, gradients move with it, and
     # once more, to where they belong.
     back = one._replace(payload_bytes=gradients, times=groups)
-    one = one._replace(times=groups - 1, beside=ATTENTION)
+    one = one._replace(times=groups - 1, hidden_by=ATTENTION)
     yield from _each_pass(one, again.attention, back)
 
 
@@ -329,8 +333,8 @@ def _row(run: Run, kind: str, payload: float, reason: str, part: str) -> Row:
 def _each_pass(one: Row, again: int, back: Row | None = None) -> Iterator[Row]:
     """Rows of a forward, of its backward, and of what that recomputes."""
     yield one
-    yield one._replace(passes="backward", beside="")
+    yield one._replace(passes="backward", hidden_by="")
     if back is not None:
-        yield back._replace(passes="backward", beside="")
-    beside = ATTENTION_AGAIN if one.beside else ""
-    yield one._replace(passes="backward", times=again * one.times, beside=beside)
+        yield back._replace(passes="backward", hidden_by="")
+    hidden_by = ATTENTION_AGAIN if one.hidden_by else ""
+    yield one._replace(passes="backward", times=again * one.times, hidden_by=hidden_by)

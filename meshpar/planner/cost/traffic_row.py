@@ -86,7 +86,7 @@ class Row(NamedTuple):
         passes: Part of the step that runs it: `forward`, `backward`, `head`, `up` and
             `down` (hops), `once`.
         times: Times that it runs in each of them.
-        beside: Work that can hide it; empty for none.
+        hidden_by: Work that can hide it; empty for none.
         share: Largest fraction of its time that can be hidden there.
         waits_on: Mesh axis that waiting for it counts for; its first when empty.
         members: Devices that take part; 0 for all of the mesh axes.
@@ -101,7 +101,7 @@ class Row(NamedTuple):
     reason: str
     passes: str
     times: int = 1
-    beside: str = ""
+    hidden_by: str = ""
     waits_on: str = ""
     members: int = 0
     part: str = ""
@@ -149,24 +149,24 @@ def members(run: Run, row: Row) -> int:
 
 
 def exposed(
-    run: Run, rows: Iterable[Row], beside: Mapping[str, float] = _NOTHING
+    run: Run, rows: Iterable[Row], hiding_s: Mapping[str, float] = _NOTHING
 ) -> Cost:
     """Return the cost of waiting for rows one after another.
 
     Args:
         run: The run.
         rows: Its rows of one pass.
-        beside: Seconds of work that hides collectives, by the name in `Row.beside`;
+        hiding_s: Seconds of work that hides collectives, by its `Row.hidden_by`;
             rows with the same name share them.
     """
-    left = dict(beside)
+    left = dict(hiding_s)
     exposed_s: dict[str, float] = {}
     total_hidden_s = 0.0
     for row in rows:
         seconds = row_s(run, row)
-        if row.beside in left:
-            hidden_s = min(seconds * row.share, left[row.beside])
-            left[row.beside] -= hidden_s
+        if row.hidden_by in left:
+            hidden_s = min(seconds * row.share, left[row.hidden_by])
+            left[row.hidden_by] -= hidden_s
             seconds -= hidden_s
             total_hidden_s += hidden_s
         mesh_axis = row.waits_on or row.mesh_axes[0]

@@ -96,19 +96,19 @@ def traced_workload(
 
 def _sizes(model: Model, hidden: int) -> dict[str, int]:
     """Sizes by the logical axes of parameters; 1 for a missing one."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for parameter in model.flat_parameters().values():
         for axis, size in zip(parameter.logical_axes, parameter.shape, strict=True):
             if axis is not None:
-                found.setdefault(axis, size)
-    heads = found.get("heads", found.get("kv_heads", 1))
+                sizes.setdefault(axis, size)
+    heads = sizes.get("heads", sizes.get("kv_heads", 1))
     return {
         "hidden": hidden,
-        "vocab": found.get("vocab", 1),
+        "vocab": sizes.get("vocab", 1),
         "heads": heads,
-        "kv_heads": found.get("kv_heads", heads),
-        "head_dim": found.get("head_dim", hidden // heads),
-        "ffn": found.get("mlp", 4 * hidden),
+        "kv_heads": sizes.get("kv_heads", heads),
+        "head_dim": sizes.get("head_dim", hidden // heads),
+        "ffn": sizes.get("mlp", 4 * hidden),
     }
 
 

@@ -51,7 +51,7 @@ def step_row(
     source: str,
     name: str,
     measured_s: float,
-    found: Estimate,
+    planned: Estimate,
     *,
     calibrates: bool = False,
 ) -> Measured:
@@ -62,7 +62,7 @@ def step_row(
         quantity="step",
         unit="s",
         measured=measured_s,
-        predicted=found.step_s,
+        predicted=planned.step_s,
         calibrates=calibrates,
     )
 

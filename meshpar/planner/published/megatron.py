@@ -52,13 +52,13 @@ def megatron_sc21() -> Iterator[Measured]:
             **interleaved(_chunks(row["layers"], row["p"], row["layers_per_vstage"])),
         )
         workload = SHAPES[f"megatron-{row['params_b']}b"]
-        found = estimate_published(
+        planned = estimate_published(
             workload, layout, row["gbs"], data["seq"], MEGATRON_2021
         )
         flops = megatron_sc21_flops(row, data["seq"], data["vocab"])
         measured_s = flops / (row["gpus"] * row["tflops_gpu"] * 1e12)
         name = f"{row['params_b']}B {layout}"
-        yield step_row("Narayanan et al. 2021", name, measured_s, found)
+        yield step_row("Narayanan et al. 2021", name, measured_s, planned)
 
 
 def megatron_sc21_flops(row: dict[str, Any], seq: int, vocab: int) -> float:
@@ -79,9 +79,9 @@ def korthikanti_steps() -> Iterator[Measured]:
             ("iter_s_full", "remat=full"),
             ("iter_s_sp_selective", _SELECTIVE),
         ):
-            found = _korthikanti(row, remat)
-            name = f"{row['name']} {found.run.layout}"
-            yield step_row(_KORTHIKANTI, name, row[key], found)
+            planned = _korthikanti(row, remat)
+            name = f"{row['name']} {planned.run.layout}"
+            yield step_row(_KORTHIKANTI, name, row[key], planned)
 
 
 def korthikanti_memory() -> Iterator[Measured]:
@@ -95,8 +95,8 @@ def korthikanti_memory() -> Iterator[Measured]:
             ("act_gib_none", "remat=none"),
             ("act_gib_sp_sel", _SELECTIVE),
         ):
-            found = _korthikanti(row, remat)
-            kept = found.memory.activation_bytes - found.memory.boundary_bytes
+            planned = _korthikanti(row, remat)
+            kept = planned.memory.activation_bytes - planned.memory.boundary_bytes
             name = f"{row['name']} activations, {remat}"
             yield memory_row(_KORTHIKANTI, name, row[key], kept, apart=_FORMULA)
         name = f"{row['name']} parameters and optimizer"
@@ -163,25 +163,25 @@ _REMATS = ("none", "selective", "full")
 def megatron_core() -> Iterator[Measured]:
     """Step times of Megatron-LM's table of weak scaling, from FLOP/s of the model."""
     for row in published()["megatron_core_h100"]["rows"]:
-        found = _fastest(row)
+        planned = _fastest(row)
         rate = row["gpus"] * row["tflops_gpu"] * 1e12
         yield step_row(
             "Megatron-LM README",
-            f"{row['name']} {found.run.layout}",
-            found.model_flops / rate,
-            found,
+            f"{row['name']} {planned.run.layout}",
+            planned.model_flops / rate,
+            planned,
             calibrates=row["name"] == CALIBRATES_HOST,
         )
 
 
 def _fastest(row: dict[str, Any]) -> Estimate:
-    found = [
+    planned = [
         estimate_published(
             _workload(row), layout, row["gbs"], _SEQ, MEGATRON_CORE, "h100-80gb"
         )
         for layout in _layouts(row)
     ]
-    fitting = [one for one in found if one.fits]
+    fitting = [one for one in planned if one.fits]
     return min(fitting, key=lambda one: one.step_s)
 
 
@@ -221,7 +221,7 @@ def megatron_bridge() -> Iterator[Measured]:
     data = published()["megatron_bridge_25_11"]
     for row in data["rows"]:
         layout = _layout(row)
-        found = estimate_published(
+        planned = estimate_published(
             SHAPES[row["model"]],
             layout,
             row["gbs"],
@@ -232,7 +232,7 @@ def megatron_bridge() -> Iterator[Measured]:
         )
         measured_s = row["gbs"] * data["seq"] / (row["tokens_s_gpu"] * row["gpus"])
         name = f"{row['model']} on {row['gpus']} {row['hardware']}, {layout}"
-        yield step_row("Megatron Bridge 25.11", name, measured_s, found)
+        yield step_row("Megatron Bridge 25.11", name, measured_s, planned)
 
 
 def _layout(row: dict[str, Any]) -> Layout:

@@ -106,7 +106,7 @@ def zero_bubble() -> Iterator[Measured]:
                     **interleaved(chunks),
                 )
                 batch = count * model["mbs"]
-                found = estimate_published(
+                planned = estimate_published(
                     workload,
                     layout,
                     batch,
@@ -115,13 +115,13 @@ def zero_bubble() -> Iterator[Measured]:
                     stage_blocks=_one_less_at_ends(model, model["p"] * chunks),
                 )
                 name = f"{size} {layout}"
-                yield step_row(_QI, name, batch / (rate * model["p"]), found)
+                yield step_row(_QI, name, batch / (rate * model["p"]), planned)
                 if index == 0:
                     yield memory_row(
                         _QI,
                         name,
                         data["memory_gb"][schedule][column],
-                        found.memory.total_bytes,
+                        planned.memory.total_bytes,
                         calibrates=(schedule, size) == CALIBRATES_RESERVE,
                     )
 
@@ -151,14 +151,14 @@ def vocab_parallel() -> Iterator[Measured]:
             workload = _gpt(f"vocab {words}", model, vocab=vocab, seq=row["seq"])
             layout = Layout(stage=row["gpus"], microbatches=data["m"], precision="bf16")
             batch = data["m"] * data["mbs"]
-            found = estimate_published(
+            planned = estimate_published(
                 workload, layout, batch, row["seq"], MEGATRON_2024
             )
             name = f"vocab {words}, {row['seq']} tokens, {layout}"
-            measured_s = found.step_s * found.mfu / (row["mfu_pct"][column] / 100)
-            yield step_row(_YEUNG, name, measured_s, found)
+            measured_s = planned.step_s * planned.mfu / (row["mfu_pct"][column] / 100)
+            yield step_row(_YEUNG, name, measured_s, planned)
             peak_gib = row["peak_gb"][column]
-            yield memory_row(_YEUNG, name, peak_gib, found.memory.total_bytes)
+            yield memory_row(_YEUNG, name, peak_gib, planned.memory.total_bytes)
 
 
 CALIBRATES_RAILS = 768
@@ -176,14 +176,16 @@ def deepspeed_zero3() -> Iterator[Measured]:
         )
         large = row["params_b"] == 174.6  # GPT-3; the others are of their table 1
         workload = SHAPES["gpt3-175b" if large else f"megatron-{row['params_b']}b"]
-        found = estimate_published(workload, layout, row["gbs"], 2048, DEEPSPEED_ZERO3)
+        planned = estimate_published(
+            workload, layout, row["gbs"], 2048, DEEPSPEED_ZERO3
+        )
         sizes = {"hidden": workload.hidden, "layers": workload.layers}
         flops = megatron_sc21_flops({**row, **sizes}, 2048, workload.vocab)
         yield step_row(
             "Narayanan et al. 2021, ZeRO-3",
             f"{row['params_b']}B {layout}",
             flops / (row["gpus"] * row["tflops_gpu"] * 1e12),
-            found,
+            planned,
             calibrates=row["gpus"] == CALIBRATES_RAILS,
         )
 
@@ -196,7 +198,7 @@ def maxtext() -> Iterator[Measured]:
     for row in published()["maxtext_tpu"]["rows"]:
         layout = Layout.parse(f"{row['layout']},precision=bf16,remat={row['remat']}")
         sizes = {key: row[key] for key in _MAXTEXT_SIZES}
-        found = estimate_published(
+        planned = estimate_published(
             Workload(name=row["name"], vocab=32_000, seq=2048, gated=True, **sizes),
             layout,
             row["batch_per_chip"] * row["chips"],
@@ -206,7 +208,7 @@ def maxtext() -> Iterator[Measured]:
         )
         rate = row["chips"] * row["tflops_chip"] * 1e12
         name = f"{row['name']} on {row['chip']} {row['topology']}, {layout}"
-        yield step_row("MaxText README", name, found.model_flops / rate, found)
+        yield step_row("MaxText README", name, planned.model_flops / rate, planned)
 
 
 _TAZI = "Tazi et al. 2025"
@@ -244,15 +246,15 @@ def nanotron() -> Iterator[Measured]:
             sequence_parallel=row["tp"] > 1,
             precision="bf16",
         )
-        found = estimate_published(
+        planned = estimate_published(
             workload, layout, data["gbs_seqs"], data["seq"], NANOTRON, "h100-80gb"
         )
         name = f"{row['model']} on {row['nodes']} nodes, {layout}"
-        at_mfu = row["mfu_pct"] / 100 / found.mfu
+        at_mfu = row["mfu_pct"] / 100 / planned.mfu
         calibrates = (row["nodes"], row["model"]) in _CALIBRATES
-        measured_s = found.step_s / at_mfu
-        yield step_row(_TAZI, name, measured_s, found, calibrates=calibrates)
-        first = rank_memories(found.run)[0]
+        measured_s = planned.step_s / at_mfu
+        yield step_row(_TAZI, name, measured_s, planned, calibrates=calibrates)
+        first = rank_memories(planned.run)[0]
         yield memory_row(_TAZI, name, row["mem_gb"], first.total_bytes)
 
 

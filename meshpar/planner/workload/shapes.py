@@ -157,23 +157,23 @@ _OTHER_WORDS = {"embed": "hidden", "max_seq": "seq"}
 
 def _words(text: str) -> dict[str, Any]:
     given = key_values(text, noun="model", example="layers=4,hidden=256")
-    known = _FIELDS | _OTHER_WORDS.keys()
-    found: dict[str, Any] = {}
+    names = _FIELDS | _OTHER_WORDS.keys()
+    sizes: dict[str, Any] = {}
     for key, value in given.items():
         name = _OTHER_WORDS.get(key, key)
-        if key not in known:
+        if key not in names:
             raise InputError(
-                f"model {text!r}: no size {key!r}; {nearest(key, known)}",
+                f"model {text!r}: no size {key!r}; {nearest(key, names)}",
                 key="model.unknown_size",
             )
-        if name in found:
+        if name in sizes:
             other = next(one for one, same in _OTHER_WORDS.items() if same == name)
             raise InputError(
                 f"model {text!r}: {other} is {name} too; give one of them",
                 key="model.repeated_size",
             )
-        found[name] = _scalar(text, key, value)
-    return found
+        sizes[name] = _scalar(text, key, value)
+    return sizes
 
 
 def _scalar(text: str, key: str, value: str) -> int | bool:
