@@ -301,7 +301,7 @@ def workload_from_json(path: str | Path) -> Workload:
         sizes = sizes_from_config(given, kind)
         if kind == "gpt2":
             return Workload(**{"name": str(path), **GPT2_FIELDS, **sizes})
-        sizes.setdefault("ffn", sizes.get("expert_ffn"))
+        sizes.setdefault("ffn", given.get("intermediate_size") or 0)
         seq = given.get("max_position_embeddings") or 2048
         return Workload(name=str(path), seq=seq, **LLAMA_FIELDS, **sizes)
     except KeyError as error:
