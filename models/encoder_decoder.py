@@ -231,7 +231,7 @@ class EncoderDecoderEnds(nnx.Module):
         """Source tokens (batch, source_seq) -> the encoder's stream."""
         tokens = batch["source_tokens"]
         x = self._embedded(tokens, self.source_positions, "source", scope)
-        return {"encoded": x, **_bias_of_each(self.source_bias, tokens)}
+        return {"encoded": x, **gather_bias(self.source_bias, tokens)}
 
     def decode(
         self, stream: dict[str, jax.Array], scope: Scope
@@ -241,7 +241,7 @@ class EncoderDecoderEnds(nnx.Module):
         return {
             "encoded": scope.constrain(self.encoder_norm(stream["encoded"]), _RESIDUAL),
             "decoded": self._embedded(tokens, self.target_positions, "target", scope),
-            **_bias_of_each(self.target_bias, tokens),
+            **gather_bias(self.target_bias, tokens),
         }
 
     def logits(self, stream: dict[str, jax.Array], scope: Scope) -> jax.Array:
@@ -317,7 +317,7 @@ def encoder_decoder(config: EncoderDecoderConfig) -> Model:
     )
 
 
-def _bias_of_each(table: nnx.Param | None, tokens: jax.Array) -> dict[str, jax.Array]:
+def gather_bias(table: nnx.Param | None, tokens: jax.Array) -> dict[str, jax.Array]:
     """The table beside every example, so that it flows with the stream."""
     if table is None:
         return {}

@@ -343,7 +343,7 @@ def _without_fixed(
                 "out, or choose a preset with experts",
                 key="model.no_experts",
             )
-    fixed = _fixed_of_gpt2(heads) if kind is GPT2Config else _fixed_of_llama()
+    fixed = _gpt2_fixed_keys(heads) if kind is GPT2Config else _llama_fixed_keys()
     for name, (value, why, other) in fixed.items():
         if sizes.get(name, value) != value:
             raise InputError(
@@ -353,7 +353,7 @@ def _without_fixed(
     return {name: value for name, value in sizes.items() if name not in fixed}
 
 
-def _fixed_of_llama() -> dict[str, tuple[object, str, str]]:
+def _llama_fixed_keys() -> dict[str, tuple[object, str, str]]:
     return {
         "gated": (
             True,
@@ -363,7 +363,7 @@ def _fixed_of_llama() -> dict[str, tuple[object, str, str]]:
     }
 
 
-def _fixed_of_gpt2(heads: object) -> dict[str, tuple[object, str, str]]:
+def _gpt2_fixed_keys(heads: object) -> dict[str, tuple[object, str, str]]:
     return {
         "gated": (False, "the MLP of a GPT-2 is not gated", "choose a Llama preset"),
         "tied": (True, "the head of a GPT-2 is its embedding table", _A_LLAMA),

@@ -109,7 +109,7 @@ class UNet3DConfig:
                 padded = -(-size // self.shrinks) * self.shrinks
                 raise InputError(
                     f"{name}={size} is not a multiple of {self.shrinks}, by which "
-                    f"levels={self.levels}{self._of_patch} shrink it; pad volumes to "
+                    f"levels={self.levels}{self._patch_name} shrink it; pad volumes to "
                     f"{padded}, with weight 0 there, or take fewer levels",
                     key="model.volume_indivisible",
                 )
@@ -120,7 +120,7 @@ class UNet3DConfig:
         return self.patch * 2 ** (self.levels - 1)
 
     @property
-    def _of_patch(self) -> str:
+    def _patch_name(self) -> str:
         return f" and patch={self.patch}" if self.patch > 1 else ""
 
     @property

@@ -58,7 +58,9 @@ class Bubble:
         return 1 - self.useful_s / self.step_s
 
 
-def of_run(run: Run, state: TrainState, batch: Batch) -> tuple[float, Bubble | None]:
+def run_bubble(
+    run: Run, state: TrainState, batch: Batch
+) -> tuple[float, Bubble | None]:
     """The predicted bubble and the measured one, if it is; uses `state` up."""
     config, step = run.config, run.step
     predicted = predicted_bubble(step.schedule, step.layers_of_stages)

@@ -112,7 +112,7 @@ def movielens() -> Clicks:
         for columns in (films, people)
     )
     user, item = (np.asarray(ratings[name]) for name in ("user_id", "item_id"))
-    held_out = last_of_each(user, np.asarray(ratings["timestamp"], float))
+    held_out = last_per_user(user, np.asarray(ratings["timestamp"], float))
     users, items = (_numbered(words[~held_out]) for words in (user, item))
     words = {word for row in of_item.values() for word in row[3].split()}
     genres = {word: at for at, word in enumerate(sorted(words))}
@@ -142,11 +142,11 @@ def movielens() -> Clicks:
     )
 
 
-def last_of_each(user: np.ndarray, time: np.ndarray) -> np.ndarray:
+def last_per_user(user: np.ndarray, time: np.ndarray) -> np.ndarray:
     """Which examples are among the last tenth of their user's, one or more.
 
     Example:
-        >>> last_of_each(np.asarray([7, 8, 7, 8]), np.asarray([3, 1, 2, 5])).tolist()
+        >>> last_per_user(np.asarray([7, 8, 7, 8]), np.asarray([3, 1, 2, 5])).tolist()
         [True, False, False, True]
     """
     _, of, times = np.unique(user, return_inverse=True, return_counts=True)

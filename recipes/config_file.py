@@ -47,7 +47,7 @@ def read_options(path: Path) -> list[str]:
                 key="run.option_under_two_keys",
             )
         given[name] = key
-        _check_number_of_values(path, name, value)
+        _check_value_count(path, name, value)
         option = f"--{name.replace('_', '-')}"
         for one in value if isinstance(value, list) else [value]:
             if isinstance(one, Mapping) and name in ("data", "validation_data"):
@@ -62,7 +62,7 @@ def read_options(path: Path) -> list[str]:
     return words
 
 
-def _check_number_of_values(path: Path, name: str, value: Any) -> None:
+def _check_value_count(path: Path, name: str, value: Any) -> None:
     if isinstance(value, list) and name not in SEVERAL and len(value) != 1:
         raise InputError(
             f"{str(path)!r}: {name} is {value!r}, {len(value)} values, but it takes 1; "

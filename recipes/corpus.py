@@ -23,10 +23,10 @@ from meshpar.data.tokenizer import ByteTokenizer, FileTokenizer, TokenNumbers
 from meshpar.distributed import Processes
 from meshpar.errors import printable
 from meshpar.recipes.config import RunConfig
-from meshpar.recipes.corpus_files import Files, files_of_all, not_data
-from meshpar.recipes.model import sizes_of
+from meshpar.recipes.corpus_files import Files, not_data, source_files
+from meshpar.recipes.model import model_sizes
 from meshpar.recipes.texts import BYTE_VOCAB, HELD_OUT_SHARE, Texts, read_tokens
-from meshpar.recipes.tokenizer import notes_of_bytes, refuse_bytes, tokenizer_of
+from meshpar.recipes.tokenizer import byte_notes, load_tokenizer, refuse_bytes
 from meshpar.train.data import TokenWindows
 
 _MOST_HELD_OUT = 1 << 20  # tokens of a source
@@ -73,7 +73,7 @@ class Corpus:
         return mixed(self.train, seed=seed, weights=self.weights)
 
 
-def corpus_of(
+def load_corpus(
     config: RunConfig,
     processes: Processes,
     told: Callable[[str], None],
@@ -93,10 +93,10 @@ def corpus_of(
         InputError: Data are missing or broken, or other ones on another process.
     """
     if config.data:
-        made = _of_data(config, files_of_all(config, processes, told, on_file))
+        made = _data_corpus(config, source_files(config, processes, told, on_file))
     else:
         refuse_bytes(config)
-        made = _of_texts(read_tokens(config.text, config.seq), config)
+        made = _text_corpus(read_tokens(config.text, config.seq), config)
     found = processes.gather(made.fingerprint)
     for process, other in enumerate(found):
         if other != found[0]:
@@ -108,7 +108,7 @@ def corpus_of(
     return made
 
 
-def _of_texts(texts: Texts, config: RunConfig) -> Corpus:
+def _text_corpus(texts: Texts, config: RunConfig) -> Corpus:
     lengths = len(texts.train), len(texts.validation)
     return Corpus(
         train=[TokenWindows(texts.train, config.seq)],
@@ -118,15 +118,15 @@ def _of_texts(texts: Texts, config: RunConfig) -> Corpus:
         vocab=BYTE_VOCAB,
         lines=[
             "text: {:,} bytes to train on, {:,} held out".format(*lengths),
-            *notes_of_bytes(config),
+            *byte_notes(config),
         ],
         counted=(texts.train, texts.validation),
         prompt=texts.validation[:32],
     )
 
 
-def _of_data(config: RunConfig, files: Files) -> Corpus:
-    vocab, number = sizes_of(config)["vocab"], len(config.data)
+def _data_corpus(config: RunConfig, files: Files) -> Corpus:
+    vocab, number = model_sizes(config)["vocab"], len(config.data)
     streams = [TokenStream.of(found, vocab) for found in _merged(files[:number])]
     others = [TokenStream.of(found, vocab) for found in _merged(files[number:])]
     for stream in (*streams, *others):
@@ -146,9 +146,7 @@ def _of_data(config: RunConfig, files: Files) -> Corpus:
         [grain.MapDataset.source(one) for one in held_out]
     )
     read_by = _read_by(config, vocab)
-    notes = (
-        [] if isinstance(read_by["tokenizer"], TokenNumbers) else notes_of_bytes(config)
-    )
+    notes = [] if isinstance(read_by["tokenizer"], TokenNumbers) else byte_notes(config)
     return Corpus(
         train=rows,
         weights=weights if len(streams) > 1 else None,
@@ -174,7 +172,7 @@ def _read_by(config: RunConfig, vocab: int) -> dict[str, Any]:
         for text in config.data
         for _, format in DataSource.parse(text).files(not_data(config))
     }
-    known: Any = tokenizer_of(config)
+    known: Any = load_tokenizer(config)
     if formats & OF_TOKENS and not config.tokenizer:
         known = TokenNumbers()
     if not formats & OF_TOKENS:
@@ -259,7 +257,7 @@ def _fingerprint(
     number = len(config.data)
     for of_one_kind in (files[:number], files[number:]):
         parts += _shares([source.weight for source, _ in of_one_kind])
-    parts += [tokenizer_of(config).identity, str(config.pack)]
+    parts += [load_tokenizer(config).identity, str(config.pack)]
     parts += [str(bool(config.validation_data))]
     total = sum(stream.num_tokens for stream in streams)
     return f"{total} tokens, crc32 {zlib.crc32('|'.join(parts).encode()):08x}"

@@ -14,14 +14,14 @@ from meshpar.data.token_cache import TokenCache
 from meshpar.data.token_file import TokenFile
 from meshpar.distributed import Processes
 from meshpar.recipes.config import RunConfig
-from meshpar.recipes.model import sizes_of
-from meshpar.recipes.tokenizer import refuse_bytes, tokenizer_of
+from meshpar.recipes.model import model_sizes
+from meshpar.recipes.tokenizer import load_tokenizer, refuse_bytes
 
 Files = list[tuple[DataSource, list[TokenFile]]]
 """The files of each source."""
 
 
-def files_of_all(
+def source_files(
     config: RunConfig,
     processes: Processes,
     told: Callable[[str], None],
@@ -68,7 +68,7 @@ def _files(
 ) -> Files:
     cache = TokenCache(
         folder=config.data_cache or config.folder / "tokens",
-        tokenizer=tokenizer_of(config),
+        tokenizer=load_tokenizer(config),
         on_bad_line=config.on_bad_line,
         told=told,
         gets_on=on_file,
@@ -125,7 +125,7 @@ def _opened(
     if format == "megatron":
         return read_megatron(path)
     if format == "nanogpt":
-        return read_nanogpt(path, _end_of_document(path, config))
+        return read_nanogpt(path, _document_end(path, config))
     if config.eos is not None and config.tokenizer is None:
         raise DataError(
             f"{str(path)!r} is read as bytes, whose documents end with a NUL, but "
@@ -133,7 +133,7 @@ def _opened(
             key="data.eos_of_bytes",
         )
     refuse_bytes(config)
-    vocab = sizes_of(config)["vocab"]
+    vocab = model_sizes(config)["vocab"]
     if cache.tokenizer.vocab > vocab:
         raise DataError(
             f"{str(path)!r} is read as {cache.tokenizer.name}, of which there are "
@@ -144,19 +144,19 @@ def _opened(
     return cache.tokens_of(path, format, source.field)
 
 
-def _end_of_document(path: Path, config: RunConfig) -> int | None:
+def _document_end(path: Path, config: RunConfig) -> int | None:
     """Return the token that ends a document of a flat file; None unless packed."""
     if not config.pack:
         return None
     if config.tokenizer is not None:
-        return tokenizer_of(config).eos
+        return load_tokenizer(config).eos
     if config.eos is None or not config.eos.isdecimal():
         raise DataError(
             f"{str(path)!r} does not say where its documents end, as --pack needs; "
             "give the number of the token that ends them, such as --eos 50256",
             key="data.no_end_of_documents",
         )
-    vocab = sizes_of(config)["vocab"]
+    vocab = model_sizes(config)["vocab"]
     if int(config.eos) >= vocab:
         raise DataError(
             f"--eos {config.eos}: the model has tokens from 0 to below {vocab}; give "

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> None:
         if importlib.util.find_spec(name) is None:
             raise ModuleNotFoundError(f"No module named {name!r}")
     data = labelled_images(args.data, args.size)
-    config = config_of(args, data)
+    config = model_config(args, data)
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, args.learning_rate, max(1, args.steps // 20), max(2, args.steps)
     )
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> None:
     print(f"{picture}: rows of each class; {time.perf_counter() - began:.0f} s in all")
 
 
-def config_of(args: argparse.Namespace, data: LabelledImages) -> DiTConfig:
+def model_config(args: argparse.Namespace, data: LabelledImages) -> DiTConfig:
     """A model for images of that size."""
     size, channels = data.images.shape[2:]
     return DiTConfig(
@@ -119,14 +119,14 @@ def config_of(args: argparse.Namespace, data: LabelledImages) -> DiTConfig:
         embed=args.embed,
         heads=args.heads,
         image=size,
-        patch=patch_of(size),
+        patch=patch_size(size),
         channels=channels,
         classes=len(data.names),
         prediction=args.prediction,
     )
 
 
-def patch_of(size: int) -> int:
+def patch_size(size: int) -> int:
     """The smallest patch from 2 on that tiles an image and makes few tokens of it.
 
     Raises:
@@ -134,7 +134,7 @@ def patch_of(size: int) -> int:
             to; or more than a third of one of more than 8 pixels a side.
 
     Example:
-        >>> patch_of(28), patch_of(32), patch_of(100)
+        >>> patch_size(28), patch_size(32), patch_size(100)
         (4, 4, 20)
     """
     few = math.isqrt(_MOST_TOKENS)
@@ -203,14 +203,14 @@ def judged_loss(
         given = {"patches": patches[rows], "labels": data.other_labels[rows]}
         found = step.evaluate(state, {**given, "weights": weights})
         loss, weight = loss + float(found[0]), weight + float(found[1])
-    constant = loss_of_mean(data, config)
+    constant = mean_prediction_loss(data, config)
     return (
         f"loss {loss / weight:.4f} on images held out; {constant:.4f} is that of "
         "predicting the mean"
     )
 
 
-def loss_of_mean(data: LabelledImages, config: DiTConfig) -> float:
+def mean_prediction_loss(data: LabelledImages, config: DiTConfig) -> float:
     """The variance of the target, `a clean + b noise`, over times, noise and images.
 
         E[b^2] + E[a^2] E[clean^2] - E[a]^2 E[clean]^2

@@ -42,7 +42,7 @@ from meshpar.recipes.conversations import (
 from meshpar.recipes.elastic import newest_description
 from meshpar.recipes.loaded import Loaded, OfRun, WithoutTokenizer, load
 from meshpar.recipes.options import parse_words, with_values
-from meshpar.recipes.resume import changes, description_of
+from meshpar.recipes.resume import changes, read_description
 from meshpar.recipes.texts import SHAKESPEARE, split_texts
 from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.data import (
@@ -188,8 +188,8 @@ def finetune(config: FinetuneConfig) -> Finetuned:
         emulate(needed if config.emulate < 0 else config.emulate)
     loaded = load(config.from_weights, tokenizer=config.tokenizer)
     chat_date = template_date(config)
-    train, held_out = rows_of(config, loaded, chat_date)
-    step = step_of(config, loaded)
+    train, held_out = tokenized_rows(config, loaded, chat_date)
+    step = make_step(config, loaded)
     description = described(config, loaded, step, chat_date)
     with (
         folder_in_use(config.out) as folder,
@@ -238,7 +238,7 @@ def _date(text: str, run: Path) -> date:
         ) from error
 
 
-def rows_of(
+def tokenized_rows(
     config: FinetuneConfig, loaded: Loaded, chat_date: date | None = None
 ) -> tuple[Any, Any]:
     """Rows to train on, and rows that are held out.
@@ -278,11 +278,14 @@ def rows_of(
     return train, held_out
 
 
-def step_of(config: FinetuneConfig, loaded: Loaded) -> TrainStep:
+def make_step(config: FinetuneConfig, loaded: Loaded) -> TrainStep:
     """The compiled step: of LoRA's matrices, or of every weight."""
     lora, layout = config.lora, Layout.parse(config.layout)
     schedule = optax.warmup_cosine_decay_schedule(
-        0.0, learning_rate_of(config), max(config.steps // 10, 1), max(config.steps, 2)
+        0.0,
+        learning_rate_schedule(config),
+        max(config.steps // 10, 1),
+        max(config.steps, 2),
     )
     return make_train_step(
         lora.model(loaded.model) if lora else loaded.model,
@@ -316,7 +319,7 @@ def refuse_other_run(
             "add --resume to go on with it, or name another --out",
             key="run.folder_is_taken",
         )
-    before, now = description_of(checkpoints), json.loads(json.dumps(now))
+    before, now = read_description(checkpoints), json.loads(json.dumps(now))
     for line in changes(before, now):
         print(f"goes on with {line}", flush=True)
     for name in _KEPT:
@@ -401,7 +404,7 @@ def described(
         "steps": config.steps,
         "global_batch": config.global_batch,
         "seq": config.seq,
-        "learning_rate": learning_rate_of(config),
+        "learning_rate": learning_rate_schedule(config),
         **_data_identity(config),
     }
     if chat_date is not None:
@@ -430,7 +433,7 @@ def _data_identity(config: FinetuneConfig) -> dict[str, Any]:
     }
 
 
-def learning_rate_of(config: FinetuneConfig) -> float:
+def learning_rate_schedule(config: FinetuneConfig) -> float:
     """The highest of its curve: that given, or that of LoRA or of all weights."""
     return config.learning_rate or (LORA_RATE if config.lora else FULL_RATE)
 

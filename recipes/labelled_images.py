@@ -60,7 +60,7 @@ def labelled_images(data: str | None, size: int) -> LabelledImages:
             )
         found = [_idx_file(folder, f"train-{name}") for name in _IDX]
         images, labels, names = (
-            _of_idx(*found) if all(found) else _of_folder(folder, size)
+            _read_idx(*found) if all(found) else _read_folder(folder, size)
         )
     if images.shape[1] != images.shape[2]:
         raise InputError(
@@ -92,7 +92,7 @@ def _idx_file(folder: Path, name: str) -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
-def _of_idx(
+def _read_idx(
     images: Path | None, labels: Path | None
 ) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
     pixels, numbers = _idx(images), _idx(labels)
@@ -129,7 +129,7 @@ def _idx(path: Path | None) -> np.ndarray:
     return values.reshape(sizes)
 
 
-def _of_folder(
+def _read_folder(
     folder: Path, size: int
 ) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
     """Images below folders named as their labels, in colour."""

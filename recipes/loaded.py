@@ -18,7 +18,7 @@ from meshpar.data.tokenizer import (
 )
 from meshpar.errors import local_path
 from meshpar.foreign_files import read_json_object
-from meshpar.models.convert.run_files import TOKENIZER, folder_of_run, kept_tokenizer
+from meshpar.models.convert.run_files import TOKENIZER, kept_tokenizer, run_folder
 from meshpar.models.convert.weights import read_weights
 
 
@@ -159,7 +159,7 @@ def _checkpoint(path: Path, step: int | None, tokenizer: Path | None) -> Loaded:
     found = read_checkpoint(path, step, instead="generate with meshpar.generate")
     contents = found.contents
     if tokenizer is None:
-        run = folder_of_run(contents.directory)
+        run = run_folder(contents.directory)
         instead = "give --tokenizer FILE, its tokenizer.json"
         tokenizer = kept_tokenizer(run, contents.config, instead=instead)
     reader, ends = _reader(contents.config, tokenizer, path)
@@ -178,10 +178,10 @@ def _reader(
     said: Mapping[str, Any], tokenizer: Path | None, run: Path
 ) -> tuple[Tokenizer, tuple[int, ...]]:
     """Return a run's tokenizer, and the tokens that end a text."""
-    from meshpar.models.convert.run import is_of_tokens
+    from meshpar.models.convert.run import has_token_files
 
     eos, ends = said.get("eos"), tuple(said.get("stop_tokens") or ())
-    if tokenizer is None and is_of_tokens(said):
+    if tokenizer is None and has_token_files(said):
         if not ends and eos and eos.isdecimal():
             ends = (int(eos),)
         return WithoutTokenizer(str(run)), ends

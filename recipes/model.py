@@ -20,18 +20,18 @@ from meshpar.models.presets import (
 )
 from meshpar.planner.workload.shapes import SHAPES
 from meshpar.recipes.config import PRESET, RunConfig
-from meshpar.recipes.tokenizer import vocab_needed, vocab_of_default
+from meshpar.recipes.tokenizer import default_vocab, vocab_needed
 from meshpar.train.local_steps import nesterov
 
 
-def model_of(config: RunConfig) -> Model:
+def build_model(config: RunConfig) -> Model:
     """The model of a run.
 
     Raises:
         InputError: There is none of that name or those sizes, or it is no language
             model with a token for every byte, or of its tokenizer.
     """
-    chosen = config_of(config)
+    chosen = model_config(config)
     model, vocab = build_config(chosen), chosen.vocab
     needed = vocab_needed(config)
     if vocab < needed:
@@ -44,12 +44,12 @@ def model_of(config: RunConfig) -> Model:
     return model
 
 
-def sizes_of(config: RunConfig) -> dict[str, Any]:
+def model_sizes(config: RunConfig) -> dict[str, Any]:
     """Return the sizes of a run's model as plain values."""
-    return dataclasses.asdict(config_of(config))
+    return dataclasses.asdict(model_config(config))
 
 
-def config_of(config: RunConfig) -> Any:
+def model_config(config: RunConfig) -> Any:
     """The config of a run's model: that of the weights, unless another is given."""
     named = config.preset is not None or config.model is not None
     if config.from_weights is not None and not named:
@@ -79,7 +79,7 @@ def _chosen(config: RunConfig) -> dict[str, Any]:
 
 def _with_vocab(config: RunConfig, chosen: dict[str, Any]) -> dict[str, Any]:
     """With the tokenizer's vocabulary where no other is asked for."""
-    vocab = vocab_of_default(config)
+    vocab = default_vocab(config)
     return chosen if vocab is None else {"vocab": vocab, **chosen}
 
 
@@ -112,7 +112,7 @@ def _name(config: RunConfig) -> str:
     return f"model {config.model!r}"
 
 
-def learning_rate_of(config: RunConfig) -> optax.Schedule:
+def learning_rate_schedule(config: RunConfig) -> optax.Schedule:
     """The learning rate by updates done: up over a tenth of the run, then a cosine.
 
     It ends at a tenth of its peak after `decay_steps`, and stays there.
@@ -125,12 +125,12 @@ def learning_rate_of(config: RunConfig) -> optax.Schedule:
     )
 
 
-def optimizer_of(config: RunConfig) -> optax.GradientTransformation:
+def make_optimizer(config: RunConfig) -> optax.GradientTransformation:
     """AdamW with that learning rate."""
-    return optax.adamw(learning_rate_of(config), b2=0.95, weight_decay=0.1)
+    return optax.adamw(learning_rate_schedule(config), b2=0.95, weight_decay=0.1)
 
 
-def outer_optimizer_of(config: RunConfig) -> optax.GradientTransformation:
+def make_outer_optimizer(config: RunConfig) -> optax.GradientTransformation:
     """Return the outer optimizer of local steps."""
     rate, momentum = config.outer_learning_rate, config.outer_momentum
     if config.outer_optimizer == "adam":

@@ -30,10 +30,10 @@ from meshpar.cli.lint import wide_console
 from meshpar.data.device_batches import device_batches
 from meshpar.distributed import Processes
 from meshpar.recipes import config_file, report
-from meshpar.recipes.bubble import of_run as bubble_of_run
+from meshpar.recipes.bubble import run_bubble
 from meshpar.recipes.command import main
 from meshpar.recipes.config import RunConfig
-from meshpar.recipes.corpus import corpus_of
+from meshpar.recipes.corpus import load_corpus
 from meshpar.recipes.elastic import fitted
 from meshpar.recipes.fits import check_memory
 from meshpar.recipes.goodput import Goodput
@@ -52,12 +52,12 @@ from meshpar.recipes.metrics import (
     Utilization,
     metrics_log,
 )
-from meshpar.recipes.model import learning_rate_of
+from meshpar.recipes.model import learning_rate_schedule
 from meshpar.recipes.options import resuming_command
 from meshpar.recipes.phases import Phases
 from meshpar.recipes.profile import Profile
 from meshpar.recipes.replayed import check_replay
-from meshpar.recipes.replicas import num_replicas, of_all_replicas, skipped_in
+from meshpar.recipes.replicas import mean_over_replicas, num_replicas, skipped_in
 from meshpar.recipes.rollback import rolled_back
 from meshpar.recipes.rows import check_files
 from meshpar.recipes.run import PROGRAM, Run, RunResult
@@ -122,7 +122,7 @@ def joined_run(
     if processes.is_first:
         check_files(config)
     console = wide_console() if processes.is_first else Console(quiet=True)
-    texts = corpus_of(
+    texts = load_corpus(
         config,
         processes,
         partial(report.print_line, console),
@@ -206,7 +206,7 @@ def train(
     config, phases, first = run.config, run.phases, run.position.step
     phases.begin("compiling")
     run.goodput.begin(first)
-    rate_of = jax.jit(learning_rate_of(config))
+    rate_of = jax.jit(learning_rate_schedule(config))
     use = Utilization(run.step, global_batch=config.global_batch, seq=config.seq)
     skipped = skipped_in(run, state)
     last = min(config.steps, config.stop_after or config.steps)
@@ -215,7 +215,7 @@ def train(
         report.progress_bar(run.console) as progress,
         Profile(config, first=first, console=run.console) as profile,
         device_batches(
-            batches_of(run), run.step.place, num_steps=max(last - first, 0)
+            make_batches(run), run.step.place, num_steps=max(last - first, 0)
         ) as batches,
     ):
         task = report.compiling(progress, config.steps, first)
@@ -230,7 +230,7 @@ def train(
             check_replay(run, state, batch, number)
             with profile.step(number):
                 state, row = timed_step(run.step, state, batch)
-            row = of_all_replicas(run, state, row)
+            row = mean_over_replicas(run, state, row)
             is_over, waited = after_step(run.processes, stop, data_s)
             told = {"learning_rate": learning_rate, **use.row(row["step_s"])}
             told["data_s"] = times.note(row["step_s"], waited)
@@ -261,7 +261,7 @@ def train(
     return state
 
 
-def batches_of(run: Run) -> Any:
+def make_batches(run: Run) -> Any:
     """The batch of each step after the run's first, by its number from there."""
     config = run.config
     return ordered_batches(
@@ -305,7 +305,9 @@ def finish(
         report.print_sample(run.console, run.texts, sample(run, state))
         if run.step.layout.stage > 1:
             report.print_bubble(
-                run.console, run.step, *bubble_of_run(run, state, batches_of(run)(0))
+                run.console,
+                run.step,
+                *run_bubble(run, state, make_batches(run)(0)),
             )
     run.goodput.note(done)
     report.print_goodput(run.console, run.goodput.line())

@@ -11,7 +11,7 @@ from meshpar.train.replica_metrics import (
 )
 
 
-def of_all_replicas(
+def mean_over_replicas(
     run: Run, state: TrainState, row: dict[str, float]
 ) -> dict[str, float]:
     """A row of metrics, of the replicas of local steps that others hold too."""
@@ -34,4 +34,4 @@ def skipped_in(run: Run, state: TrainState) -> float:
         return float(state.skipped)
     here = of_replicas_here({"skipped": state.skipped})
     row = {name: float(value) for name, value in here.items()}
-    return of_all_replicas(run, state, row)["skipped"]
+    return mean_over_replicas(run, state, row)["skipped"]

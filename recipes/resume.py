@@ -8,7 +8,7 @@ from typing import Any
 
 from meshpar import InputError, Layout
 from meshpar.recipes.config import RunConfig
-from meshpar.recipes.model import learning_rate_of
+from meshpar.recipes.model import learning_rate_schedule
 from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.checkpoint.contents import check_description
 
@@ -39,7 +39,7 @@ class Position:
         return self.windows + (done - self.step) * global_batch
 
 
-def description_of(checkpoints: Checkpoints) -> dict[str, Any]:
+def read_description(checkpoints: Checkpoints) -> dict[str, Any]:
     """Return what the newest good checkpoint says of its run.
 
     Raises:
@@ -126,16 +126,16 @@ def changes(before: Description, now: Description) -> list[str]:
     ]
 
 
-def position_of(before: Description, now: Description, done: int) -> Position:
+def data_position(before: Description, now: Description, done: int) -> Position:
     """Where the data go on: windows that were used stay used, whatever the batch.
 
     Another text, or windows of another length, begin at their own beginning.
 
     Example:
         >>> before = {"data": "a", "windows": 40, "seq": 8}
-        >>> position_of(before, {"data": "a", "seq": 8}, done=5)
+        >>> data_position(before, {"data": "a", "seq": 8}, done=5)
         Position(step=5, windows=40)
-        >>> position_of(before, {"data": "b", "seq": 8}, done=5)
+        >>> data_position(before, {"data": "b", "seq": 8}, done=5)
         Position(step=5, windows=0)
     """
     if (before.get("data", now["data"]), before.get("seq")) != (
@@ -174,7 +174,7 @@ def rate_change(
         return []
     earlier = replace(config, **{name: before[name] for name in known})
     then, now = (
-        float(learning_rate_of(one)(done - skipped)) for one in (earlier, config)
+        float(learning_rate_schedule(one)(done - skipped)) for one in (earlier, config)
     )
     if then == now:
         return []

@@ -15,7 +15,7 @@ from meshpar.distributed import Processes
 from meshpar.recipes.config import START_OPTIONS, RunConfig
 from meshpar.recipes.corpus import Corpus
 from meshpar.recipes.goodput import Goodput
-from meshpar.recipes.model import sizes_of
+from meshpar.recipes.model import model_sizes
 from meshpar.recipes.phases import Phases
 from meshpar.recipes.resume import Position
 from meshpar.train.checkpoint import Checkpoints
@@ -48,7 +48,7 @@ class Run:
         values = self.config.values()
         return {
             **{name: values[name] for name in values if name not in START_OPTIONS},
-            "model_sizes": sizes_of(self.config),
+            "model_sizes": model_sizes(self.config),
             "precision": self.step.layout.precision,
             "text": [str(path.resolve()) for path in self.config.text],
             **_from_any_folder(self.config),

@@ -157,8 +157,8 @@ def run(args: argparse.Namespace, layout: Layout) -> None:
     Raises:
         InputError: A file is no scan, or the layout does not suit it.
     """
-    scan = scan_of(args)
-    task = task_of(scan, args.patch * 2 ** (args.levels - 1), layout)
+    scan = load_scan(args)
+    task = make_task(scan, args.patch * 2 ** (args.levels - 1), layout)
     baseline = task.dice(task.threshold)
     shape = " x ".join(map(str, task.scan.image.shape))
     print(
@@ -180,7 +180,7 @@ def run(args: argparse.Namespace, layout: Layout) -> None:
         write(found, task.scan.affine, args.out)
 
 
-def scan_of(args: argparse.Namespace) -> Scan:
+def load_scan(args: argparse.Namespace) -> Scan:
     """The user's own as it is, or the template as a scanner would give it."""
     own = args.image is not None
     scan = read_scan(args.image, args.truth) if own else template()
@@ -195,7 +195,7 @@ def scan_of(args: argparse.Namespace) -> Scan:
     return degraded(coarser(scan, factor), bias, noise, args.seed)
 
 
-def task_of(scan: Scan, shrinks: int, layout: Layout) -> Task:
+def make_task(scan: Scan, shrinks: int, layout: Layout) -> Task:
     """The scan padded for a U-Net that shrinks it so under a layout."""
     degrees = layout.context, layout.tensor, 1
     sizes = tuple(

@@ -64,7 +64,7 @@ class Band:
         return RADIUS_M * np.cos(self.middles) * 2 * np.pi / self.width
 
     @cached_property
-    def east_of_faces_m(self) -> np.ndarray:
+    def face_widths_m(self) -> np.ndarray:
         """Return the width of the faces between the walls: (height - 1, 1)."""
         return RADIUS_M * np.cos(self.faces[1:-1]) * 2 * np.pi / self.width
 
@@ -80,7 +80,7 @@ class Band:
     def energy(self, state: State) -> np.ndarray:
         """Kinetic and potential energy over density, m^5/s^2: (...)."""
         u, v, h = state
-        cells, faces = self.east_m * self.north_m, self.east_of_faces_m * self.north_m
+        cells, faces = self.east_m * self.north_m, self.face_widths_m * self.north_m
         kinetic = np.sum(_east(h) * u**2 * cells, axis=(-2, -1))
         kinetic += np.sum(_north(h) * v**2 * faces, axis=(-2, -1))
         return (kinetic + GRAVITY_M_PER_S2 * np.sum(h**2 * cells, axis=(-2, -1))) / 2
@@ -88,7 +88,7 @@ class Band:
     def enstrophy(self, state: State) -> np.ndarray:
         """Potential enstrophy between the walls, m/s^2: (...)."""
         q, depth = self.potential_vorticity(state)
-        areas = self.east_of_faces_m * self.north_m
+        areas = self.face_widths_m * self.north_m
         return np.sum(q**2 * depth * areas, axis=(-2, -1)) / 2
 
     def potential_vorticity(self, state: State) -> tuple[np.ndarray, np.ndarray]:
@@ -98,7 +98,7 @@ class Band:
         turned = (np.roll(v, -1, axis=-1) - v) * self.north_m
         turned -= along[..., 1:, :] - along[..., :-1, :]
         depth = _north(_east(h))
-        curl = turned / (self.east_of_faces_m * self.north_m)
+        curl = turned / (self.face_widths_m * self.north_m)
         return (self.turning_per_s + curl) / depth, depth
 
     def change(self, state: State) -> State:
@@ -106,7 +106,7 @@ class Band:
         u, v, h = state
         q, _ = self.potential_vorticity(state)
         eastward = u * _east(h) * self.north_m
-        northward = v * _north(h) * self.east_of_faces_m
+        northward = v * _north(h) * self.face_widths_m
         cells = self.east_m * self.north_m
         arriving = np.roll(eastward, 1, axis=-1) - eastward
         arriving -= _between_walls(northward)
@@ -122,7 +122,7 @@ class Band:
     def _kinetic(self, u: np.ndarray, v: np.ndarray) -> np.ndarray:
         """Return kinetic energy times area per cell, from its faces' u^2 and v^2."""
         of_u = u**2 * self.east_m * self.north_m
-        of_v = v**2 * self.east_of_faces_m * self.north_m
+        of_v = v**2 * self.face_widths_m * self.north_m
         return ((of_u + np.roll(of_u, 1, axis=-1)) / 2 + _to_middles(of_v)) / 2
 
     def after(self, state: State, step_s: float, num_steps: int) -> State:
@@ -167,7 +167,7 @@ def balanced(band: Band, num_members: int, seed: int) -> State:
     u = -np.diff(_east(at_faces), axis=-2) / band.north_m / turning
     at_corners = _north(_east(h))
     v = at_corners - np.roll(at_corners, 1, axis=-1)
-    v = v / band.east_of_faces_m / band.turning_per_s
+    v = v / band.face_widths_m / band.turning_per_s
     return GRAVITY_M_PER_S2 * u, GRAVITY_M_PER_S2 * v, h
 
 

@@ -10,13 +10,13 @@ from meshpar import InputError, TrainState
 from meshpar.models.convert.run_files import keep_files
 from meshpar.models.convert.weights import read_weights
 from meshpar.recipes import report
-from meshpar.recipes.model import config_of
+from meshpar.recipes.model import model_config
 from meshpar.recipes.replicas import num_replicas, skipped_in
 from meshpar.recipes.resume import (
     changes,
-    description_of,
-    position_of,
+    data_position,
     rate_change,
+    read_description,
     refuse_other,
 )
 from meshpar.recipes.rows import begin_rows, cut_rows_after, refuse_another_run
@@ -33,7 +33,7 @@ def started(run: Run) -> tuple[Run, TrainState]:
     """
     config = run.config
     run.checkpoints.refuse_links()
-    newest = newest_of_all(run)
+    newest = newest_common_step(run)
     if newest is None and config.resume is not True:
         if run.processes.is_first:
             begin_rows(config, run.console)
@@ -51,7 +51,7 @@ def started(run: Run) -> tuple[Run, TrainState]:
         refuse_another_run(config, newest)
     before, state = restored(run)
     done, now = int(state.step), run.description()
-    run = replace(run, position=position_of(before, now, done))
+    run = replace(run, position=data_position(before, now, done))
     skipped = skipped_in(run, state) / num_replicas(run)
     rates = rate_change(config, before, done, skipped=skipped)
     told = [*changes(before, now), *rates]
@@ -67,7 +67,7 @@ def first_state(run: Run) -> TrainState:
     config, step = run.config, run.step
     if config.from_weights is None:
         return step.init(config.seed)
-    weights = read_weights(config.from_weights, config_of(config))
+    weights = read_weights(config.from_weights, model_config(config))
     state = step.init(
         config.seed, params=weights.params, model_state=weights.model_state
     )
@@ -94,7 +94,7 @@ def restored(run: Run) -> tuple[dict[str, Any], TrainState]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DamagedCheckpointWarning)  # It is printed.
         while True:
-            before = description_of(checkpoints)
+            before = read_description(checkpoints)
             done = checkpoints.step_read or 0
             refuse_other(before, run.description(), done)
             state = checkpoints.restore(step.state_shapes, step.shardings)
@@ -111,7 +111,7 @@ def tell_damaged(run: Run, told: set[int]) -> set[int]:
     return told | damaged.keys()
 
 
-def newest_of_all(run: Run) -> int | None:
+def newest_common_step(run: Run) -> int | None:
     """The step of the newest checkpoint, which every process sees.
 
     Raises:

@@ -20,7 +20,7 @@ from meshpar import (
     make_train_step,
 )
 from meshpar.recipes.config import RunConfig
-from meshpar.recipes.model import model_of, optimizer_of, outer_optimizer_of
+from meshpar.recipes.model import build_model, make_optimizer, make_outer_optimizer
 
 
 def audited(
@@ -39,16 +39,16 @@ def make_step(config: RunConfig, mesh: Mesh | AbstractMesh | None = None) -> Tra
     if config.sync_every:
         layout = replace(layout, sync_every=config.sync_every)
     if mesh is None:
-        mesh = make_mesh(layout, devices_of(layout), order=config.mesh_order)
+        mesh = make_mesh(layout, mesh_devices(layout), order=config.mesh_order)
     return make_train_step(
-        model_of(config),
-        optimizer_of(config),
+        build_model(config),
+        make_optimizer(config),
         layout,
         mesh=mesh,
         max_grad_norm=1.0,
         schedule=config.schedule,
         gradient_reduction=config.gradient_reduction,
-        outer_optimizer=outer_optimizer_of(config) if layout.sync_every > 1 else None,
+        outer_optimizer=make_outer_optimizer(config) if layout.sync_every > 1 else None,
     )
 
 
@@ -75,7 +75,7 @@ def check_intervals(config: RunConfig, layout: Layout) -> None:
         )
 
 
-def devices_of(layout: Layout) -> list[jax.Device]:
+def mesh_devices(layout: Layout) -> list[jax.Device]:
     """The first devices, as many as the layout needs; all of them for a -1.
 
     Raises:

@@ -15,7 +15,7 @@ _MULTIPLE = 128
 _OF_WEIGHTS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def tokenizer_of(config: RunConfig) -> ByteTokenizer | FileTokenizer:
+def load_tokenizer(config: RunConfig) -> ByteTokenizer | FileTokenizer:
     """The tokenizer of a run, read once.
 
     Raises:
@@ -30,15 +30,15 @@ def vocab_needed(config: RunConfig) -> int:
     Files of tokens are looked into when they are opened.
     """
     if config.tokenizer is not None:
-        return tokenizer_of(config).vocab
+        return load_tokenizer(config).vocab
     return 1 if config.data else BYTE_VOCAB
 
 
-def vocab_of_default(config: RunConfig) -> int | None:
+def default_vocab(config: RunConfig) -> int | None:
     """The vocabulary of a model that nobody gave one; None is the preset's own."""
     if config.tokenizer is None:
         return None
-    return -(-tokenizer_of(config).vocab // _MULTIPLE) * _MULTIPLE
+    return -(-load_tokenizer(config).vocab // _MULTIPLE) * _MULTIPLE
 
 
 def refuse_bytes(config: RunConfig) -> None:
@@ -63,7 +63,7 @@ def refuse_bytes(config: RunConfig) -> None:
         )
 
 
-def notes_of_bytes(config: RunConfig) -> list[str]:
+def byte_notes(config: RunConfig) -> list[str]:
     """A line where weights of a GGUF file, which has a tokenizer, learn bytes."""
     weights = config.from_weights
     if weights is None or config.tokenizer or weights.suffix != ".gguf":

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from meshpar import InputError
-from meshpar.models.convert.families import json_of
+from meshpar.models.convert.families import to_config_json
 from meshpar.models.convert.hf_config import config_from_json
 from meshpar.planner.workload.config_json import KEYS, REQUIRED, workload_from_json
 from tests.transformers_configs import (
@@ -45,7 +45,7 @@ def ours(kind, case, folder):
     path = folder / "config.json"
     path.write_text(json.dumps(case.values(kind)))
     try:
-        found = meaning(json_of(config_from_json(path)))
+        found = meaning(to_config_json(config_from_json(path)))
     except InputError:
         return None
     return json.loads(json.dumps(found))

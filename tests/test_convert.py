@@ -16,7 +16,7 @@ from meshpar.cli.main import main
 from meshpar.model.parameter import is_parameter
 from meshpar.model.single import forward
 from meshpar.models.convert import export, writing
-from meshpar.models.convert.families import json_of
+from meshpar.models.convert.families import to_config_json
 from meshpar.models.convert.hf_config import config_from_json
 from meshpar.models.convert.run_files import keep_files, kept_base, kept_tokenizer
 from meshpar.models.convert.safetensors_folder import SafetensorsFolder
@@ -324,7 +324,7 @@ def test_what_ours_would_not_compute_is_named(
 def test_a_config_comes_back_from_its_json(family, folders, tmp_path):
     config = read_config(folders[family])
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(json_of(config)))
+    path.write_text(json.dumps(to_config_json(config)))
     assert config_from_json(path) == config
 
 
@@ -351,7 +351,7 @@ LEFT_TO_THEIR_DEFAULTS = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_exported_config_says_what_theirs_says(family, folders):
     theirs = json.loads((folders[family] / "config.json").read_text())
-    ours = json_of(read_config(folders[family]))
+    ours = to_config_json(read_config(folders[family]))
     for name in OURS_SAY_OTHERWISE | LEFT_TO_THEIR_DEFAULTS - ours.keys():
         theirs.pop(name, None)
     if family == "qwen3_moe":  # the size of dense layers, of which it has none

@@ -18,7 +18,7 @@ import pytest
 
 from meshpar.models.convert.gguf_file import GGUFFile
 from meshpar.models.convert.gguf_tokenizer import gguf_tokenizer
-from meshpar.models.convert.stored_config import config_of_sizes
+from meshpar.models.convert.stored_config import config_from_sizes
 from meshpar.models.convert.weights import read_weights
 from meshpar.models.convert.writing import write_weights
 from tests.transformers_cases import CONFIGS, inputs_of, logits_on, write_model
@@ -51,7 +51,7 @@ def test_every_layout_has_their_logits_and_so_has_what_is_written(family, tmp_pa
     again = tmp_path / "again"
     write_weights(again, weights.config, params, weights.model_state)
     np.testing.assert_array_equal(logits_of(again, family), wanted)
-    assert config_of_sizes(asdict(weights.config)) == weights.config
+    assert config_from_sizes(asdict(weights.config)) == weights.config
 
 
 def test_a_run_starts_from_weights_and_is_exported(tmp_path, capsys):

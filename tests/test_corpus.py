@@ -17,8 +17,8 @@ from meshpar.distributed import Processes
 from meshpar.recipes import pretrain
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.config_file import as_toml, read_options, save
-from meshpar.recipes.corpus import corpus_of
-from meshpar.recipes.model import model_of, sizes_of
+from meshpar.recipes.corpus import load_corpus
+from meshpar.recipes.model import build_model, model_sizes
 from meshpar.recipes.options import parse_arguments
 from meshpar.recipes.resume import changes
 from meshpar.recipes.run import Run, _from_any_folder
@@ -71,7 +71,7 @@ def config_of(data, out, *specs, **options):
 
 
 def made(config):
-    return corpus_of(config, Processes(), lambda line: None)
+    return load_corpus(config, Processes(), lambda line: None)
 
 
 MIXTURE = ("path={}/a.jsonl,weight=0.75", "path={}/b.jsonl,weight=0.25")
@@ -121,8 +121,8 @@ def test_a_long_file_says_that_it_gets_on(data, tmp_path, monkeypatch):
     monkeypatch.setattr("meshpar.data.token_cache._GETS_ON_S", 0.0)
     said = []
     config = config_of(data, tmp_path, "{}/a.jsonl")
-    corpus_of(config, Processes(), print, on_file=lambda: said.append(1))
-    corpus_of(config, Processes(), print, on_file=lambda: said.append(2))
+    load_corpus(config, Processes(), print, on_file=lambda: said.append(1))
+    load_corpus(config, Processes(), print, on_file=lambda: said.append(2))
     assert said == [1, 1, 2]
 
 
@@ -137,7 +137,7 @@ def test_a_folder_of_data_that_holds_the_run_is_the_same_when_it_goes_on(
     files = []
 
     def corpus():
-        return corpus_of(config, Processes(), print, on_file=lambda: files.append(1))
+        return load_corpus(config, Processes(), print, on_file=lambda: files.append(1))
 
     first = corpus().fingerprint
     assert list((tmp_path / "run" / "tokens").glob("*.bin"))
@@ -158,10 +158,12 @@ def test_a_model_that_nobody_sized_has_the_vocabulary_of_the_tokenizer(
     data, tmp_path, refuses
 ):
     given = dict(data=f"{data}/a.jsonl", tokenizer=data / "tok.json", out=tmp_path)
-    assert sizes_of(RunConfig(**given))["vocab"] == 384  # 300, up to a multiple of 128
+    assert (
+        model_sizes(RunConfig(**given))["vocab"] == 384
+    )  # 300, up to a multiple of 128
     named = RunConfig(**given, preset="tiny")
     with refuses("model.vocabulary_too_small", "'tiny'", 256, "tok.json", 300):
-        model_of(named)
+        build_model(named)
 
 
 # Options.

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from meshpar.models.dit import DiTConfig
-from meshpar.recipes.diffusion import draw, loss_of_mean, main, padded, patch_of, run
+from meshpar.recipes.diffusion import (
+    draw,
+    main,
+    mean_prediction_loss,
+    padded,
+    patch_size,
+    run,
+)
 from meshpar.recipes.labelled_images import LabelledImages, labelled_images
 
 TINY = [
@@ -97,14 +104,14 @@ def test_an_idx_file_that_is_cut_off_is_refused(tmp_path, refuses):
 
 def test_the_patch_tiles_an_image_of_any_size_or_the_size_is_named(refuses):
     sizes = {8: 2, 28: 4, 32: 4, 36: 6, 64: 8, 96: 12, 100: 20, 4: 2, 9: 3}
-    assert {size: patch_of(size) for size in sizes} == sizes
+    assert {size: patch_size(size) for size in sizes} == sizes
     with refuses("data.images_not_tileable", "26 x 26", "13 x 13", "--size 32"):
-        patch_of(26)
+        patch_size(26)
     with refuses("data.images_not_tileable", "97 x 97", "--size 104"):
-        patch_of(97)
+        patch_size(97)
     for whole in (1, 2, 3, 5, 7):
         with refuses("data.images_not_tileable", f"{whole} x {whole}", "--size 8"):
-            patch_of(whole)
+            patch_size(whole)
 
 
 @pytest.mark.parametrize("prediction", ["flow", "v"])
@@ -125,7 +132,7 @@ def test_the_baseline_is_the_loss_of_the_mean_target(prediction):
     noise = rng.normal(size=clean.shape).astype(np.float32)
     targets = np.asarray(config.path.target(clean, noise, times))
     drawn = np.mean(np.var(targets, axis=0))
-    assert loss_of_mean(data, config) == pytest.approx(drawn, rel=0.02)
+    assert mean_prediction_loss(data, config) == pytest.approx(drawn, rel=0.02)
 
 
 def test_labels_are_padded_with_no_class():

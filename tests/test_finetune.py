@@ -91,7 +91,7 @@ def values_of(model):
 def shared_steps():
     """Starts of the same model and options share their step."""
     recipe = sys.modules[finetune.__module__]
-    kept, plain = {}, recipe.step_of
+    kept, plain = {}, recipe.make_step
 
     def step_of(config, loaded):
         key = loaded.config, config.lora, config.layout
@@ -101,7 +101,7 @@ def shared_steps():
         return kept[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recipe, "step_of", step_of)
+        patch.setattr(recipe, "make_step", step_of)
         yield
 
 

@@ -11,7 +11,7 @@ from meshpar.foreign_files import parse_json
 from meshpar.model.lora import LoRA
 from meshpar.models.convert.hf_config import config_from_json
 from meshpar.models.convert.run import read_checkpoint
-from meshpar.models.convert.stored_config import lora_of
+from meshpar.models.convert.stored_config import read_lora
 from meshpar.models.layers.rope import RopeScaling, YarnScaling, rope_frequencies
 from meshpar.models.presets import PRESETS
 from meshpar.planner.machine.clusters import load_device
@@ -119,8 +119,8 @@ def test_a_description_may_lack_names_and_have_others():
 @pytest.mark.parametrize("values", [{"rnk": 8}, {"rank": 8, "x": 1}])
 def test_lora_of_other_fields_is_refused(values, refuses):
     with refuses("weights.unknown_stored_fields", "LoRA", words=False):
-        lora_of(values)
-    assert lora_of({"rank": 4}) == LoRA(rank=4)
+        read_lora(values)
+    assert read_lora({"rank": 4}) == LoRA(rank=4)
 
 
 def test_a_chat_date_that_is_none_is_refused(tmp_path, refuses):

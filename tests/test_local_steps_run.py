@@ -14,7 +14,7 @@ from meshpar.planner.search.refusals import layout_problems
 from meshpar.planner.workload.shapes import SHAPES
 from meshpar.recipes import pretrain as run_module
 from meshpar.recipes.config import RunConfig
-from meshpar.recipes.model import learning_rate_of, outer_optimizer_of
+from meshpar.recipes.model import learning_rate_schedule, make_outer_optimizer
 from meshpar.recipes.options import parse_arguments
 from meshpar.recipes.pretrain import pretrain
 from meshpar.recipes.resume import refuse_other_replicas
@@ -78,7 +78,7 @@ def test_the_learning_rate_lags_by_the_steps_that_a_replica_skips_on_average(
     config = RunConfig(**options, stop_after=3, resume=True)
     pretrain(config)
     rate = rows(tmp_path / "metrics.jsonl", "learning_rate")[2]
-    assert rate == pytest.approx(float(learning_rate_of(config)(2 - 1 / 2)))
+    assert rate == pytest.approx(float(learning_rate_schedule(config)(2 - 1 / 2)))
 
 
 @pytest.mark.parametrize("layout", ["data=2", slow("data=2,precision=bf16")])
@@ -182,7 +182,7 @@ def test_options_that_do_not_go_together_are_refused(options, refusal, refuses):
 @pytest.mark.parametrize("name", ["nesterov", "sgd", "adam"])
 def test_every_outer_optimizer_moves_against_its_gradient(name):
     config = RunConfig(outer_optimizer=name, outer_learning_rate=0.5)
-    optimizer = outer_optimizer_of(config)
+    optimizer = make_outer_optimizer(config)
     updates, _ = optimizer.update(jnp.float32(2), optimizer.init(jnp.float32(1)))
     # 0.5 x 2; Nesterov adds 0.9 of it ahead; Adam's first step is its rate.
     assert float(updates) == pytest.approx(

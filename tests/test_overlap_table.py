@@ -27,7 +27,7 @@ def report(*collectives):
 
 
 def test_a_share_is_of_the_bytes_that_have_a_matmul_beside_them():
-    found = overlap.rows_of(
+    found = overlap.table_rows(
         report(
             collective(["fsdp"], "all-gather", 1e9, 1, executions=3),
             collective(["fsdp"], "all-gather", 1e9, 0),
@@ -50,7 +50,7 @@ def test_a_share_is_of_the_bytes_that_have_a_matmul_beside_them():
 def test_the_table_that_stands_is_of_the_cases_that_are_compiled():
     rows = json.loads(overlap.FILE.read_text())["rows"]
     commands = {
-        " ".join(["meshpar", *overlap.command_of(case, target)])
+        " ".join(["meshpar", *overlap.audit_command(case, target)])
         for target in overlap.TARGETS
         for case in overlap.CASES
     }
@@ -65,7 +65,7 @@ def test_rows_of_other_targets_stay(refuses, tmp_path, monkeypatch):
     monkeypatch.setattr(
         overlap,
         "_audited",
-        lambda case, target: (gather, overlap.command_of(case, target)),
+        lambda case, target: (gather, overlap.audit_command(case, target)),
     )
     assert overlap.main(["--target", "gpu", "--out", str(out)]) == 0
     rows = json.loads(out.read_text())["rows"]

@@ -15,7 +15,7 @@ import pytest
 
 from meshpar.recipes import bubble, pretrain, report
 from meshpar.recipes.config import RunConfig
-from meshpar.recipes.model import model_of
+from meshpar.recipes.model import build_model
 from meshpar.recipes.texts import read_tokens
 from tests import run_steps, warm
 from tests.conftest import rows
@@ -271,12 +271,12 @@ def test_bad_input_ends_with_one_line_and_status_2(
 )
 def test_a_model_that_cannot_be_is_refused(options, refusal, refuses):
     with refuses(*refusal):
-        model_of(RunConfig(**options))
+        build_model(RunConfig(**options))
 
 
 @pytest.mark.parametrize("name", ["tiny", "layers=2,hidden=32,heads=4,vocab=256"])
 def test_a_model_is_a_name_or_sizes(name):
-    assert model_of(RunConfig(model=name)).num_layers in (2, 4)
+    assert build_model(RunConfig(model=name)).num_layers in (2, 4)
 
 
 @pytest.mark.parametrize("kind", [ValueError, RuntimeError, TypeError])

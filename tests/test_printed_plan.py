@@ -6,7 +6,7 @@ import pytest
 
 from meshpar.cli.main import main
 from meshpar.planner.machine.clusters import cluster_of, load_device
-from meshpar.recipes.model import model_of, sizes_of
+from meshpar.recipes.model import build_model, model_sizes
 from meshpar.recipes.options import parse_arguments
 
 PLAN = "plan --hardware h100-80gb --devices 4 --global-batch 64"
@@ -37,8 +37,8 @@ def printed_command(capsys, words: str) -> str:
 def test_the_command_that_is_printed_builds_its_model(capsys, words, sizes):
     command = printed_command(capsys, words).removeprefix("run it: ")
     config = parse_arguments(shlex.split(command)[2:], "meshpar train")
-    model_of(config)
-    built = sizes_of(config)
+    build_model(config)
+    built = model_sizes(config)
     assert {name: built[name] for name in sizes} == sizes
     assert config.seq <= (built["max_seq"] or config.seq)
 

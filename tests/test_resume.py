@@ -13,7 +13,7 @@ from meshpar.recipes.options import parse_arguments
 from meshpar.recipes.resume import (
     Position,
     changes,
-    position_of,
+    data_position,
     rate_change,
     refuse_other,
 )
@@ -145,13 +145,13 @@ def test_a_checkpoint_of_an_earlier_version_says_less():
     before = {"steps": 9, "seed": 0, "global_batch": 8, "seq": 16, "preset": "tiny"}
     now = {**before, "model_sizes": {"layers": 4}, "data": "a"}
     refuse_other(before, now, done=9)
-    assert position_of(before, now, done=5) == Position(step=5, windows=40)
+    assert data_position(before, now, done=5) == Position(step=5, windows=40)
     assert changes(before, now) == []
 
 
 def test_windows_of_another_length_begin_at_the_beginning():
     before = {"data": "a", "seq": 8, "windows": 40}
-    assert position_of(before, {"data": "a", "seq": 4}, done=5).windows == 0
+    assert data_position(before, {"data": "a", "seq": 4}, done=5).windows == 0
 
 
 def test_a_resumed_run_with_fewer_steps_than_are_done_is_refused(refuses):

@@ -18,7 +18,7 @@ from meshpar.models.presets import TEXT_PRESETS
 from meshpar.recipes.command import main
 from meshpar.recipes.config import OPTIONS, RunConfig
 from meshpar.recipes.config_file import SAVED, as_toml, save
-from meshpar.recipes.model import config_of, model_of
+from meshpar.recipes.model import build_model, model_config
 from meshpar.recipes.options import parse_arguments, program_words, resuming_command
 from meshpar.recipes.report import print_config
 from tests.refusals import ending_of, names
@@ -383,5 +383,5 @@ def test_a_name_in_brackets_is_printed_as_it_is():
 
 def test_every_preset_of_text_has_a_token_for_each_byte():
     for preset in TEXT_PRESETS:
-        assert config_of(RunConfig(preset=preset)).vocab >= 256 or preset == "test"
-    assert model_of(RunConfig(preset="tiny-gemma3")).num_layers == 3, "groups of two"
+        assert model_config(RunConfig(preset=preset)).vocab >= 256 or preset == "test"
+    assert build_model(RunConfig(preset="tiny-gemma3")).num_layers == 3, "groups of two"

@@ -17,7 +17,7 @@ from meshpar.hardware.devices import DEVICES
 from meshpar.planner.workload.shapes import SHAPES
 from meshpar.recipes import host_times, metrics, pretrain, report
 from meshpar.recipes.config import RunConfig
-from meshpar.recipes.model import learning_rate_of
+from meshpar.recipes.model import learning_rate_schedule
 from meshpar.recipes.pretrain import make_step
 from meshpar.recipes.profile import Profile
 from meshpar.recipes.rows import cut_rows_after
@@ -67,13 +67,15 @@ def test_every_step_has_a_row_with_all_keys_and_the_function_gets_them_too(done)
     assert set(seen[4]) == {"step", "validation_loss", "goodput"}
     assert 0 < seen[4]["goodput"] < 1
     rates = rows(folder / "metrics.jsonl", "learning_rate")
-    rate_of = learning_rate_of(SMALL)
+    rate_of = learning_rate_schedule(SMALL)
     assert rates == pytest.approx([float(rate_of(step)) for step in range(4)])
     assert rates[0] == 0 and max(rates) == pytest.approx(3e-3)
 
 
 def test_the_learning_rate_rises_for_a_tenth_and_ends_at_a_tenth():
-    rate = learning_rate_of(RunConfig(steps=60, decay_steps=40, learning_rate=1e-2))
+    rate = learning_rate_schedule(
+        RunConfig(steps=60, decay_steps=40, learning_rate=1e-2)
+    )
     rates = [float(rate(step)) for step in (0, 2, 4, 22, 40, 60)]
     assert rates == pytest.approx([0, 5e-3, 1e-2, 5.5e-3, 1e-3, 1e-3])
 

@@ -79,7 +79,7 @@ def test_a_degraded_scan_is_uneven_and_noisy_as_asked_and_its_truth_stays(refuse
 @pytest.mark.parametrize("image", [np.zeros((8, 8, 8)), scan((8, 8, 8)).truth])
 def test_an_image_of_one_intensity_is_no_scan(refuses, image):
     one = Scan(image.astype(np.float32), scan((8, 8, 8)).truth, np.eye(4))
-    task = segment_volume.task_of(one, 1, Layout.parse("data=1"))
+    task = segment_volume.make_task(one, 1, Layout.parse("data=1"))
     with refuses("data.head_of_one_intensity"):
         _ = task.batch
     if not image.any():
@@ -112,7 +112,7 @@ def test_a_coarser_scan_has_the_means_of_cubes():
 
 
 def test_the_held_out_part_does_not_count_in_the_loss_and_padding_neither():
-    task = segment_volume.task_of(scan(), 2, Layout(context=2, tensor=2))
+    task = segment_volume.make_task(scan(), 2, Layout(context=2, tensor=2))
     batch = task.batch
     assert task.sizes == (12, 12, 10)
     assert batch["images"].shape == (1, 12, 12, 10, segment_volume.PIECES)
@@ -125,7 +125,7 @@ def test_the_held_out_part_does_not_count_in_the_loss_and_padding_neither():
 
 def test_another_look_at_a_scan_has_its_image_truth_and_part_mirrored_together():
     image = np.random.default_rng(1).uniform(1, 2, (6, 9, 5)).astype(np.float32)
-    task = segment_volume.task_of(Scan(image, image > 1.5, np.eye(4)), 1, Layout())
+    task = segment_volume.make_task(Scan(image, image > 1.5, np.eye(4)), 1, Layout())
     rng = np.random.default_rng(0)
     every = [dims for n in range(4) for dims in itertools.combinations(range(3), n)]
     found = set()

@@ -66,7 +66,7 @@ def _check_name(name: Any) -> None:
         )
 
 
-def strftime_of(day: date) -> Callable[[str], str]:
+def format_date(day: date) -> Callable[[str], str]:
     """Return a `strftime_now` for which it is always the midnight that begins a day."""
 
     def strftime_now(form: str) -> str:

@@ -64,7 +64,7 @@ def render_chat(
     values = {name: _plain(value, name) for name, value in given.items()}
     values["messages"] = [_with_reasoning(one) for one in values["messages"]]
     if today is not None:
-        values["strftime_now"] = environment.strftime_of(today)
+        values["strftime_now"] = environment.format_date(today)
     return _rendered(environment, _compiled(environment, template), values)
 
 

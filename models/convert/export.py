@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from meshpar.foreign_files import read_json
-from meshpar.models.convert.run import is_of_tokens, read_checkpoint
+from meshpar.models.convert.run import has_token_files, read_checkpoint
 from meshpar.models.convert.run_files import (
     TOKENIZER,
-    folder_of_run,
     kept_base,
     kept_tokenizer,
+    run_folder,
 )
 from meshpar.models.convert.writing import write_weights
 
@@ -45,7 +45,7 @@ def export(
         checkpoint, step, instead="write it with meshpar.models.convert.writing"
     )
     contents = found.contents
-    said, run = contents.config, folder_of_run(contents.directory)
+    said, run = contents.config, run_folder(contents.directory)
     own = base = None
     if like is None:
         instead = f"give --like DIR, a folder with its {TOKENIZER}"
@@ -75,7 +75,7 @@ def export(
 def _reads_as(said: Mapping[str, Any], own: Path | None, base: Path) -> bool:
     """Return False if a run's tokens are known to differ from a tokenizer's."""
     if own is None:  # Bytes, or files of tokens, of `meshpar train`, which has a text.
-        return is_of_tokens(said) or "text" not in said
+        return has_token_files(said) or "text" not in said
     tokens = _tokens(own)
     return tokens is not None and tokens == _tokens(base / TOKENIZER)
 

@@ -49,25 +49,25 @@ _FAMILIES: dict[type, Convertible] = {
 }
 
 
-def table_of(config: Any) -> Sequence[Row]:
+def conversion_table(config: Any) -> Sequence[Row]:
     """The rows of a model.
 
     Raises:
         InputError: There is no table for such a config.
     """
-    return family_of(config).table(config)
+    return find_family(config).table(config)
 
 
-def json_of(config: Any) -> dict[str, Any]:
+def to_config_json(config: Any) -> dict[str, Any]:
     """Return the `config.json` of a model.
 
     Raises:
         InputError: No model of theirs is like it.
     """
-    return family_of(config).to_json(config)
+    return find_family(config).to_json(config)
 
 
-def family_of(config: Any) -> Convertible:
+def find_family(config: Any) -> Convertible:
     """How a config's family is read and written.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import Any
 
 from meshpar import InputError
 from meshpar.foreign_files import read_json
-from meshpar.models.convert.rope_json import Rope, rope_of
+from meshpar.models.convert.rope_json import Rope, read_rope
 from meshpar.models.convert.tables import deepseek, gemma3, moe, t5, vit
 from meshpar.models.family import config_sizes
 from meshpar.models.gpt2 import GPT2Config
@@ -130,7 +130,7 @@ def _config(values: dict[str, Any], kind: str) -> Any:
     if kind == "vit":
         return vit.from_json(values)
     known = "yarn" if kind == "deepseek_v3" else "llama3"
-    rope = rope_of(values, ("default", known))
+    rope = read_rope(values, ("default", known))
     _check_computed(rope.values, kind)
     if kind == "deepseek_v3":
         return deepseek.from_json(values, rope)

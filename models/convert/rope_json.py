@@ -63,7 +63,7 @@ class Rope:
         )
 
 
-def rope_of(values: Mapping[str, Any], known: tuple[str, ...]) -> Rope:
+def read_rope(values: Mapping[str, Any], known: tuple[str, ...]) -> Rope:
     """Return the positions of a config that has the same ones in all layers.
 
     Configs written by Transformers 5 hold them as `rope_parameters`, which has

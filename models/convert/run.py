@@ -10,7 +10,7 @@ from typing import Any
 from meshpar import InputError, Model
 from meshpar.data.sources import OF_TOKENS, DataSource
 from meshpar.model.parameter import flat
-from meshpar.models.convert.stored_config import config_of_sizes, lora_of
+from meshpar.models.convert.stored_config import config_from_sizes, read_lora
 from meshpar.models.presets import build_config
 from meshpar.train.checkpoint.choice import CheckpointError
 from meshpar.train.checkpoint.contents import Contents, check_description, read_arrays
@@ -59,11 +59,11 @@ def read_checkpoint(
             f"the {where} does not say what its model is; {instead}",
             key="checkpoint.missing_model_sizes",
         )
-    config = config_of_sizes(sizes)
+    config = config_from_sizes(sizes)
     model = build_config(config)
     params, state = arrays.get("params", {}), arrays.get("model_state", {})
     said = contents.config.get("lora")
-    lora = lora_of(said) if said else None
+    lora = read_lora(said) if said else None
     _check_shapes(lora.model(model) if lora else model, params, state, where)
     if lora:
         params, state = lora.merged(model, params, state)
@@ -96,15 +96,17 @@ def _check_shapes(model: Model, params: Any, state: Any, where: str) -> None:
                 )
 
 
-def is_of_tokens(said: Mapping[str, Any]) -> bool:
+def has_token_files(said: Mapping[str, Any]) -> bool:
     """Return True if a run's data are files of tokens; for old runs, judged by name.
 
     Args:
         said: What its checkpoint says of it.
 
     Example:
-        >>> is_of_tokens({"formats": ["jsonl"]}), is_of_tokens({"sources": ["a.bin"]})
-        (False, True)
+        >>> has_token_files({"formats": ["jsonl"]})
+        False
+        >>> has_token_files({"sources": ["a.bin"]})
+        True
     """
     if "formats" in said:
         return bool(OF_TOKENS.intersection(said["formats"]))

@@ -47,7 +47,7 @@ def keep_files(
     if started_from is None or not Path(started_from).is_dir():
         return
     (run / _BASE).mkdir(parents=True, exist_ok=True)
-    source = folder_of_run(started_from)
+    source = run_folder(started_from)
     is_run = (source / "checkpoints").is_dir()
     for folder in (source / _BASE, source):
         for name in ("config.json", *tokenizer_files(folder)):
@@ -74,7 +74,7 @@ def copy_tokenizer(source: str | Path, folder: str | Path) -> list[str]:
     return names
 
 
-def folder_of_run(path: str | Path) -> Path:
+def run_folder(path: str | Path) -> Path:
     """The folder of a run, from that folder, its checkpoints or one of them."""
     folder = Path(path)
     if folder.name.isdecimal() and (folder / "state").is_dir():

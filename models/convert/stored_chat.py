@@ -56,11 +56,11 @@ def stored_templates(path: Path) -> tuple[dict[str, str], dict[str, str]]:
 
 def _gguf_templates(path: Path) -> tuple[dict[str, str], dict[str, str]]:
     file = GGUFFile(path)
-    vocabulary = _of_type(file, "tokenizer.ggml.tokens", list, [])
+    vocabulary = _typed_value(file, "tokenizer.ggml.tokens", list, [])
     tokens = {}
     for name in _TOKENS:
         key = f"tokenizer.ggml.{_GGUF_NAMES.get(name, name)}_token_id"
-        at = _of_type(file, key, int, None)
+        at = _typed_value(file, key, int, None)
         if at is None:
             continue
         if 0 <= at < len(vocabulary):
@@ -72,14 +72,14 @@ def _gguf_templates(path: Path) -> tuple[dict[str, str], dict[str, str]]:
             )
     start = "tokenizer.chat_template"
     texts = {
-        key.removeprefix(f"{start}."): _of_type(file, key, str, "")
+        key.removeprefix(f"{start}."): _typed_value(file, key, str, "")
         for key in file.keys
         if key.startswith(f"{start}.")
     }
-    return {**texts, DEFAULT: _of_type(file, start, str, "")}, tokens
+    return {**texts, DEFAULT: _typed_value(file, start, str, "")}, tokens
 
 
-def _of_type(file: GGUFFile, key: str, kind: type[_T], default: _D) -> _T | _D:
+def _typed_value(file: GGUFFile, key: str, kind: type[_T], default: _D) -> _T | _D:
     """Return the value of a key, of a type that it has to have."""
     value = file.metadata(key)
     if value is None:

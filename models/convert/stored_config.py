@@ -14,7 +14,7 @@ from meshpar.models.presets import FAMILIES
 _T = TypeVar("_T")
 
 
-def config_of_sizes(sizes: Mapping[str, Any]) -> Any:
+def config_from_sizes(sizes: Mapping[str, Any]) -> Any:
     """The config whose fields those are.
 
     Fields that it has got since then keep their defaults.
@@ -25,7 +25,7 @@ def config_of_sizes(sizes: Mapping[str, Any]) -> Any:
     Example:
         >>> from dataclasses import asdict
         >>> from meshpar.models.presets import PRESETS
-        >>> config_of_sizes(asdict(PRESETS["tiny-gpt2"])).layers
+        >>> config_from_sizes(asdict(PRESETS["tiny-gpt2"])).layers
         4
     """
     kinds = [family.config for family in FAMILIES if _takes(family.config, sizes)]
@@ -44,7 +44,7 @@ def config_of_sizes(sizes: Mapping[str, Any]) -> Any:
     return kind(**values)
 
 
-def lora_of(values: Mapping[str, Any]) -> LoRA:
+def read_lora(values: Mapping[str, Any]) -> LoRA:
     """Return the low-rank changes whose fields those are.
 
     Raises:

@@ -14,7 +14,7 @@ from typing import Any
 from meshpar import InputError, Model
 from meshpar.errors import local_path
 from meshpar.models.convert.assembled import assembled
-from meshpar.models.convert.families import family_of
+from meshpar.models.convert.families import find_family
 from meshpar.models.convert.gguf_file import GGUFFile
 from meshpar.models.convert.hf_config import config_from_json
 from meshpar.models.convert.safetensors_folder import SafetensorsFolder
@@ -85,7 +85,7 @@ def read_weights(path: str | Path, config: Any = None) -> Weights:
         # Not opened twice: its tokens alone take seconds.
         is_gguf = isinstance(source, GGUFFile)
         config = gguf_config(source) if is_gguf else read_config(path)
-    model, family = build_config(config), family_of(config)
+    model, family = build_config(config), find_family(config)
     table = family.table(config)
     if isinstance(source, GGUFFile):
         table = gguf_table(config, table)

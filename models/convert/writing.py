@@ -15,7 +15,7 @@ import numpy as np
 from meshpar import InputError
 from meshpar.foreign_files import read_json_object
 from meshpar.models.convert.assembled import fitted
-from meshpar.models.convert.families import RUN_ONLY, json_of, table_of
+from meshpar.models.convert.families import RUN_ONLY, conversion_table, to_config_json
 from meshpar.models.convert.row import Fitted
 from meshpar.models.convert.run_files import copy_tokenizer
 from meshpar.models.convert.safetensors_folder import INDEX, WHOLE
@@ -85,7 +85,7 @@ def write_weights(
             key="weights.unknown_dtype",
         )
     folder = Path(folder)
-    described = json_of(config)
+    described = to_config_json(config)
     kind = described["model_type"]
     described |= _kept(longest_like, kind, _NOT_OURS[:1]) | _kept(like, kind, _NOT_OURS)
     described |= {name: _THEIR_NAMES[dtype] for name in ("dtype", "torch_dtype")}
@@ -163,7 +163,7 @@ def _shards(
 ) -> list[list[_Array]]:
     """The arrays of each file."""
     model = build_config(config)
-    placed = fitted(table_of(config), model)
+    placed = fitted(conversion_table(config), model)
     _check_placed(config, placed, trees)
     shards: list[list[_Array]] = [[]]
     used = 0

@@ -61,7 +61,7 @@ def attend_with_bias(
     if scope.cache is not None:
         refuse_uncached(causal, seen=seen)
         far = np.arange(scope.cache.max_seq)
-        buckets = bucket_of(-far, table.shape[1], distance=distance, causal=True)
+        buckets = position_bucket(-far, table.shape[1], distance=distance, causal=True)
         scale = 1 / math.sqrt(q.shape[-1])
         return scope.cache.attend(
             q, k, v, scope, window=None, scale=scale, bias=table[0][buckets]
@@ -94,10 +94,10 @@ def relative_buckets(
         [3, 2, 1, 0]
     """
     ahead = np.arange(seq) - np.arange(seq)[:, None]
-    return bucket_of(ahead, num_buckets, distance=distance, causal=causal)
+    return position_bucket(ahead, num_buckets, distance=distance, causal=causal)
 
 
-def bucket_of(
+def position_bucket(
     ahead: np.ndarray, num_buckets: int, *, distance: int, causal: bool
 ) -> np.ndarray:
     """The bucket of keys so many places ahead of their queries, as above."""

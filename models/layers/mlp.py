@@ -66,7 +66,7 @@ class GatedMLP(nnx.Module):
         # B batch, T seq, D embed, P gate and up, F mlp.
         axes = ("batch", "seq", None, "mlp")
 
-        def of_tokens(weights: tuple, x: jax.Array) -> jax.Array:
+        def mix_tokens(weights: tuple, x: jax.Array) -> jax.Array:
             gate_up, down = weights
             both_BTPF = column_parallel("BTD,DPF->BTPF", x, gate_up, axes, scope)
             both_BTPF = scope.save(both_BTPF, "mlp_gate_up")
@@ -79,7 +79,7 @@ class GatedMLP(nnx.Module):
         weights = self.gate_up[...], self.down[...]
         widest = (*x.shape[:2], *weights[0].shape[1:])
         return in_token_chunks(
-            of_tokens, weights, x, scope, widest=widest, widest_axes=axes
+            mix_tokens, weights, x, scope, widest=widest, widest_axes=axes
         )
 
 
@@ -128,7 +128,7 @@ class PlainMLP(nnx.Module):
         """(batch, seq, embed) -> (batch, seq, embed), before it is constrained."""
 
         # B batch, T seq, D embed, F mlp.
-        def of_tokens(weights: tuple, x: jax.Array) -> jax.Array:
+        def mix_tokens(weights: tuple, x: jax.Array) -> jax.Array:
             up, up_bias, down, down_bias = weights
             up_BTF = column_parallel("BTD,DF->BTF", x, up, _HIDDEN, scope)
             up_BTF = up_BTF if up_bias is None else up_BTF + up_bias
@@ -144,7 +144,7 @@ class PlainMLP(nnx.Module):
         weights = tuple(None if one is None else one[...] for one in parameters)
         widest = (*x.shape[:2], self.up.shape[1])
         return in_token_chunks(
-            of_tokens, weights, x, scope, widest=widest, widest_axes=_HIDDEN
+            mix_tokens, weights, x, scope, widest=widest, widest_axes=_HIDDEN
         )
 
 

@@ -104,12 +104,12 @@ class YarnScaling:
                 key="value.out_of_range",
             )
 
-        def pair_of(turns: float) -> float:
+        def turned_pair(turns: float) -> float:
             wavelength = self.original_seq / (turns * 2 * math.pi)
             return size * math.log(wavelength) / (2 * math.log(theta))
 
-        low = max(math.floor(pair_of(self.beta_fast)), 0)
-        high = min(math.ceil(pair_of(self.beta_slow)), size - 1)
+        low = max(math.floor(turned_pair(self.beta_fast)), 0)
+        high = min(math.ceil(turned_pair(self.beta_slow)), size - 1)
         ramp = (np.arange(len(frequencies)) - low) / max(high - low, 0.001)
         kept = 1 - np.clip(ramp, 0.0, 1.0)
         return frequencies * (kept + (1 - kept) / self.factor)

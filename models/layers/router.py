@@ -177,11 +177,11 @@ def _chosen(
     if bias is not None:
         scores = scores + bias
     if config.groups > 1:
-        scores = _of_best_groups(scores, config)
+        scores = mask_other_groups(scores, config)
     return lax.top_k(scores, config.top_k)[1].astype(jnp.int32)
 
 
-def _of_best_groups(scores: jax.Array, config: RouterConfig) -> jax.Array:
+def mask_other_groups(scores: jax.Array, config: RouterConfig) -> jax.Array:
     size = config.experts // config.groups
     grouped = scores.reshape(*scores.shape[:-1], config.groups, size)
     judged = lax.top_k(grouped, min(2, size))[0].sum(-1)
@@ -243,11 +243,11 @@ def _within_capacity(experts: jax.Array, config: RouterConfig) -> jax.Array:
     """
     capacity = config.capacity(experts.shape[1])
 
-    def of_example(experts_TK: jax.Array) -> jax.Array:
+    def rank_in_example(experts_TK: jax.Array) -> jax.Array:
         flat = experts_TK.T.reshape(-1)
         order = jnp.argsort(flat, stable=True)
         place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)))
         first = jnp.searchsorted(flat[order], flat)
         return (place - first < capacity).reshape(experts_TK.T.shape).T
 
-    return jax.vmap(of_example)(experts)
+    return jax.vmap(rank_in_example)(experts)

@@ -177,12 +177,12 @@ def _convolved_backward(
     from the forward, and puts the kernels' gradients off, of which each keeps a `dy`.
     """
     (x, kernel), dy = lax.optimization_barrier((kept, dy))
-    of_kernel = _of_kernel(x, dy, kernel, stride, by_hand)
+    of_kernel = _kernel_gradient(x, dy, kernel, stride, by_hand)
     of_kernel, dy = lax.optimization_barrier((of_kernel, dy))
-    return _of_input(x, dy, kernel, stride, by_hand), of_kernel
+    return _input_gradient(x, dy, kernel, stride, by_hand), of_kernel
 
 
-def _of_kernel(
+def _kernel_gradient(
     x: jax.Array, dy: jax.Array, kernel: jax.Array, stride: int, by_hand: Split | None
 ) -> jax.Array:
     if by_hand is not None:
@@ -190,7 +190,7 @@ def _of_kernel(
     return jax.linear_transpose(lambda one: _plain(x, one, stride), kernel)(dy)[0]
 
 
-def _of_input(
+def _input_gradient(
     x: jax.Array, dy: jax.Array, kernel: jax.Array, stride: int, by_hand: Split | None
 ) -> jax.Array:
     if by_hand is not None:

@@ -32,9 +32,9 @@ from meshpar import TrainState, emulate
 from meshpar.distributed import Processes
 from meshpar.recipes.bench.conditions import conditions
 from meshpar.recipes.config import RunConfig
-from meshpar.recipes.corpus import corpus_of
+from meshpar.recipes.corpus import load_corpus
 from meshpar.recipes.metrics import metrics_log
-from meshpar.recipes.pretrain import batches_of, train
+from meshpar.recipes.pretrain import make_batches, train
 from meshpar.recipes.resume import Position
 from meshpar.recipes.run import Run
 from meshpar.recipes.step import make_step
@@ -89,7 +89,7 @@ def measured(config: RunConfig, args: argparse.Namespace) -> list[Round]:
     rounds = []
     with _started(config) as run:
         state, position = run.step.init(config.seed), Position()
-        batch = run.step.place(batches_of(run)(0))
+        batch = run.step.place(make_batches(run)(0))
         for number in range(args.rounds + 1):
             steps = args.steps if number else 3
             end = position.step + steps
@@ -156,7 +156,7 @@ def _started(config: RunConfig) -> Iterator[Run]:
         yield Run(
             config=config,
             step=step,
-            texts=corpus_of(config, Processes(), print),
+            texts=load_corpus(config, Processes(), print),
             checkpoints=checkpoints,
             console=Console(quiet=True),
         )

@@ -101,14 +101,14 @@ def _rows(
     for target, case in product(TARGETS, CASES):
         if target in targets and case in cases:
             report, command = _audited(case, target)
-            rows += rows_of(report, command, num_parts=num_parts_of(case, target))
+            rows += table_rows(report, command, num_parts=count_parts(case, target))
         else:
-            command = _text(command_of(case, target))
+            command = _text(audit_command(case, target))
             rows += [row for row in written if row["command"] == command]
     return rows
 
 
-def command_of(case: Case, target: str) -> list[str]:
+def audit_command(case: Case, target: str) -> list[str]:
     """The audit of a case, as the command line has it."""
     return [
         *(
@@ -123,7 +123,7 @@ def command_of(case: Case, target: str) -> list[str]:
     ]
 
 
-def num_parts_of(case: Case, target: str) -> int:
+def count_parts(case: Case, target: str) -> int:
     """In how many parts of the batch the case's blocks are taken."""
     layout = Layout.of(case.layout)
     if not layout.sequence_parallel:
@@ -133,7 +133,7 @@ def num_parts_of(case: Case, target: str) -> int:
     return platform.num_batch_parts(examples, examples * SEQ)
 
 
-def rows_of(
+def table_rows(
     report: dict[str, Any], command: list[str], *, num_parts: int = 1
 ) -> list[dict[str, Any]]:
     """A row for each mesh axis and kind of collective of an audit's report.
@@ -192,7 +192,7 @@ def table(rows: Iterable[dict[str, Any]]) -> Table:
 
 
 def _audited(case: Case, target: str) -> tuple[dict[str, Any], list[str]]:
-    command, printed = command_of(case, target), io.StringIO()
+    command, printed = audit_command(case, target), io.StringIO()
     with contextlib.redirect_stdout(printed):
         meshpar_main(command)
     return json.loads(printed.getvalue()), command

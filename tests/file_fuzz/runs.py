@@ -27,9 +27,9 @@ from meshpar.recipes.elastic import fitted
 from meshpar.recipes.options import parse_arguments
 from meshpar.recipes.resume import (
     changes,
-    description_of,
-    position_of,
+    data_position,
     rate_change,
+    read_description,
     refuse_other,
 )
 from meshpar.recipes.step import make_step
@@ -156,7 +156,7 @@ def _resumed(folder: Path) -> str:
     config = RunConfig(out=folder, resume=True, layout="data=-1", emulate=0)
     with captured(), Checkpoints(folder / "checkpoints") as checkpoints:
         line, told = fitted(config, 1, 1)
-        before = description_of(checkpoints)
+        before = read_description(checkpoints)
         now = {
             **{"model_sizes": json.loads(json.dumps(dataclasses.asdict(CONFIG)))},
             **{"layout": line, "seed": 0, "steps": 9, "data": "a", "seq": 16},
@@ -165,7 +165,7 @@ def _resumed(folder: Path) -> str:
         refuse_other(before, now, done)
         state = checkpoints.restore(step.state_shapes, step.shardings)
         lines = [told, *changes(before, now), *rate_change(config, before, done)]
-        return f"{lines} {position_of(before, now, done)} {int(state.step)}"
+        return f"{lines} {data_position(before, now, done)} {int(state.step)}"
 
 
 def _kept_options(above: Path) -> Iterator[Path]:

@@ -43,7 +43,7 @@ def timed_step(step, state, batch):
         {fault}
     return plain(step, state, batch)
 
-def batches_of(run):
+def make_batches(run):
     def batch_of(number):
         batch = plain_batches(run)(number)
         is_first_time = run.position.step + number == 5 and not run.num_rollbacks
@@ -52,7 +52,7 @@ def batches_of(run):
         return batch
     return batch_of
 
-plain_batches, pretrain.batches_of = pretrain.batches_of, batches_of
+plain_batches, pretrain.make_batches = pretrain.make_batches, make_batches
 pretrain.timed_step = timed_step
 if is_last:
     {once}

@@ -44,7 +44,7 @@ MIXTRAL = (
 
 def table(config: MoEConfig) -> tuple[Row, ...]:
     """Their names, our paths."""
-    if kind_of(config) == "deepseek_v3":
+    if router_kind(config) == "deepseek_v3":
         return deepseek.table(config)
     normed = config.qk_norm
     return (
@@ -55,7 +55,7 @@ def table(config: MoEConfig) -> tuple[Row, ...]:
     )
 
 
-def kind_of(config: MoEConfig) -> str:
+def router_kind(config: MoEConfig) -> str:
     """Which of theirs it is.
 
     Raises:
@@ -114,7 +114,7 @@ def from_json(values: Mapping[str, Any], kind: str, rope: Rope) -> MoEConfig:
 
 def to_json(config: MoEConfig) -> dict[str, Any]:
     """A `config.json` of the model."""
-    kind = kind_of(config)
+    kind = router_kind(config)
     if kind == "deepseek_v3":
         return deepseek.to_json(config)
     same = {
