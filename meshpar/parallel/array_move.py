@@ -204,9 +204,9 @@ class ArrayMove:
                 put = _put_from(after, before, layer.sharding)
                 result = put(result, self.array, np.int32(to), np.int32(at))
             else:
-                one = _layer(before)(self.array, np.int32(at))
-                one = jax.device_put(one, layer.sharding)
-                result = _put(after, layer)(result, one, np.int32(to))
+                values = _layer(before)(self.array, np.int32(at))
+                values = jax.device_put(values, layer.sharding)
+                result = _put(after, layer)(result, values, np.int32(to))
         return result
 
     def _programs(self) -> Iterator[jax.stages.Compiled]:
@@ -268,9 +268,11 @@ def _put_from(
     """Compile (array, other array, place, other place) -> array with that layer."""
 
     def put(array: Any, other: Any, to: Any, at: Any) -> jax.Array:
-        one = jax.lax.dynamic_index_in_dim(other, at, keepdims=False)
-        one = jax.lax.with_sharding_constraint(one.astype(array.dtype), layer_sharding)
-        return array.at[to].set(one)
+        values = jax.lax.dynamic_index_in_dim(other, at, keepdims=False)
+        values = jax.lax.with_sharding_constraint(
+            values.astype(array.dtype), layer_sharding
+        )
+        return array.at[to].set(values)
 
     jitted = jax.jit(put, out_shardings=after.sharding, donate_argnums=0)
     return jitted.lower(after, before, _PLACE, _PLACE).compile()
@@ -280,8 +282,8 @@ def _put_from(
 def _put(after: Struct, layer: Struct) -> jax.stages.Compiled:
     """Compile (array, one layer, place) -> array with that layer."""
 
-    def put(array: Any, one: Any, to: Any) -> jax.Array:
-        return array.at[to].set(one.astype(array.dtype))
+    def put(array: Any, values: Any, to: Any) -> jax.Array:
+        return array.at[to].set(values.astype(array.dtype))
 
     jitted = jax.jit(put, out_shardings=after.sharding, donate_argnums=0)
     return jitted.lower(after, layer, _PLACE).compile()

@@ -73,8 +73,10 @@ def vjp_without(
 
 def restore_vjp(residuals: Residuals, known: Any) -> Callable[..., tuple]:
     """Return the backward: cotangent of the value -> those of `differentiated`."""
-    at_hand, kept = jax.tree.leaves(known), iter(residuals.kept)
-    leaves = [next(kept) if at is None else at_hand[at] for at in residuals.known_at]
+    known_leaves, kept = jax.tree.leaves(known), iter(residuals.kept)
+    leaves = [
+        next(kept) if at is None else known_leaves[at] for at in residuals.known_at
+    ]
     return jax.tree.unflatten(residuals.treedef, leaves)
 
 
@@ -204,11 +206,11 @@ class Block:
             known: Arrays that the scope is made of.
         """
         vjp = restore_vjp(residuals, (weights, {**known, "layer": layer}))
-        of_sums = {
+        auxiliary_gradients = {
             name: jnp.float32(coefficient * of_loss)
             for name, coefficient in self.group.auxiliary.items()
         }
-        gradients, dx_before = vjp((dx, of_sums))
+        gradients, dx_before = vjp((dx, auxiliary_gradients))
         if self._padded:
             is_layer = layer >= 0
             gradients = where(is_layer, gradients)
@@ -378,8 +380,8 @@ def check_names(stacks: Sequence[tuple[Stack, Stream]], known: Known) -> None:
     names: list[str] = []
     for stack, x in stacks:
         first = jax.tree.map(lambda value: value[0], (stack.shards, stack.state))
-        of_layer = {**known, "state": first[1]}
-        names += stack.block.residual_names(first[0], x, stack.layers[0], of_layer)
+        layer_arrays = {**known, "state": first[1]}
+        names += stack.block.residual_names(first[0], x, stack.layers[0], layer_arrays)
     refuse_unknown(remat, names)
 
 

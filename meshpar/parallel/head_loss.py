@@ -273,10 +273,10 @@ def _loss_forward(plan: _Plan, *arrays: jax.Array) -> tuple[jax.Array, tuple]:
 
 
 def _loss_backward(plan: _Plan, kept: tuple, scale: jax.Array) -> tuple:
-    dx, dtable, losses, of_table = kept
+    dx, dtable, losses, table_like = kept
     return (
         (dx * scale).astype(dx.dtype),
-        (dtable * scale).astype(of_table.dtype),
+        (dtable * scale).astype(table_like.dtype),
         None,
         losses * scale,
     )
@@ -337,5 +337,5 @@ class Chunk:
         return ((softmax_CV - self._hit_CV) * scale).astype(self.x.dtype)
 
 
-def matmul(dims: str, one: jax.Array, other: jax.Array, dtype: Any) -> jax.Array:
-    return jnp.einsum(dims, one, other, preferred_element_type=dtype)
+def matmul(dims: str, left: jax.Array, right: jax.Array, dtype: Any) -> jax.Array:
+    return jnp.einsum(dims, left, right, preferred_element_type=dtype)

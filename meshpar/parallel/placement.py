@@ -70,8 +70,8 @@ class Placement:
         platform: Kind of device: `cpu`, `gpu` or `tpu`.
         gradient_dtype: Dtype in which gradients are added up over microbatches and
             devices.
-        apart: Mesh axes along which each device trains its own replica: nothing is
-            summed over them (`meshpar.train.local_steps`).
+        replica_axes: Mesh axes along which each device trains its own replica:
+            nothing is summed over them (`meshpar.train.local_steps`).
         hosts: The host of each device of the mesh, row by row, if gradients are summed
             inside hosts first (`reduction.sum_by_host`).
     """
@@ -82,7 +82,7 @@ class Placement:
     mesh: Mesh | AbstractMesh
     platform: str
     gradient_dtype: Any = jnp.float32
-    apart: tuple[str, ...] = ()
+    replica_axes: tuple[str, ...] = ()
     hosts: tuple[int, ...] | None = None
 
     def on_shards(self, local: Callable, in_specs: Any, out_specs: Any) -> Callable:
@@ -111,7 +111,7 @@ class Placement:
         """
         model_state = self.manual_model_state_specs
         out = REPLICATED, REPLICATED, self.manual_state_specs, model_state, BATCH
-        if not self.apart:
+        if not self.replica_axes:
             return self.on_state(local, out)
 
         def on_replica(params: Params, state: Params, *others: Any) -> Any:
@@ -126,7 +126,7 @@ class Placement:
 
     def replica_specs(self, specs: Any) -> Any:
         """Return specs of arrays with a leading dim of all separate replicas."""
-        return jax.tree.map(lambda spec: PartitionSpec(self.apart, *spec), specs)
+        return jax.tree.map(lambda spec: PartitionSpec(self.replica_axes, *spec), specs)
 
     def scopes(self, *, training: bool, order: TokenOrder | None = None) -> Scopes:
         """Return the maker of scopes of a model's functions.
@@ -140,7 +140,7 @@ class Placement:
             rules=self.rules,
             platform=self.platform,
             batch_axes=self.large(BATCH_AXES),
-            replica_axes=self.apart,
+            replica_axes=self.replica_axes,
             num_microbatches=self.layout.microbatches,
             training=training,
         )
@@ -266,11 +266,13 @@ class Placement:
             return lax.psum(values, axes)
 
     def large(self, mesh_axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the mesh axes of size above 1 to sum over, without `apart`.
+        """Return the mesh axes of size above 1 to sum over, without `replica_axes`.
 
         If `context` splits space it is left out too: GSPMD sums over it.
         """
-        absent = self.apart if self.splits_tokens else (*self.apart, "context")
+        absent = (
+            self.replica_axes if self.splits_tokens else (*self.replica_axes, "context")
+        )
         return tuple(
             axis
             for axis in mesh_axes

@@ -49,7 +49,7 @@ class Kept:
 
 
 def run_blocks(
-    stack: Stack, x: Stream, known: Known, beside: Any = ()
+    stack: Stack, x: Stream, known: Known, overlapped: Any = ()
 ) -> tuple[Stream, Sums, Any]:
     """Run all blocks, as `blocks.run_blocks`, with prefetch.
 
@@ -57,27 +57,27 @@ def run_blocks(
         stack: The blocks.
         x: The stream of this device's examples.
         known: Arrays without gradient that scopes are made of.
-        beside: Arrays that the caller communicates beside the last layer; they come
+        overlapped: Arrays that the caller communicates beside the last layer; they come
             back behind a barrier after the other layers.
 
     Returns:
-        The last layer's output, the sums, and `beside`.
+        The last layer's output, the sums, and `overlapped`.
     """
 
     def run(weights: Any, x: Stream, place: Any, _: bool) -> tuple[Stream, Sums]:
         return stack.block.forward(weights, x, *_layer(stack, place, known))
 
-    x, others, last, _, beside = _forward(stack, run, x, beside)
-    return x, over_layers(stack.block, _joined(others, last)), beside
+    x, others, last, _, overlapped = _forward(stack, run, x, overlapped)
+    return x, over_layers(stack.block, _joined(others, last)), overlapped
 
 
 def run_keeping(
-    stack: Stack, x: Stream, known: Known, beside: Any = ()
+    stack: Stack, x: Stream, known: Known, overlapped: Any = ()
 ) -> tuple[Stream, Sums, Kept, Any]:
     """Run all blocks, and keep residuals for `run_backward`.
 
     Returns:
-        The last layer's output, the sums, the residuals, and `beside`.
+        The last layer's output, the sums, the residuals, and `overlapped`.
     """
 
     def run(
@@ -89,10 +89,10 @@ def run_keeping(
         return x, (sums, residuals)
 
     with jax.named_scope(FORWARD):
-        x, others, last, weights, beside = _forward(stack, run, x, beside)
+        x, others, last, weights, overlapped = _forward(stack, run, x, overlapped)
     sums, residuals = zip(others or (None, None), last, strict=True)
     kept = Kept(*residuals, weights)
-    return x, over_layers(stack.block, _joined(*sums)), kept, beside
+    return x, over_layers(stack.block, _joined(*sums)), kept, overlapped
 
 
 def run_backward(
@@ -104,14 +104,14 @@ def run_backward(
     add: Callable[[Any, Any, Any], Any],
     *,
     of_loss: jax.Array | float,
-    beside: Any = (),
+    overlapped: Any = (),
 ) -> tuple[Stream, Any, Any]:
     """Run the backward of `run_keeping`, as `blocks.run_backward`, with prefetch.
 
-    Communication of `beside` overlaps with the last layer and ends before the others.
+    Communication of `overlapped` runs beside the last layer and ends before the others.
 
     Returns:
-        The gradient of its `x`, the totals, and `beside`.
+        The gradient of its `x`, the totals, and `overlapped`.
     """
     block = stack.block
 
@@ -133,19 +133,19 @@ def run_backward(
             dx, shard = lax.optimization_barrier((dx, _at(stack.shards, last - 1)))
             following = block.gather(shard)
         late, dx = run(kept.weights, kept.last, dx, last)
-        dx, beside = lax.optimization_barrier((dx, beside))
+        dx, overlapped = lax.optimization_barrier((dx, overlapped))
         if last:
             carry = (dx, totals, following, late)
             carry, _ = lax.scan(body, carry, jnp.arange(last), reverse=True)
             dx, totals, _, late = carry
-        return dx, add(totals, block.scatter(late), 0), beside
+        return dx, add(totals, block.scatter(late), 0), overlapped
 
 
 def _forward(
     stack: Stack,
     run: Callable[[Any, Stream, Any, bool], tuple[Stream, Any]],
     x: Stream,
-    beside: Any,
+    overlapped: Any,
 ) -> tuple[Stream, Any, Any, Any, Any]:
     """Run a forward over the layers.
 
@@ -153,11 +153,11 @@ def _forward(
         stack: The blocks.
         run: (weights, `x`, place, is in a loop) -> (next `x`, output of the layer).
         x: The stream.
-        beside: As for `run_blocks`.
+        overlapped: As for `run_blocks`.
 
     Returns:
         The last layer's `x`; stacked outputs of the other layers; the last layer's
-        output and weights; `beside`.
+        output and weights; `overlapped`.
     """
 
     def body(carry: tuple, place: jax.Array) -> tuple[tuple, Any]:
@@ -169,9 +169,9 @@ def _forward(
     last, weights, others = len(stack.layers) - 1, _gather(stack, 0), None
     if last:
         (x, weights), others = lax.scan(body, (x, weights), jnp.arange(last))
-    x, beside = lax.optimization_barrier((x, beside))
+    x, overlapped = lax.optimization_barrier((x, overlapped))
     x, output = run(weights, x, last, False)
-    return x, others, output, weights, beside
+    return x, others, output, weights, overlapped
 
 
 def _gather(stack: Stack, place: Any) -> Any:

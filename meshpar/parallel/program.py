@@ -41,7 +41,7 @@ from meshpar.parallel.model_state import (
 from meshpar.parallel.placement import REPLICATED, Placement, Scopes
 from meshpar.parallel.prefetch import prefetches
 from meshpar.parallel.reduction import loss_metrics, random_key, safe_inverse
-from meshpar.parallel.sequence import outputs_in_order, tokens_at_hand
+from meshpar.parallel.sequence import outputs_in_order, own_tokens
 from meshpar.parallel.zero import (
     Stored,
     before_loop,
@@ -247,7 +247,7 @@ class _Pass:
         natural: bool = False,
     ) -> _Pass:
         """Prepare a pass over this device's examples and tokens."""
-        own, order = tokens_at_hand(placement, batch, natural=natural)
+        own, order = own_tokens(placement, batch, natural=natural)
         scopes = placement.scopes(training=training, order=order)
         model = placement.model
         own, inputs = apart(model.inputs, own)
@@ -293,20 +293,20 @@ class _Pass:
             loss_sum += stack.block.group.weighted(group_losses)
         share = safe_inverse(weight_sum)
         ends, dx = head_vjp((share, -loss_sum * share * share))
-        beside = self.ends.scatter_late(ends)
+        overlapped = self.ends.scatter_late(ends)
         shapes = placement.gradient_shapes(weights, self.groups)[1]
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         blocks: list[Any] = []
         for stack, vjp, residuals, total in reversed(
             list(zip(stacks, vjps, kept, zeros, strict=True))
         ):
-            dx, total, beside = _run_backward(
-                stack, residuals, dx, self.known, total, share, beside
+            dx, total, overlapped = _run_backward(
+                stack, residuals, dx, self.known, total, share, overlapped
             )
             more, dx = vjp(dx)
             ends = jax.tree.map(jnp.add, ends, more)
             blocks.insert(0, total)
-        gradients = placement.reduce(self.ends.scattered(ends, beside), blocks)
+        gradients = placement.reduce(self.ends.scattered(ends, overlapped), blocks)
         statistics = sum_statistics(
             placement,
             [state_statistics(*pair) for pair in zip(stacks, sums, strict=True)],
@@ -317,16 +317,18 @@ class _Pass:
 
     def hidden(self) -> tuple[Params, Stream]:
         """Return the gathered parameters of the ends, and the last block's output."""
-        x, beside = self.inputs, self.ends.late_shards
+        x, overlapped = self.inputs, self.ends.late_shards
         early = self.ends.gather_early()
         weights = self.ends.joined(early)
         for at, stack in enumerate(self._stacks()):
             entered = self._entered(at)(weights, x)
             if stack.prefetches:
-                x, _, beside = prefetch.run_blocks(stack, entered, self.known, beside)
+                x, _, overlapped = prefetch.run_blocks(
+                    stack, entered, self.known, overlapped
+                )
             else:
                 x, _ = run_blocks(stack, entered, self.known)
-        return self.ends.joined(early, self.ends.gather_late(beside)), x
+        return self.ends.joined(early, self.ends.gather_late(overlapped)), x
 
     def head(self, weights: Params, x: Stream) -> tuple[jax.Array, jax.Array]:
         model = self.placement.model
@@ -339,14 +341,14 @@ class _Pass:
 
     def _forward(self) -> tuple:
         x, vjps, stacks, sums, kept, checked = self.inputs, [], [], [], [], []
-        early, beside = self.ends.gather_early(), self.ends.late_shards
+        early, overlapped = self.ends.gather_early(), self.ends.late_shards
         weights = self.ends.joined(early)
         for at, stack in enumerate(self._stacks()):
             x, vjp = jax.vjp(self._entered(at), weights, x)
             checked.append((stack, x))
             if stack.prefetches:
-                x, group_sums, residuals, beside = prefetch.run_keeping(
-                    stack, x, self.known, beside
+                x, group_sums, residuals, overlapped = prefetch.run_keeping(
+                    stack, x, self.known, overlapped
                 )
             else:
                 x, group_sums, residuals = run_keeping(stack, x, self.known)
@@ -355,7 +357,7 @@ class _Pass:
             sums.append(group_sums)
             kept.append(residuals)
         check_names(checked, self.known)
-        weights = self.ends.joined(early, self.ends.gather_late(beside))
+        weights = self.ends.joined(early, self.ends.gather_late(overlapped))
         return weights, x, vjps, stacks, sums, kept
 
     def _entered(self, at: int) -> Callable[..., Stream]:
@@ -412,9 +414,9 @@ def _run_backward(
     known: Known,
     totals: Params,
     of_loss: jax.Array,
-    beside: Any,
+    overlapped: Any,
 ) -> tuple:
-    """Return gradients of the stack's input and parameters, and `beside`."""
+    """Return gradients of the stack's input and parameters, and `overlapped`."""
 
     def put(totals: Params, gradients: Params, place: jax.Array) -> Params:
         return jax.tree.map(
@@ -425,9 +427,11 @@ def _run_backward(
 
     if stack.prefetches:
         return prefetch.run_backward(
-            stack, kept, dx, known, totals, put, of_loss=of_loss, beside=beside
+            stack, kept, dx, known, totals, put, of_loss=of_loss, overlapped=overlapped
         )
-    return *run_backward(stack, kept, dx, known, totals, put, of_loss=of_loss), beside
+    return *run_backward(
+        stack, kept, dx, known, totals, put, of_loss=of_loss
+    ), overlapped
 
 
 def one_layer(stored: Any) -> Any:

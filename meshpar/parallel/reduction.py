@@ -34,7 +34,7 @@ SumOver = Callable[[Arrays, tuple[str, ...]], Arrays]
 """(this device's arrays, mesh axes) -> their sums over those, on every device."""
 
 
-def all_together(arrays: Arrays, mesh_axes: tuple[str, ...]) -> Arrays:
+def joint_all_reduce(arrays: Arrays, mesh_axes: tuple[str, ...]) -> Arrays:
     """Sum all arrays over mesh axes in one all-reduce."""
     with asked("gradient_reduction"):
         return lax.psum(arrays, mesh_axes)
@@ -44,7 +44,7 @@ def reduce_gradients(
     stored: Any,
     gradients: Any,
     mesh_axes: tuple[str, ...],
-    sum_over: SumOver = all_together,
+    sum_over: SumOver = joint_all_reduce,
 ) -> Any:
     """Sum each gradient over the mesh axes that it has not been reduced over yet.
 
@@ -132,16 +132,16 @@ def sum_by_host(
     """
     groups = host_groups(hosts, mesh_axes)
     if groups is None:
-        return all_together(arrays, mesh_axes)
+        return joint_all_reduce(arrays, mesh_axes)
     summed: dict[int, jax.Array] = {}
     for dtype in dict.fromkeys(array.dtype for array in arrays):
         places = [at for at, array in enumerate(arrays) if array.dtype == dtype]
-        sums = all_reduce([arrays[at] for at in places], mesh_axes, groups)
+        sums = all_reduce_by_host([arrays[at] for at in places], mesh_axes, groups)
         summed.update(zip(places, sums, strict=True))
     return [summed[at] for at in range(len(arrays))]
 
 
-def all_reduce(
+def all_reduce_by_host(
     arrays: Sequence[jax.Array], mesh_axes: Sequence[str], groups: HostGroups
 ) -> list[jax.Array]:
     """Sum each array over mesh axes, equal to `lax.psum` but for rounding.
@@ -172,7 +172,7 @@ def global_norm(
     shardings: Any,
     mesh: Mesh | AbstractMesh,
     *,
-    apart: tuple[str, ...] = (),
+    replica_axes: tuple[str, ...] = (),
 ) -> Float[Array, ""]:
     """Return `sqrt(sum of squares)` of all arrays: one all-reduce of a single number.
 
@@ -182,9 +182,11 @@ def global_norm(
         tree: Global arrays.
         shardings: The same tree of `NamedSharding`s on `mesh`.
         mesh: The mesh; all its axes are automatic here.
-        apart: Mesh axes that `jax.vmap` maps over; each replica has its own norm.
+        replica_axes: Mesh axes that `jax.vmap` maps over; each replica has a norm.
     """
-    sizes = {axis: size for axis, size in mesh.shape.items() if axis not in apart}
+    sizes = {
+        axis: size for axis, size in mesh.shape.items() if axis not in replica_axes
+    }
     specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
 
     def squares(spec: PartitionSpec, x: jax.Array) -> jax.Array:

@@ -79,7 +79,7 @@ def is_sequence(logical_axis: str | None) -> bool:
     )
 
 
-def tokens_at_hand(
+def own_tokens(
     placement: Placement, batch: Mapping[str, jax.Array], *, natural: bool = False
 ) -> tuple[dict[str, jax.Array], TokenOrder | None]:
     """Return this device's tokens of every array, and their order.
@@ -136,9 +136,9 @@ def outputs_in_order(
     whole = _output_shapes(placement, batch, 1)
     split = _output_shapes(placement, batch, placement.layout.context)
     specs = jax.tree.map(_split_dims, whole, split)
-    found = placement.on_state(local, specs)(*given)
+    outputs = placement.on_state(local, specs)(*given)
     return jax.tree.map(
-        lambda x, like: x[tuple(slice(size) for size in like.shape)], found, whole
+        lambda x, like: x[tuple(slice(size) for size in like.shape)], outputs, whole
     )
 
 
@@ -160,8 +160,8 @@ def _output_shapes(placement: Placement, batch: Any, parts: int) -> Any:
 
 def _split_dims(whole: Any, split: Any) -> PartitionSpec:
     entries: list[Any] = [
-        None if one == other else "context"
-        for one, other in zip(whole.shape, split.shape, strict=True)
+        None if size == part else "context"
+        for size, part in zip(whole.shape, split.shape, strict=True)
     ]
     entries[0] = BATCH_AXES
     return PartitionSpec(*entries)

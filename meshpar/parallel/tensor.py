@@ -125,11 +125,11 @@ def _lookup(
         known = in_vocab(tokens, vocab)[..., None]
         if not mesh_axes:
             return jnp.where(known, rows[index], jnp.nan)
-        found = jnp.where(mine, rows[index], 0)
+        own_rows = jnp.where(mine, rows[index], 0)
         # XLA:CPU aborts on a bf16 all-reduce here; one term of the sum is not zero, so
         # that no dtype rounds it.
         with asked("vocab_lookup"):
-            summed = lax.psum(found.astype(wide), mesh_axes)
+            summed = lax.psum(own_rows.astype(wide), mesh_axes)
         return jnp.where(known, summed.astype(rows.dtype), jnp.nan)
 
     return on_parts(

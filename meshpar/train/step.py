@@ -739,7 +739,7 @@ def chosen_programs(
     functions = whole = functions_of(placement)
     if options.outer_optimizer is not None:
         functions = LocalStepFunctions(
-            replica=functions_of(replace(placement, apart=REPLICA_AXES)),
+            replica=functions_of(replace(placement, replica_axes=REPLICA_AXES)),
             whole=whole,
             outer_optimizer=by_layer(options.outer_optimizer, model, layout),
         )

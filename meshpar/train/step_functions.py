@@ -241,7 +241,10 @@ class Update:
         """
         placement = self.placement
         norm = global_norm(
-            gradients, self.of_states, placement.mesh, apart=placement.apart
+            gradients,
+            self.of_states,
+            placement.mesh,
+            replica_axes=placement.replica_axes,
         )
         state = self._on_device(state)
         counts = jnp.isfinite(norm) & jnp.isfinite(loss) & counts

@@ -29,7 +29,7 @@ from meshpar.parallel.pipeline.stages import Arrangement, arrangement, cut, merg
 from meshpar.parallel.placement import REPLICATED, Placement
 from meshpar.parallel.program import LossAndGradients, sums_by_name
 from meshpar.parallel.reduction import loss_metrics, random_key, safe_inverse
-from meshpar.parallel.sequence import outputs_in_order, tokens_at_hand
+from meshpar.parallel.sequence import outputs_in_order, own_tokens
 from meshpar.schedules import OwnSchedule, Schedule, chosen_schedule
 from meshpar.schedules.stage_splits import split_by_cost, stage_sizes
 
@@ -120,7 +120,7 @@ class PipelineProgram:
         natural: bool = False,
     ) -> Microbatches:
         placement, chunks = self.placement, self.schedule.num_chunks
-        own, order = tokens_at_hand(placement, batch, natural=natural)
+        own, order = own_tokens(placement, batch, natural=natural)
         scopes = placement.scopes(training=training, order=order)
         weights, groups = placement.gather_before_loop(params)
         ends, shapes = placement.gradient_shapes(weights, groups)
