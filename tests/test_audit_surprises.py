@@ -62,6 +62,39 @@ def test_a_weight_split_on_the_wrong_dim_is_gathered_and_reported(mesh):
     assert row.reason.startswith("nobody asked for this: inserted by GSPMD for dot")
 
 
+@pytest.fixture
+def cached_small_programs():
+    """JAX's persistent cache, which here keeps programs of any compile time."""
+    option = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, option)
+    jax.config.update(option, 0)
+    yield
+    jax.config.update(option, before)
+
+
+@pytest.mark.usefixtures("cached_small_programs")
+def test_lines_are_those_of_the_code_that_stands_though_the_cache_has_older(
+    mesh, tmp_path
+):
+    source = tmp_path / "edited.py"
+    shapes = (
+        array(16, 48, sharding=NamedSharding(mesh, P("data"))),
+        array(48, 112, sharding=NamedSharding(mesh, P(None, "tensor"))),
+    )
+    for line in (2, 5):
+        code = (
+            "\n" * (line - 2) + "def multiply(x, w):\n    return constrained(x @ w)\n"
+        )
+        names = {
+            "constrained": lambda y: lax.with_sharding_constraint(
+                y, NamedSharding(mesh, P("data"))
+            )
+        }
+        exec(compile(code, str(source), "exec"), names)
+        [row] = audit(names["multiply"], *shapes).surprises
+        assert row.collective.source == f"{source}:{line}"
+
+
 def test_a_row_split_weight_for_a_column_split_result_is_a_surprise(mesh):
     def multiply(x, w):
         y = x @ w

@@ -37,6 +37,8 @@ _DOES_NOT_FIT = ("RESOURCE_EXHAUSTED", "out of memory", "exceeds the limit")
 def main(folder: Path) -> None:
     """Reads `request.json` and `program.bin`; writes `answer.json`, `program.txt`."""
     request = json.loads((folder / "request.json").read_text())
+    # As `report.sources_in_cache_key`.
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
     answer: dict[str, Any] = {"problem": "", "memory": None}
     platform = Target.parse(request["target"]).platform
     if platform == "tpu":

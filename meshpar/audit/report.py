@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -343,9 +344,26 @@ def _as_virtual(subject: Subject) -> Target:
 
 
 def _compiled_here(subject: Subject) -> CompiledProgram:
-    compiled = subject.lower().compile(dict(subject.compiler_options) or None)
+    with sources_in_cache_key():
+        compiled = subject.lower().compile(dict(subject.compiler_options) or None)
     memory = MemoryUse.of(compiled, subject.platform)
     return CompiledProgram(text=compiled.as_text() or "", memory=memory)
+
+
+@contextlib.contextmanager
+def sources_in_cache_key() -> Iterator[None]:
+    """Let JAX's persistent cache tell programs apart whose source lines differ.
+
+    By default its key leaves out names and lines: a program that was compiled before
+    somebody edited a file comes back with that file's old lines, which explain nothing.
+    """
+    option = "jax_compilation_cache_include_metadata_in_key"
+    before = getattr(jax.config, option)
+    jax.config.update(option, True)
+    try:
+        yield
+    finally:
+        jax.config.update(option, before)
 
 
 def _read(
