@@ -10,7 +10,7 @@ from meshpar.model.parameter import is_parameter
 from meshpar.models.presets import build
 from meshpar.parallel.pipeline.stages import in_layer_order
 from meshpar.parallel.resharding import (
-    Arrangement,
+    ParameterPlacement,
     moved,
     reshard_bytes,
     reshard_memory,
@@ -38,7 +38,7 @@ def devices_of(layout):
 
 def params_of(model, layout):
     """Random parameters as they lie in a layout, and how they lie."""
-    source = Arrangement.from_layout(model, layout, devices=devices_of(layout))
+    source = ParameterPlacement.from_layout(model, layout, devices=devices_of(layout))
     rng = np.random.default_rng(0)
     params = jax.tree.map(
         lambda x, sharding: jax.device_put(
@@ -58,7 +58,9 @@ def check(model, one, other, devices=None):
         params, one, other, model=model, devices=devices or devices_of(other)
     )
     assert all(array.is_deleted() for array in jax.tree.leaves(params))
-    target = Arrangement.from_layout(model, other, devices=devices or devices_of(other))
+    target = ParameterPlacement.from_layout(
+        model, other, devices=devices or devices_of(other)
+    )
     lying = jax.tree.map(lambda array: array.sharding, found)
     assert lying == target.shardings
     jax.tree.map(
@@ -86,9 +88,9 @@ def check_moved(model, one, other):
         model.parameters,
         is_leaf=is_parameter,
     )
-    source = Arrangement.from_layout(model, one, devices=devices_of(one))
-    target = Arrangement.from_layout(model, other, devices=devices_of(other))
-    params = moved(values, Arrangement(model=model), source)
+    source = ParameterPlacement.from_layout(model, one, devices=devices_of(one))
+    target = ParameterPlacement.from_layout(model, other, devices=devices_of(other))
+    params = moved(values, ParameterPlacement(model=model), source)
     memory = reshard_memory(params, source, target)
     assert memory.peak <= memory.limit, (str(one), str(other), memory)
     found = moved(params, source, target, donate=True)
@@ -132,7 +134,7 @@ def test_experts_arrive():
 
 def bytes_of(one, other):
     params, source = params_of(MODEL, one)
-    target = Arrangement.from_layout(MODEL, other, devices=devices_of(other))
+    target = ParameterPlacement.from_layout(MODEL, other, devices=devices_of(other))
     return reshard_bytes(params, source, target)
 
 

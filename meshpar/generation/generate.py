@@ -21,7 +21,7 @@ from meshpar.generation.texts import DECODER_START, reads_source
 from meshpar.layout import Layout
 from meshpar.model.contract import Model
 from meshpar.parallel.pipeline.program import arranged_for
-from meshpar.parallel.resharding import Arrangement, moved
+from meshpar.parallel.resharding import ParameterPlacement, moved
 from meshpar.rules.rules import Rules
 from meshpar.train.state import TrainState, take_out
 
@@ -266,8 +266,10 @@ def placed(
         )
     check_alike(programs.mesh, (params, state, model_state))
     layout = Layout.of(from_layout)
-    source = Arrangement(model=arranged_for(model, layout), num_stages=layout.stage)
-    target = Arrangement(
+    source = ParameterPlacement(
+        model=arranged_for(model, layout), num_stages=layout.stage
+    )
+    target = ParameterPlacement(
         model=programs.placement.model, shardings=programs.stacked_shardings
     )
     dtype = programs.plan.layout.param_dtype
@@ -275,8 +277,8 @@ def placed(
     if state is None:
         return new_params, programs.first_state(model_state or {})
     source, target = (
-        _state_arrangement(source),
-        _state_arrangement(target, programs.state_shardings),
+        _state_placement(source),
+        _state_placement(target, programs.state_shardings),
     )
     return new_params, moved(state, source, target)
 
@@ -288,11 +290,13 @@ def _resolved(layout: Layout, num_devices: int) -> Layout:
     return layout
 
 
-def _state_arrangement(arrangement: Arrangement, shardings: Any = None) -> Arrangement:
+def _state_placement(
+    placement: ParameterPlacement, shardings: Any = None
+) -> ParameterPlacement:
     model = dataclasses.replace(
-        arrangement.model, parameters=arrangement.model.state, groups=()
+        placement.model, parameters=placement.model.state, groups=()
     )
-    return dataclasses.replace(arrangement, model=model, shardings=shardings)
+    return dataclasses.replace(placement, model=model, shardings=shardings)
 
 
 def _tokens(prompt: Prompt, tokenizer: Any) -> tuple[int, ...]:

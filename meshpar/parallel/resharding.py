@@ -39,7 +39,7 @@ from meshpar.rules.sharding import path_name
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arrangement:
+class ParameterPlacement:
     """Order of layers and shardings of a model's parameters under a layout.
 
     Args:
@@ -61,7 +61,7 @@ class Arrangement:
         rules: Rules | None = None,
         mesh: Mesh | None = None,
         devices: Sequence[jax.Device] | None = None,
-    ) -> Arrangement:
+    ) -> ParameterPlacement:
         """Return the order and shardings that a training step gives parameters.
 
         Args:
@@ -135,13 +135,17 @@ def reshard(
     """
     check_model(model)
     layout = Layout.of(from_layout)
-    source = Arrangement(model=arranged_for(model, layout), num_stages=layout.stage)
-    target = Arrangement.from_layout(model, to_layout, rules=rules, devices=devices)
+    source = ParameterPlacement(
+        model=arranged_for(model, layout), num_stages=layout.stage
+    )
+    target = ParameterPlacement.from_layout(
+        model, to_layout, rules=rules, devices=devices
+    )
     return moved(params, source, target, donate=donate, by_host=by_host)
 
 
 def reshard_bytes(
-    params: Params, source: Arrangement, target: Arrangement
+    params: Params, source: ParameterPlacement, target: ParameterPlacement
 ) -> MovedBytes:
     """Return the least bytes that a move sends, by mesh axis and link.
 
@@ -169,7 +173,11 @@ def reshard_bytes(
 
 
 def reshard_memory(
-    params: Params, source: Arrangement, target: Arrangement, *, by_host: bool = True
+    params: Params,
+    source: ParameterPlacement,
+    target: ParameterPlacement,
+    *,
+    by_host: bool = True,
 ) -> MovingMemory:
     """Return the memory that `reshard` takes on a device, from its compiled programs.
 
@@ -184,8 +192,8 @@ def reshard_memory(
 
 def moved(
     params: Params,
-    source: Arrangement,
-    target: Arrangement,
+    source: ParameterPlacement,
+    target: ParameterPlacement,
     *,
     dtype: str | None = None,
     donate: bool = False,
@@ -223,7 +231,10 @@ def moved(
 
 
 def _moves(
-    params: Params, source: Arrangement, target: Arrangement, dtype: str | None
+    params: Params,
+    source: ParameterPlacement,
+    target: ParameterPlacement,
+    dtype: str | None,
 ) -> list[ArrayMove]:
     given, wanted = flat(source.model.parameters), flat(target.model.parameters)
     _check(params, given)

@@ -86,16 +86,16 @@ def test_two_processes_generate_the_tokens_of_one():
 
 RESHARD = """
 from meshpar.model.parameter import is_parameter
-from meshpar.parallel.resharding import Arrangement, moved, reshard_memory
+from meshpar.parallel.resharding import ParameterPlacement, moved, reshard_memory
 rng = np.random.default_rng(0)
 values = jax.tree.map(
     lambda x: rng.standard_normal(x.stacked_shape).astype(np.float32),
     model.parameters, is_leaf=is_parameter)
 with joined:
-    given = Arrangement(model=model)
+    given = ParameterPlacement(model=model)
     for one, other in [("data=4,tensor=2", "tensor=8"), ("fsdp=8", "data=8")]:
         source, target = (
-            Arrangement.from_layout(model, layout) for layout in (one, other))
+            ParameterPlacement.from_layout(model, layout) for layout in (one, other))
         params = moved(values, given, source)
         memory = reshard_memory(params, source, target)
         found = meshpar.reshard(params, one, other, model=model)
