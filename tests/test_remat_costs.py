@@ -1,5 +1,6 @@
 """What remat saves and costs, counted in compiled programs and by formula."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,11 +13,11 @@ from meshpar.audit.report import audit
 from meshpar.audit.targets import Target, compile_for
 from meshpar.machine.mesh import absent_mesh
 from meshpar.models.presets import build
-from meshpar.planner.workload.activations import (
-    BlockShape,
-    block_activation_bytes,
-    block_activations,
-)
+from meshpar.planner.cost.run import Run
+from meshpar.planner.machine.clusters import cluster_of
+from meshpar.planner.machine.execution import MESHPAR
+from meshpar.planner.workload.activations import block_residuals, kept_bytes
+from meshpar.planner.workload.workload import Workload
 from tests.marks import slow
 from tests.test_audit_targets import needs_gpu_compiler
 
@@ -24,21 +25,11 @@ EMBED, HEADS, SEQ, BATCH = 64, 4, 128, 32
 SBH = BATCH * SEQ * EMBED
 GELU = dict(hidden=EMBED, heads=HEADS, vocab=64, max_seq=SEQ)
 SWIGLU = dict(gated=True, hidden=EMBED, heads=HEADS, kv_heads=2, ffn=160, vocab=64)
-SHAPE = BlockShape(
-    embed=EMBED, heads=HEADS, kv_heads=HEADS, head_dim=EMBED // HEADS, ffn=4 * EMBED
-)
+SHAPE = Workload(layers=1, hidden=EMBED, heads=HEADS, vocab=64)
 SHAPES = {
     "gelu": (GELU, SHAPE),
-    "dropout": (
-        {**GELU, "dropout": 0.1},
-        BlockShape(**{**vars(SHAPE), "dropout": True}),
-    ),
-    "swiglu": (
-        SWIGLU,
-        BlockShape(
-            embed=EMBED, heads=HEADS, kv_heads=2, head_dim=16, ffn=160, gated=True
-        ),
-    ),
+    "dropout": ({**GELU, "dropout": 0.1}, dataclasses.replace(SHAPE, dropout=True)),
+    "swiglu": (SWIGLU, dataclasses.replace(SHAPE, kv_heads=2, ffn=160, gated=True)),
 }
 PAPER = {  # Table 2 less its dropout masks and scores' copy; in sbh, as/h = 8
     ("none", 1, False): 32 + 2 * 8,
@@ -57,16 +48,21 @@ QUICK = ("selective", 2, True)
 assert QUICK in PAPER
 
 
-def formula(shape, layout, value_bytes):
-    return block_activation_bytes(
-        shape,
-        batch=BATCH,
+def planned(shape, layout, value_bytes, *, fused=False):
+    precision = {2: "bf16", 4: "fp32"}[value_bytes]
+    return Run(
+        workload=shape,
+        cluster=cluster_of("h100-80gb", devices=layout.num_devices),
+        layout=dataclasses.replace(layout, precision=precision),
+        execution=dataclasses.replace(MESHPAR, fused_attention=fused),
+        global_batch=BATCH,
         seq=SEQ,
-        remat=layout.remat,
-        tensor=layout.tensor,
-        sequence_parallel=layout.sequence_parallel,
-        value_bytes=value_bytes,
+        stage_blocks=(1,),
     )
+
+
+def formula(shape, layout, value_bytes):
+    return kept_bytes(planned(shape, layout, value_bytes), moe=False)
 
 
 def line_of(remat, tensor, sequence_parallel):
@@ -85,15 +81,18 @@ def test_dropout_keeps_a_mask_of_each_branch():
 
 
 def test_a_fused_kernel_keeps_one_number_for_each_query():
-    scores = {
-        fused: next(
-            one.bytes_per_token
-            for one in block_activations(SHAPE, SEQ, fused_attention=fused)
-            if one.name == "scores"
-        )
+    names = "scores", "log_sums"
+    found = [
+        {
+            one.name: one.bytes_per_token
+            for one in block_residuals(
+                planned(SHAPE, Layout(), 2, fused=fused), moe=False
+            )
+            if one.name in names
+        }
         for fused in (False, True)
-    }
-    assert scores == {False: HEADS * SEQ * 2, True: HEADS * 4}
+    ]
+    assert found == [{"scores": HEADS * SEQ * 2}, {"log_sums": HEADS * 4}]
 
 
 @functools.cache
