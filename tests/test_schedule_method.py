@@ -152,8 +152,8 @@ def test_the_planner_puts_layers_and_ends_where_it_does():
     found = estimate(
         SHAPES["llama3-8b"], cluster, layout, global_batch=8, execution=MEGATRON_2022
     )
-    assert [*map(len, found.run.blocks_of_rank(0))] == [9, 7]
-    assert [*found.run.stages_of_rank(1)] == [1, 2]
+    assert [*map(len, found.run.rank_blocks(0))] == [9, 7]
+    assert [*found.run.rank_stages(1)] == [1, 2]
 
 
 @pytest.mark.parametrize("execution", [MESHPAR, MEGATRON_2022])

@@ -152,7 +152,7 @@ def rank_memory(run: Run, rank: int, chunks_held: float) -> Memory:
         for name, level in (("state", 1), ("gradient", 2), ("weight", 3))
     }
     in_flight = chunks_held / layout.chunks
-    layers = [layer for chunk in run.blocks_of_rank(rank) for layer in chunk]
+    layers = [layer for chunk in run.rank_blocks(rank) for layer in chunk]
     kept = sum(
         count * kept_bytes(run, moe=moe) for moe, count in blocks_by_kind(run, rank)
     )

@@ -225,23 +225,19 @@ class Run:
                 shape[axis] = size
         return _over_rails(self.cluster.link_of(shape, (part,)), self.execution.rails)
 
-    def blocks_of_rank(self, rank: int) -> tuple[range, ...]:
+    def rank_blocks(self, rank: int) -> tuple[range, ...]:
         """Return the layers of each chunk of one rank."""
-        ends, each = self._block_ends, self.stage_blocks
+        ends, each = list(accumulate(self.stage_blocks)), self.stage_blocks
         return tuple(
             range(ends[stage] - each[stage], ends[stage])
-            for stage in self.stages_of_rank(rank)
+            for stage in self.rank_stages(rank)
         )
 
-    def stages_of_rank(self, rank: int) -> Sequence[int]:
+    def rank_stages(self, rank: int) -> Sequence[int]:
         """Return the stages that the schedule places on a rank, its chunk 0 first."""
         ranks = self.layout.stage
         chunks = self.num_stages // ranks
         return SCHEDULES[self.layout.schedule].stages_of(rank, ranks, chunks)
-
-    @cached_property
-    def _block_ends(self) -> tuple[int, ...]:
-        return tuple(accumulate(self.stage_blocks))
 
     @property
     def num_stages(self) -> int:
@@ -278,7 +274,7 @@ def rank_parameters(run: Run, rank: int) -> float:
 
 def blocks_by_kind(run: Run, rank: int) -> Iterator[tuple[bool, int]]:
     """Return pairs of True for routed experts, and the count of such blocks."""
-    chunks = run.blocks_of_rank(rank)
+    chunks = run.rank_blocks(rank)
     total = sum(map(len, chunks))
     moe = sum(map(run.workload.count_moe_layers, chunks))
     return (
@@ -329,7 +325,7 @@ def has_ends(run: Run, rank: int) -> tuple[bool, bool]:
     """Return True for the embedding, and for the head, if a rank has it."""
     if run.execution.shared_ends:
         return True, True
-    stages = run.stages_of_rank(rank)
+    stages = run.rank_stages(rank)
     return 0 in stages, run.num_stages - 1 in stages
 
 

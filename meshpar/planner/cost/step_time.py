@@ -120,7 +120,7 @@ def straggler_fraction(cluster: Cluster) -> float:
 def _rank_cost(run: Run, stages: tuple[StageTime, ...], rank: int) -> Cost:
     """Cost of one microbatch through all chunks of a rank."""
     total = Cost()
-    for stage in run.stages_of_rank(rank):
+    for stage in run.rank_stages(rank):
         total = total + stages[stage].forward + stages[stage].backward
     return total
 
@@ -132,7 +132,7 @@ def _once(run: Run, stages: tuple[StageTime, ...]) -> Cost:
     which ends last.
     """
     hiding_s = {BLOCKS: math.inf}
-    first = [stages[at] for at in run.stages_of_rank(0)]
+    first = [stages[at] for at in run.rank_stages(0)]
     if run.execution.reduction_overlap:
         hiding_s[LAST_BACKWARD] = sum(stage.backward.total_s for stage in first)
     if run.execution.update_overlap:

@@ -197,12 +197,12 @@ def _passes(run: Run) -> _Passes:
     """Passes of a step; in lock step a rank runs its longest chunk in every tick."""
     layout = run.layout
     if layout.stage == 1 or not run.execution.lock_step:
-        layers = tuple(layer for chunk in run.blocks_of_rank(0) for layer in chunk)
+        layers = tuple(layer for chunk in run.rank_blocks(0) for layer in chunk)
         count = layout.microbatches
         hops = count * layout.chunks if layout.stage > 1 else 0
         return _Passes(count, count, count, hops, hops, layers)
     steps = lock_step(layout.schedule, layout.stage, layout.microbatches, layout.chunks)
-    longest = max(map(tuple, run.blocks_of_rank(0)), key=len)
+    longest = max(map(tuple, run.rank_blocks(0)), key=len)
     places = max(run.stage_blocks)
     layers = longest + longest[-1:] * (places - len(longest))
     forward, backward = steps.forward_ticks, steps.backward_ticks

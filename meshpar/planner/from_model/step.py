@@ -44,7 +44,7 @@ def planned_run(step: TrainStep, batch: Batch) -> Run:
     seq = open_size(step.model.known_inputs, batch)
     held = tick_table(step.schedule).peak_in_flight if step.schedule else None
 
-    def run_of(order: TokenOrder | None) -> Run:
+    def make_run(order: TokenOrder | None) -> Run:
         workload = traced_workload(
             step.model_as_given, seq=seq, precision=layout.precision, order=order
         )
@@ -59,11 +59,11 @@ def planned_run(step: TrainStep, batch: Batch) -> Run:
             chunks_held=held,
         )
 
-    whole = run_of(None)
+    whole = make_run(None)
     if layout.context == 1 and not whole.fused_attention:
         return whole
     # Tiles and a fused kernel alike keep no softmax.
-    return run_of(TokenOrder(mesh_axis="context", num_ranks=1))
+    return make_run(TokenOrder(mesh_axis="context", num_ranks=1))
 
 
 def _cluster(step: TrainStep) -> Cluster:

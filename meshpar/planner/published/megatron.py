@@ -42,6 +42,8 @@ def megatron_sc21() -> Iterator[Measured]:
     """Step times of Narayanan et al. 2021, table 1, from FLOP/s with recomputation."""
     data = published()["megatron_sc21_table1"]
     for row in data["rows"]:
+        per_chunk = row["layers_per_vstage"]
+        chunks = row["layers"] // row["p"] // per_chunk if per_chunk else 1
         layout = Layout(
             data=row["d"],
             stage=row["p"],
@@ -49,7 +51,7 @@ def megatron_sc21() -> Iterator[Measured]:
             microbatches=row["gbs"] // row["d"] // row["mbs"],
             remat="full",
             precision="bf16",
-            **interleaved(_chunks(row["layers"], row["p"], row["layers_per_vstage"])),
+            **interleaved(chunks),
         )
         workload = SHAPES[f"megatron-{row['params_b']}b"]
         planned = estimate_published(
@@ -66,10 +68,6 @@ def megatron_sc21_flops(row: dict[str, Any], seq: int, vocab: int) -> float:
     hidden, layers = row["hidden"], row["layers"]
     each = 1 + seq / (6 * hidden) + vocab / (16 * layers * hidden)
     return 96 * row["gbs"] * seq * layers * hidden**2 * each
-
-
-def _chunks(layers: int, stages: int, per_chunk: int | None) -> int:
-    return 1 if per_chunk is None else layers // stages // per_chunk
 
 
 def korthikanti_steps() -> Iterator[Measured]:
@@ -175,9 +173,12 @@ def megatron_core() -> Iterator[Measured]:
 
 
 def _fastest(row: dict[str, Any]) -> Estimate:
+    sizes = {key: row[key] for key in ("layers", "hidden", "heads")}
+    untied = {**GPT2_FIELDS, "tied": False}
+    workload = Workload(name=row["name"], vocab=_VOCAB, seq=_SEQ, **untied, **sizes)
     planned = [
         estimate_published(
-            _workload(row), layout, row["gbs"], _SEQ, MEGATRON_CORE, "h100-80gb"
+            workload, layout, row["gbs"], _SEQ, MEGATRON_CORE, "h100-80gb"
         )
         for layout in _layouts(row)
     ]
@@ -210,17 +211,13 @@ def _layouts(row: dict[str, Any]) -> Iterator[Layout]:
                 )
 
 
-def _workload(row: dict[str, Any]) -> Workload:
-    sizes = {key: row[key] for key in ("layers", "hidden", "heads")}
-    untied = {**GPT2_FIELDS, "tied": False}
-    return Workload(name=row["name"], vocab=_VOCAB, seq=_SEQ, **untied, **sizes)
-
-
 def megatron_bridge() -> Iterator[Measured]:
     """Step times from tokens a second of a GPU."""
     data = published()["megatron_bridge_25_11"]
     for row in data["rows"]:
-        layout = _layout(row)
+        layout, chunks = _layout(row), row["pp"] * row["vp"]
+        first, last = row["first_layers"], row["last_layers"]
+        left = SHAPES[row["model"]].layers - first - last
         planned = estimate_published(
             SHAPES[row["model"]],
             layout,
@@ -228,7 +225,8 @@ def megatron_bridge() -> Iterator[Measured]:
             data["seq"],
             MEGATRON_BRIDGE,
             row["hardware"],
-            stage_blocks=_blocks(row),
+            # Layers of each chunk: the first's, as many on all others but the last.
+            stage_blocks=(first, *[left // (chunks - 2)] * (chunks - 2), last),
         )
         measured_s = row["gbs"] * data["seq"] / (row["tokens_s_gpu"] * row["gpus"])
         name = f"{row['model']} on {row['gpus']} {row['hardware']}, {layout}"
@@ -247,11 +245,3 @@ def _layout(row: dict[str, Any]) -> Layout:
         precision="bf16",
         **interleaved(row["vp"]),
     )
-
-
-def _blocks(row: dict[str, Any]) -> tuple[int, ...]:
-    """Layers of each chunk: the first's, as many on all others but the last."""
-    chunks = row["pp"] * row["vp"]
-    first, last = row["first_layers"], row["last_layers"]
-    left = SHAPES[row["model"]].layers - first - last
-    return (first, *[left // (chunks - 2)] * (chunks - 2), last)

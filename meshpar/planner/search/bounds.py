@@ -369,9 +369,13 @@ class Bounds:
         key = key, variant.remat
         if key not in self._memories:
             run = self.run(mesh, variant)
-            self._memories[key] = tuple(
-                _block_memory(run, moe) for moe, _ in self._kinds
-            )
+            inputs, memories = stage_input_bytes(run), []
+            for moe, _ in self._kinds:
+                again = everything_bytes(run, moe=moe) - in_chunks_bytes(run, moe=moe)
+                inner = again if variant.remat == "stage" else inputs
+                kept = kept_bytes(run, moe=moe)
+                memories.append(_BlockMemory(kept, again, inputs, inner))
+            self._memories[key] = tuple(memories)
         return self._memories[key]
 
     def _step_cost(self, mesh: Layout, variant: Variant) -> _StepCost:
@@ -452,13 +456,6 @@ def _first_blocks(
     """Return the number of blocks of the first rank's stages."""
     sizes = stage_sizes(layers, ranks, chunks, splits)
     return sum(sizes[at] for at in SCHEDULES[schedule].stages_of(0, ranks, chunks))
-
-
-def _block_memory(run: Run, moe: bool) -> _BlockMemory:
-    again = everything_bytes(run, moe=moe) - in_chunks_bytes(run, moe=moe)
-    inputs = stage_input_bytes(run)
-    inner = again if run.layout.remat == "stage" else inputs
-    return _BlockMemory(kept_bytes(run, moe=moe), again, inputs, inner)
 
 
 def _shared_by(mesh: Layout, variant: Variant) -> tuple:
