@@ -210,7 +210,7 @@ def test_the_slowest_device_is_the_largest_of_normal_values(devices):
     spread = found.run.cluster.device.efficiency.spread
     values = np.random.default_rng(0).normal(size=(2000, devices)).max(axis=1)
     # The formula is that of infinitely many, which fewer come near from below.
-    assert 0.8 < values.mean() * spread / straggler_fraction(found.run) < 1
+    assert 0.8 < values.mean() * spread / straggler_fraction(found.run.cluster) < 1
 
 
 def test_more_devices_wait_longer_for_the_slowest():

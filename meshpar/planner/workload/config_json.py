@@ -301,9 +301,13 @@ def workload_from_json(path: str | Path) -> Workload:
         sizes = sizes_from_config(given, kind)
         if kind == "gpt2":
             return Workload(**{"name": str(path), **GPT2_FIELDS, **sizes})
-        sizes.setdefault("ffn", given.get("intermediate_size") or 0)
-        seq = given.get("max_position_embeddings") or 2048
-        return Workload(name=str(path), seq=seq, **LLAMA_FIELDS, **sizes)
+        others = {
+            "ffn": given.get("intermediate_size") or 0,
+            "kv_heads": given["num_key_value_heads"] or given["num_attention_heads"],
+            "seq": given.get("max_position_embeddings") or 2048,
+            "tied": bool(given.get("tie_word_embeddings")),
+        }
+        return Workload(**{"name": str(path), **LLAMA_FIELDS, **others, **sizes})
     except KeyError as error:
         raise InputError(
             f"{str(path)!r} does not give {error}", key="weights.missing_config_value"
