@@ -6,8 +6,8 @@ import pytest
 
 from meshpar.layout import Layout
 from meshpar.planner.cost.memory import in_chunks_bytes
+from meshpar.planner.cost.seconds import row_link
 from meshpar.planner.cost.traffic import context_rows
-from meshpar.planner.cost.traffic_row import row_link
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.search.constraints import Constraints
 from meshpar.planner.search.context_method import why_method, with_method

@@ -21,15 +21,17 @@ from meshpar.planner.cost.block_time import (
     mlp_linears,
 )
 from meshpar.planner.cost.estimate import at_half_network_s, estimate
-from meshpar.planner.cost.kernel_time import (
+from meshpar.planner.cost.run import Run
+from meshpar.planner.cost.seconds import (
+    Row,
     attention_backward_s,
     attention_forward_s,
+    exposed,
+    row_s,
 )
-from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.step_time import stage_times
 from meshpar.planner.cost.step_traffic import step_rows
 from meshpar.planner.cost.traffic import block_rows
-from meshpar.planner.cost.traffic_row import Row, exposed, row_s
 from meshpar.planner.machine.clusters import cluster_of, load_device
 from meshpar.planner.machine.collective_cost import all_reduce_s
 from meshpar.planner.machine.execution import (

@@ -7,22 +7,22 @@ import pytest
 from meshpar.layout import Layout
 from meshpar.planner.cost.block_time import block_time
 from meshpar.planner.cost.estimate import estimate
-from meshpar.planner.cost.kernel_time import HOST_SHARE
 from meshpar.planner.cost.pipeline_time import lock_step
 from meshpar.planner.cost.run import (
     rank_parameters,
     routed_parameters,
     update_bytes,
 )
-from meshpar.planner.cost.step_traffic import step_rows
-from meshpar.planner.cost.traffic import block_rows, end_rows, hop_rows, weight_rows
-from meshpar.planner.cost.traffic_row import (
+from meshpar.planner.cost.seconds import (
+    HOST_SHARE,
     LAST_BACKWARD,
     LAYER,
     exposed,
     members,
     row_s,
 )
+from meshpar.planner.cost.step_traffic import step_rows
+from meshpar.planner.cost.traffic import block_rows, end_rows, hop_rows, weight_rows
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.clusters import cluster_of, device_of
 from meshpar.planner.machine.collective_cost import wire_bytes

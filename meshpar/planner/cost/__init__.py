@@ -1,1 +1,6 @@
-"""Cost of one layout: bytes, seconds and memory, with the reasons."""
+"""What does one layout of a transformer cost: bytes and seconds, with the reasons?
+
+`estimate.estimate` adds up `memory` (bytes), `step_time` (seconds) and `step_traffic`
+(bytes sent) of a `run.Run`. A collective is one row of `traffic`, for time, bytes and
+bounds alike. The choice among layouts must not enter: it is in `search`.
+"""

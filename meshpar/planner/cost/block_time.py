@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshpar.planner.cost.kernel_time import (
-    attention_backward_s,
-    attention_forward_s,
-    host_s,
-    matmul_s,
-    memory_s,
-)
 from meshpar.planner.cost.run import Run
-from meshpar.planner.cost.traffic import block_rows
-from meshpar.planner.cost.traffic_row import (
+from meshpar.planner.cost.seconds import (
     ATTENTION,
     ATTENTION_AGAIN,
     HALVES,
@@ -21,9 +13,15 @@ from meshpar.planner.cost.traffic_row import (
     MATMULS,
     Cost,
     Rows,
+    attention_backward_s,
+    attention_forward_s,
     exposed,
+    host_s,
+    matmul_s,
+    memory_s,
     rows_in,
 )
+from meshpar.planner.cost.traffic import block_rows
 from meshpar.planner.machine.execution import Execution
 from meshpar.planner.workload.activations import (
     Again,

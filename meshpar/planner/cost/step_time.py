@@ -13,7 +13,6 @@ from meshpar.planner.cost.block_time import (
     block_time,
     weight_grad_s,
 )
-from meshpar.planner.cost.kernel_time import host_s, matmul_s, memory_s
 from meshpar.planner.cost.pipeline_time import all_ticks_s, span_s
 from meshpar.planner.cost.run import (
     Run,
@@ -22,9 +21,7 @@ from meshpar.planner.cost.run import (
     table_parameters,
     update_bytes,
 )
-from meshpar.planner.cost.step_traffic import step_rows
-from meshpar.planner.cost.traffic import end_rows, hop_rows, weight_rows
-from meshpar.planner.cost.traffic_row import (
+from meshpar.planner.cost.seconds import (
     BLOCKS,
     HOST,
     LAST_BACKWARD,
@@ -33,8 +30,13 @@ from meshpar.planner.cost.traffic_row import (
     NEXT_FORWARD,
     Cost,
     exposed,
+    host_s,
+    matmul_s,
+    memory_s,
     rows_in,
 )
+from meshpar.planner.cost.step_traffic import step_rows
+from meshpar.planner.cost.traffic import end_rows, hop_rows, weight_rows
 from meshpar.planner.machine.cluster import Cluster
 
 

@@ -15,6 +15,16 @@ from meshpar.planner.cost.run import (
     stored_bytes,
     table_parameters,
 )
+from meshpar.planner.cost.seconds import (
+    BLOCKS,
+    LAST_BACKWARD,
+    NEXT_FORWARD,
+    SECONDS,
+    Row,
+    Rows,
+    members,
+    row_link,
+)
 from meshpar.planner.cost.traffic import (
     OF_THEM,
     PARAMETERS,
@@ -26,16 +36,6 @@ from meshpar.planner.cost.traffic import (
     scatters_ends_each_tick,
     split_bytes,
     weight_rows,
-)
-from meshpar.planner.cost.traffic_row import (
-    BLOCKS,
-    LAST_BACKWARD,
-    NEXT_FORWARD,
-    SECONDS,
-    Row,
-    Rows,
-    members,
-    row_link,
 )
 from meshpar.planner.machine.collective_cost import wire_bytes
 

@@ -1,7 +1,7 @@
 """Traffic: every collective of a step as a row; its seconds and bytes are sums of rows.
 
 A row belongs to what runs it: a block, a tick's embedding and head, a hop, or the
-step's end (`step_traffic`). `traffic_row.exposed` adds up the waiting for rows, and
+step's end (`step_traffic`). `seconds.exposed` adds up the waiting for rows, and
 `step_traffic.sent_in_a_step` the bytes that they send.
 """
 
@@ -16,7 +16,7 @@ from meshpar.parallel.sizes import (
     head_copies,
 )
 from meshpar.planner.cost.run import Run, block_parameters
-from meshpar.planner.cost.traffic_row import (
+from meshpar.planner.cost.seconds import (
     ATTENTION,
     ATTENTION_AGAIN,
     BYTES,

@@ -1,1 +1,5 @@
-"""Published runs, and the planner's error against them."""
+"""How wrong is the planner about published runs?
+
+`validate.rows` compares every number of `published.json` with an estimate. What it
+says about our own programs is no part of it.
+"""

@@ -16,7 +16,6 @@ from typing import NamedTuple
 from meshpar.hardware.platforms import platform_named
 from meshpar.layout import BY_COST, STAGE_REMATS, Layout
 from meshpar.planner.cost.block_time import block_time
-from meshpar.planner.cost.kernel_time import memory_s
 from meshpar.planner.cost.memory import (
     in_chunks_bytes,
     least_working_bytes,
@@ -29,16 +28,17 @@ from meshpar.planner.cost.run import (
     stored_bytes,
     update_bytes,
 )
-from meshpar.planner.cost.step_time import straggler_fraction, tick_overhead
-from meshpar.planner.cost.step_traffic import step_rows
-from meshpar.planner.cost.traffic import weight_rows
-from meshpar.planner.cost.traffic_row import (
+from meshpar.planner.cost.seconds import (
     BLOCKS,
     LAST_BACKWARD,
     NEXT_FORWARD,
     exposed,
+    memory_s,
     row_s,
 )
+from meshpar.planner.cost.step_time import straggler_fraction, tick_overhead
+from meshpar.planner.cost.step_traffic import step_rows
+from meshpar.planner.cost.traffic import weight_rows
 from meshpar.planner.search.mesh_choices import MeshChoices
 from meshpar.planner.search.refusals import stage_blocks_of
 from meshpar.planner.search.space import Splits, Variant, variant_of, with_variant

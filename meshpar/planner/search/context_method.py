@@ -14,13 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 from meshpar.layout import Layout
-from meshpar.planner.cost.kernel_time import (
+from meshpar.planner.cost.run import Run
+from meshpar.planner.cost.seconds import (
     attention_backward_s,
     attention_forward_s,
+    row_s,
 )
-from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.traffic import context_rows
-from meshpar.planner.cost.traffic_row import row_s
 from meshpar.planner.search.constraints import Constraints
 from meshpar.planner.search.refusals import layout_problems
 

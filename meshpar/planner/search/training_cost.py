@@ -8,7 +8,7 @@ from typing import Any
 
 from meshpar.errors import InputError
 from meshpar.planner.cost.estimate import Estimate
-from meshpar.planner.cost.kernel_time import host_s
+from meshpar.planner.cost.seconds import host_s
 
 RESTART_S = 600.0
 """From a failure to the next step, unless one says otherwise: "less than 10 minutes" to

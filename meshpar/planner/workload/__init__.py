@@ -1,1 +1,6 @@
-"""Workloads of models: sizes, FLOPs, activations."""
+"""What is trained: sizes, FLOPs and activations of a transformer?
+
+`shapes.workload_of` makes a `workload.Workload` of a name, of words or of a
+`config.json`; `presets.json` has the presets, as their models write it. Machines must
+not enter.
+"""
