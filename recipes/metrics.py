@@ -13,7 +13,7 @@ import jax
 from meshpar import InputError, TrainStep
 from meshpar.distributed import Processes
 from meshpar.hardware.devices import device_from_kind
-from meshpar.planner.from_model.block import traced_workload
+from meshpar.planner.from_model import traced_workload
 from meshpar.recipes.config import RunConfig
 from meshpar.train.metrics import JsonLines
 

@@ -21,7 +21,7 @@ from rich.text import Text
 from meshpar import TrainState, TrainStep, batch_shapes, lint
 from meshpar.cli.lint import parameter_table
 from meshpar.errors import printable
-from meshpar.planner.from_model.step import slow_links
+from meshpar.planner.from_model import slow_links
 from meshpar.recipes.bubble import Bubble
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.corpus import Corpus

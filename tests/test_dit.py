@@ -14,7 +14,7 @@ from meshpar.model.single import forward, loss
 from meshpar.models.layers.patches import to_images, to_patches
 from meshpar.models.presets import build, configure
 from meshpar.planner.cost.estimate import estimate
-from meshpar.planner.from_model.block import traced_workload
+from meshpar.planner.from_model import traced_workload
 from meshpar.planner.inference import estimate_inference
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.execution import MESHPAR

@@ -11,7 +11,7 @@ from meshpar import BlockGroup, Parameter
 from meshpar.models.presets import build
 from meshpar.parallel.sizes import LOGITS_BYTES
 from meshpar.planner.cost.estimate import estimate
-from meshpar.planner.from_model.block import traced_workload
+from meshpar.planner.from_model import traced_workload
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.execution import MESHPAR
 from meshpar.planner.workload.shapes import SHAPES

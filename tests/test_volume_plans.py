@@ -13,7 +13,7 @@ from meshpar.cli.main import main
 from meshpar.model.inputs import shapes_of
 from meshpar.models.presets import OTHER_PRESETS, build
 from meshpar.planner.curve import BEND, curve_in_words, scaling_curve
-from meshpar.planner.from_model.step import traced_space, traced_volume
+from meshpar.planner.from_model import traced_space, traced_volume
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.search.constraints import Constraints
 from meshpar.planner.search.volume_plans import VolumeRequest

@@ -142,7 +142,7 @@ def _request(
 
     kept = shared["constraints"].kept
     if has_space(model):
-        from meshpar.planner.from_model.step import traced_volume
+        from meshpar.planner.from_model import traced_volume
         from meshpar.planner.search.volume_plans import VolumeRequest, check_kept
 
         check_kept(shared["constraints"])  # before a trace, which takes longer
