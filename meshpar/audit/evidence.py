@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from meshpar.audit.collectives import Collective
 from meshpar.trace.operations import Operation, Value, shape_of
 from meshpar.trace.splits import Split, split_by
-from meshpar.trace.walk import array_shape, scan_counts
+from meshpar.trace.walk import Loop, array_shape
 
 _ALONG = {
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), "axis"),
@@ -145,10 +145,10 @@ def _laid_out(
 
 
 def _is_carried(shape: tuple[int, ...], maker: JaxprEqn | None) -> bool:
-    if maker is None or maker.primitive.name != "scan":
+    loop = None if maker is None else Loop.parse(maker)
+    if maker is None or loop is None or loop.condition is not None:
         return False
-    _, carries = scan_counts(maker)
-    return any(array_shape(one) == shape for one in maker.outvars[:carries])
+    return any(array_shape(one) == shape for one in maker.outvars[: loop.num_carried])
 
 
 def local_shape(

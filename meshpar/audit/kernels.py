@@ -8,8 +8,9 @@ from typing import Any
 
 from meshpar.audit.needs import CONVOLUTION, MATMUL, reach_of
 from meshpar.planner.volumes import SPACE, Kernel
+from meshpar.trace.costs import equation_flops
 from meshpar.trace.operations import Operation
-from meshpar.trace.walk import array_dtype, array_shape, dot_flops
+from meshpar.trace.walk import array_dtype, array_shape
 
 
 def kernels_of(operations: Iterable[Operation]) -> tuple[Kernel, ...]:
@@ -30,20 +31,16 @@ def kernels_of(operations: Iterable[Operation]) -> tuple[Kernel, ...]:
 
 def _kernel(operation: Operation) -> Kernel:
     equation = operation.equation
-    left, right = (array_shape(one) for one in equation.invars[:2])
-    result = array_shape(equation.outvars[0])
+    left = array_shape(equation.invars[0])
     num_bytes = sum(
         math.prod(array_shape(one)) * array_dtype(one).itemsize
         for one in (*equation.invars[:2], equation.outvars[0])
     )
+    flops = equation_flops(equation)
     if operation.name == MATMUL:
-        return Kernel(flops=dot_flops(equation), num_bytes=num_bytes)
-    numbers, params = equation.params["dimension_numbers"], equation.params
-    window = [right[dim] for dim in numbers.rhs_spec[1:]]
-    # Zeros between places are no work.
-    each = math.prod(window) / math.prod(params["lhs_dilation"])
+        return Kernel(flops=flops, num_bytes=num_bytes)
+    numbers = equation.params["dimension_numbers"]
     space = [left[dim] for dim in numbers.lhs_spec[2:]]
-    flops = 2.0 * math.prod(result) * each
     if len(space) != len(SPACE):  # of no volume, so that no halo is sent
         return Kernel(flops=flops, num_bytes=num_bytes)
     reach = reach_of(equation)

@@ -32,12 +32,13 @@ from meshpar.audit.subject import Subject, subject_of
 from meshpar.audit.target import Target
 from meshpar.audit.targets import CompiledProgram, TargetError, compile_for
 from meshpar.errors import InputError
+from meshpar.hardware.attention_choice import words_of_scope
 from meshpar.layout import MESH_AXES
 from meshpar.machine.mesh import slow_mesh_axes
 from meshpar.machine.mesh_order import SlowAxis, slow_axes
 from meshpar.machine.topology import Topology
 from meshpar.planner.machine.cluster import Cluster
-from meshpar.trace.operations import fallbacks, operations
+from meshpar.trace.operations import Operation, operations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,7 +274,7 @@ def audit(
         layout=str(subject.layout or ""),
         target=str(chosen or subject.platform),
         mesh_shape=subject.mesh_shape,
-        notes=subject.notes + fallbacks(traced),
+        notes=subject.notes + _fallbacks(traced),
         compiler_options=subject.compiler_options,
         capacity_bytes=None if chosen is None else chosen.memory_bytes,
         hazards=hazards,
@@ -301,6 +302,12 @@ def audit(
     )
     cluster = cluster_of_target(chosen)
     return _read(known, compiled, explained, subject.mesh, cluster)
+
+
+def _fallbacks(traced: Sequence[Operation]) -> tuple[str, ...]:
+    """Return a sentence for each attention that runs in another form than it might."""
+    paths = {str(operation.equation.source_info.name_stack) for operation in traced}
+    return tuple(sorted({words for path in paths if (words := words_of_scope(path))}))
 
 
 def _with_options(subject: Subject, given: Mapping[str, Any] | None) -> Subject:

@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 from meshpar.errors import InputError
 from meshpar.layout import Layout
 from meshpar.machine.mesh import mesh_platform, use_mesh
+from meshpar.trace.walk import steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +152,7 @@ def _shape(array: Any) -> jax.ShapeDtypeStruct:
 
 
 def _only_call(jaxpr: ClosedJaxpr) -> JaxprEqn | None:
-    for equation in jaxpr.eqns:
+    for equation in steps(jaxpr):
         if "donated_invars" in equation.params:
             alone = list(equation.invars) == list(jaxpr.jaxpr.invars)
             return equation if alone else None

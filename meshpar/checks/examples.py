@@ -165,7 +165,7 @@ def _traced(
         num = jax.tree.leaves(batch)[0].shape[0]
         given = {name: (shape, 0) for name, shape in batch.items()}
         numbers = jax.ShapeDtypeStruct((num,), jnp.uint32), 0
-        return Traced.of(forward, num, [given, numbers], params, state)
+        return Traced.from_function(forward, num, [given, numbers], params, state)
 
     whole = traced_on(told_apart)
     found = whole.mixes()

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend.core import Jaxpr, Literal
 from jax.sharding import Mesh
 
 from meshpar.audit.kernels import kernels_of
@@ -48,9 +47,10 @@ from meshpar.planner.machine.execution import MESHPAR
 from meshpar.planner.volumes import SPACE, Kernel, SpaceWorkload, VolumeWorkload
 from meshpar.planner.workload.workload import TracedBlock, Workload
 from meshpar.schedules import tick_table
+from meshpar.trace.costs import Operand, matmul_flops
 from meshpar.trace.live_bytes import most_room
 from meshpar.trace.operations import Operation, operations
-from meshpar.trace.walk import array_shape, dot_flops, equations, inner_jaxprs
+from meshpar.trace.walk import array_shape, equations
 from meshpar.train.step import Batch, TrainStep, make_train_step
 
 _POLICIES = ("none", "selective", "dots", "full")
@@ -168,15 +168,17 @@ def _trace(model: Model, at: int, x: Any, seq: int, order: TokenOrder | None) ->
     jaxpr = jax.make_jaxpr(
         lambda params, x, known: group.run(params, x, tracing_scope(*known, layer=0))
     )(params, x, known)
-    num_weights = len(jax.tree.leaves(params))
-    weights = set(jaxpr.jaxpr.invars[:num_weights]) | set(jaxpr.jaxpr.constvars)
-    dots = list(_dots(jaxpr.jaxpr, weights))
-    linear = sum(flops for flops, with_weights in dots if with_weights)
-    mixing = sum(flops for flops, with_weights in dots if not with_weights)
+    num_weights, num_given = len(jax.tree.leaves(params)), len(jaxpr.jaxpr.invars)
+    # Experts run their rounds in a while loop, of which there is one in balance.
+    flops = matmul_flops(
+        jaxpr,
+        [Operand(is_weight=at < num_weights) for at in range(num_given)],
+        while_length=1,
+    )
     times = group.num_layers
     return _Group(
-        linear * times,
-        mixing * times,
+        flops.with_weights * times,
+        flops.between_activations * times,
         {
             remat: times * _residual_bytes(group.run, remat, params, x, known, order)
             for remat in _POLICIES
@@ -207,31 +209,6 @@ def _residual_bytes(
     leaves = jax.eval_shape(kept, params, x, known)
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
-
-def _dots(jaxpr: Jaxpr, weights: set[Any]) -> Iterator[tuple[float, bool]]:
-    """Yield FLOPs of every dot, and True if a side comes from weights only."""
-    for equation in jaxpr.eqns:
-        known = [
-            not isinstance(atom, Literal) and atom in weights
-            for atom in equation.invars
-        ]
-        if equation.primitive.name in ("dot_general", "ragged_dot_general"):
-            yield dot_flops(equation), any(known[:2])
-        for inner, times in inner_jaxprs(equation):
-            inside = {
-                var
-                for var, is_weight in zip(
-                    reversed(inner.invars), reversed(known), strict=False
-                )
-                if is_weight
-            }
-            for flops, with_weights in _dots(inner, inside | set(inner.constvars)):
-                yield flops * times, with_weights
-        if all(
-            flag or isinstance(atom, Literal)
-            for flag, atom in zip(known, equation.invars, strict=True)
-        ):
-            weights = weights | set(equation.outvars)
 
 
 _EXAMPLE_BYTES = 2**33

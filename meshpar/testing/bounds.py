@@ -37,7 +37,10 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend import core
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+from meshpar.trace.primitives import JOINS, MOVES, RESHAPES
+from meshpar.trace.walk import Program, programs_in, walk, without_constants
 
 FP32_BOUND = 1e-5
 CONFIDENCE = 2.0
@@ -45,13 +48,12 @@ UNIT_ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8}
 
 _BF16 = jnp.dtype(jnp.bfloat16)
 
-# Primitives whose results are values that they were given, so that nothing is rounded.
-_EXACT = {
-    *("broadcast_in_dim", "concatenate", "copy", "dynamic_slice", "expand_dims"),
-    *("dynamic_update_slice", "gather", "max", "min", "neg", "pad", "reduce_max"),
-    *("reshape", "rev", "select_n", "slice", "squeeze", "stop_gradient", "transpose"),
+_EXACT = (RESHAPES | MOVES | JOINS) | {
+    *("gather", "max", "min", "neg", "reduce_max", "select_n", "stop_gradient"),
     *("optimization_barrier", "name", "sharding_constraint"),
 }
+"""Primitives whose results are values that they were given: nothing is rounded."""
+
 _SUMS = {"dot_general", "reduce_sum", "cumsum", "scatter-add"}
 
 
@@ -67,7 +69,7 @@ def bf16_bound(num_roundings: int) -> float:
     return math.expm1(chain + num_roundings * unit**2 / (1 - unit))
 
 
-def rounding_chains(program: core.ClosedJaxpr, *, sum_parts: int = 1) -> list[int]:
+def rounding_chains(program: ClosedJaxpr, *, sum_parts: int = 1) -> list[int]:
     """For each result, the most bf16 roundings that lie between it and the arguments.
 
     Every bf16 result of arithmetic counts one, a loop as often as it runs. A sum counts
@@ -84,34 +86,31 @@ def rounding_chains(program: core.ClosedJaxpr, *, sum_parts: int = 1) -> list[in
         >>> rounding_chains(program(jnp.ones(3, jnp.bfloat16)))
         [2, 0]
     """
-    return _chains(program.jaxpr, sum_parts)
+    return _chains(program, sum_parts)
 
 
-def _chains(jaxpr: core.Jaxpr, sum_parts: int) -> list[int]:
-    length: dict[Any, int] = {}
-
-    def so_far(variables: list) -> int:
-        known = [v for v in variables if not isinstance(v, core.Literal)]
-        return max((length.get(variable, 0) for variable in known), default=0)
-
-    for equation in jaxpr.eqns:
-        before = so_far(equation.invars)
+def _chains(program: Program, sum_parts: int) -> list[int]:
+    def apply(equation: JaxprEqn, before: list[int]) -> list[int]:
         inside = _inside(equation, sum_parts)
-        for variable in equation.outvars:
-            own = 0 if inside else _roundings(equation, variable, sum_parts)
-            length[variable] = before + inside + own
-    return [so_far([variable]) for variable in jaxpr.outvars]
+        return [
+            max(before, default=0)
+            + (inside or _roundings(equation, variable, sum_parts))
+            for variable in equation.outvars
+        ]
+
+    given = [0] * len(without_constants(program).invars)
+    return walk(program, given, apply, lambda value: 0)
 
 
-def _inside(equation: core.JaxprEqn, sum_parts: int) -> int:
+def _inside(equation: JaxprEqn, sum_parts: int) -> int:
+    """Roundings of the programs inside an operation, a loop's as often as it runs."""
     inner = [
-        max(_chains(jaxpr, sum_parts), default=0)
-        for jaxpr in core.jaxprs_in_params(equation.params)
+        max(_chains(program, sum_parts), default=0) for program in programs_in(equation)
     ]
     return max(inner, default=0) * equation.params.get("length", 1)
 
 
-def _roundings(equation: core.JaxprEqn, variable: Any, sum_parts: int) -> int:
+def _roundings(equation: JaxprEqn, variable: Any, sum_parts: int) -> int:
     name = equation.primitive.name
     if getattr(variable.aval, "dtype", None) != _BF16 or name in _EXACT:
         return 0

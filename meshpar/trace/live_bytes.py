@@ -1,9 +1,9 @@
-"""The most bytes that a traced program holds at once, in the order that it is written.
+"""Count the most bytes that a traced program holds at once, in the order it is written.
 
-An array is there from the operation that makes it to the last one that reads it. What
-is computed value by value from other arrays is made again wherever it is read, and
-takes no memory, unless a convolution, a matmul or the caller reads it: these read
-arrays. So XLA fuses; its own order and copies may differ.
+An array takes memory from the operation that makes it to the last one that reads it.
+Values that are computed one by one from other arrays are computed again by each reader,
+as XLA fuses them, and take no memory unless a convolution, a matmul or the caller reads
+them. XLA's own order and copies may differ.
 """
 
 from __future__ import annotations
@@ -13,27 +13,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from meshpar.hardware.platforms import platform_named
-from meshpar.trace.primitives import ELEMENTWISE
-from meshpar.trace.walk import inner_jaxprs
+from meshpar.trace.primitives import ELEMENTWISE, JOINS, MOVES, RESHAPES
+from meshpar.trace.walk import (
+    Loop,
+    Program,
+    called_program,
+    programs_in,
+    walk,
+    without_constants,
+)
 
 _READS_ARRAYS = ("conv_general_dilated", "dot_general", "scan", "while", "cond")
-_LAYS_OUT = ("reshape", "squeeze", "expand_dims", "copy", "sharding_constraint")
-_MOVES = ("broadcast_in_dim", "transpose", "rev", "pad", "slice", "dynamic_slice")
-_JOINS = ("concatenate", "dynamic_update_slice")
-_FUSED = frozenset(
-    (*ELEMENTWISE, *_LAYS_OUT, *_MOVES, *_JOINS, "device_put", "iota", "name")
-)
+_SAME_MEMORY = RESHAPES | {"sharding_constraint"}
+_FUSED = ELEMENTWISE | _SAME_MEMORY | MOVES | JOINS | {"device_put", "iota", "name"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Live:
-    """What there is at the fullest moment.
+    """Memory at the fullest moment of a program.
 
     Args:
-        total_bytes: Of all arrays but the arguments.
+        total_bytes: Bytes of all arrays but the arguments.
         operation: Name of the operation that runs then.
     """
 
@@ -50,43 +53,44 @@ class _Work:
 
 
 @dataclass
-class _Program:
-    """Operations in order; arrays are numbered."""
+class _Flat:
+    """Operations in order, those of calls in their places; arrays are numbered."""
 
     lanes: int
     sizes: list[int] = field(default_factory=list)
     works: list[_Work] = field(default_factory=list)
 
     def number(self, atom: Any) -> int:
-        self.sizes.append(_bytes_of(atom, self.lanes))
+        """Number an array; None is a number that takes no memory."""
+        self.sizes.append(0 if atom is None else _num_bytes(atom, self.lanes))
         return len(self.sizes) - 1
 
 
 def most_live(program: ClosedJaxpr, lanes: int = 1) -> Live:
-    """The fullest moment of a program, calls and loops that run once read as written.
+    """Return the fullest moment of a program.
 
     Args:
-        program: `jax.jit(f).trace(...).jaxpr`, shapes as they are there.
-        lanes: The last dim of an array takes a multiple of so many places.
+        program: `jax.jit(f).trace(...).jaxpr`, with the shapes of one device.
+        lanes: The last dim of an array is padded to a multiple of this.
     """
-    return _most_live(program.jaxpr, lanes)
+    return _most_live(program, lanes)
 
 
 def most_room(program: ClosedJaxpr, platform: str) -> int:
-    """Bytes that a program's arrays take at its fullest moment where it runs.
+    """Return the bytes that a program's arrays take at its fullest moment.
 
     Args:
-        program: As of `most_live`.
+        program: As `most_live` takes it.
         platform: Its lanes pad the last dim; its compiler leaves gaps between arrays.
     """
     facts = platform_named(platform)
     return round(facts.heap_over_arrays * most_live(program, facts.lanes).total_bytes)
 
 
-def _most_live(jaxpr: Jaxpr, lanes: int) -> Live:
-    flat = _Program(lanes)
-    given = [flat.number(atom) for atom in jaxpr.invars]
-    results = _flatten(jaxpr, given, flat)
+def _most_live(program: Program, lanes: int) -> Live:
+    flat = _Flat(lanes)
+    given = [flat.number(atom) for atom in without_constants(program).invars]
+    results = _flatten(program, given, flat)
     places = _places(flat, given, results)
     last: dict[int, int] = {}
     works = [work for work in flat.works if _is_made(work, places)]
@@ -107,9 +111,9 @@ def _most_live(jaxpr: Jaxpr, lanes: int) -> Live:
 
 
 def _places(
-    flat: _Program, given: Sequence[int], results: Sequence[int]
+    flat: _Flat, given: Sequence[int], results: Sequence[int]
 ) -> dict[int, tuple[int, ...]]:
-    """Array -> the arrays in memory that its values are read from."""
+    """Return for each array the arrays in memory that its values are read from."""
     read = set(results)
     for work in flat.works:
         if work.name in _READS_ARRAYS:
@@ -122,7 +126,7 @@ def _places(
             continue
         sources = [one for name in work.operands for one in places.get(name, ())]
         fused = work.name in _FUSED and not read & set(work.results)
-        alike = work.name in _LAYS_OUT and len(set(sources)) == 1
+        alike = work.name in _SAME_MEMORY and len(set(sources)) == 1
         own = work.operands and places.get(work.operands[0]) == (work.operands[0],)
         for result in work.results:
             through = fused or (alike and own)
@@ -134,44 +138,32 @@ def _is_made(work: _Work, places: dict[int, tuple[int, ...]]) -> bool:
     return any(places[result] == (result,) for result in work.results)
 
 
-def _flatten(jaxpr: Jaxpr, given: Sequence[int], flat: _Program) -> list[int]:
-    """Adds a program's operations; numbers of its results."""
-    known = dict(zip(jaxpr.invars, given, strict=True))
+def _flatten(program: Program, given: Sequence[int], flat: _Flat) -> list[int]:
+    """Add a program's operations, and return the numbers of its results."""
 
-    def number(atom: Any) -> int:
-        if isinstance(atom, Literal) or atom not in known:
-            return flat.number(atom)
-        return known[atom]
-
-    for equation in jaxpr.eqns:
-        operands = [number(atom) for atom in equation.invars]
-        inner = _read_as_written(equation)
+    def apply(equation: JaxprEqn, operands: list[int]) -> list[int]:
+        inner = _in_place(equation)
         if inner is not None:
-            results = _flatten(inner, operands, flat)
-        else:
-            results = [flat.number(atom) for atom in equation.outvars]
-            inside = [
-                _most_live(one, flat.lanes).total_bytes
-                for one, _ in inner_jaxprs(equation)
-            ]
-            name = equation.primitive.name
-            work = _Work(name, tuple(operands), tuple(results), max(inside, default=0))
-            flat.works.append(work)
-        known.update(zip(equation.outvars, results, strict=True))
-    return [number(atom) for atom in jaxpr.outvars]
+            return _flatten(inner, operands, flat)
+        results = [flat.number(atom) for atom in equation.outvars]
+        inside = [_most_live(one, flat.lanes) for one in programs_in(equation)]
+        most = max((one.total_bytes for one in inside), default=0)
+        name = equation.primitive.name
+        flat.works.append(_Work(name, tuple(operands), tuple(results), most))
+        return results
+
+    return walk(program, given, apply, lambda value: flat.number(None))
 
 
-def _read_as_written(equation: JaxprEqn) -> Jaxpr | None:
-    """The program of a call, or of a loop that runs once."""
-    name = equation.primitive.name
-    if name in ("while", "cond") or equation.params.get("length", 1) != 1:
-        return None
-    found = [inner for inner, _ in inner_jaxprs(equation)]
-    fits = len(found) == 1 and len(found[0].invars) == len(equation.invars)
-    return found[0] if fits else None
+def _in_place(equation: JaxprEqn) -> Program | None:
+    """Return the program of a call, or of a loop that runs once; else None."""
+    loop = Loop.parse(equation)
+    if loop is not None and loop.length == 1:
+        return loop.body
+    return called_program(equation)
 
 
-def _bytes_of(atom: Any, lanes: int) -> int:
+def _num_bytes(atom: Any, lanes: int) -> int:
     dtype = getattr(atom.aval, "dtype", None)
     if dtype is None or not hasattr(dtype, "itemsize"):
         return 0

@@ -1,8 +1,8 @@
-"""What of a trace depends on how many tokens are at hand, found by tracing it twice.
+"""Find what depends on the number of tokens at hand, by comparing two traces.
 
-A mean over the tokens at hand divides by their number: a constant of the trace, like
-any other. Beside the trace of the same function with fewer tokens at hand of the same
-sequence it is the one that differs.
+A mean over the tokens at hand divides by their number, a constant of the trace like any
+other. Only that constant differs in the trace of the same function with fewer tokens at
+hand of the same sequence, its twin.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from meshpar.trace.token_flow import Flow, Mixed, shape_of
-from meshpar.trace.walk import programs_in, without_constants
+from meshpar.trace.token_flow import Flow, Mixed
+from meshpar.trace.walk import array_shape, programs_in, steps, without_constants
 
 COUNTED = "of tokens by how many are at hand; take scope.seq_length(seq), or sums alone"
 ALIKE = (
@@ -31,19 +31,19 @@ _SAME_VALUE = {
     *("copy", "slice", "stop_gradient", "sharding_constraint"),
 }
 _ALSO_ZERO = {"add", "add_any", "sub", "neg", "reduce_sum", "concatenate", "select_n"}
-"""Operations that give zeros where all they are given are zeros."""
+"""Operations that give zeros if all operands are zeros."""
 _SIZES = {
     *("shape", "new_sizes", "limit_indices", "slice_sizes", "sizes", "length"),
     "unroll",
 }
-"""Parameters of operations that shapes say too, or that change no value."""
+"""Parameters of operations that follow from shapes, or that change no value."""
 
 
 @dataclass(frozen=True)
 class Twins:
-    """A program beside the same with fewer tokens; None where there is none.
+    """A program, and its twin with fewer tokens; None if there is none.
 
-    Where the two are not the same, operation for operation, the rest has no twins.
+    From the first operation that differs on, operations have no twins.
     """
 
     program: ClosedJaxpr | Jaxpr
@@ -51,43 +51,50 @@ class Twins:
 
     @property
     def jaxpr(self) -> Jaxpr:
-        """The program, without its constants."""
+        """The program, with its constants as variables."""
         return without_constants(self.program)
 
-    def equations(self) -> Iterator[tuple[JaxprEqn, JaxprEqn | None]]:
-        """Its operations, each with its twin."""
-        twins = [] if self.other is None else without_constants(self.other).eqns
-        alike = len(twins) > 0
-        for at, one in enumerate(self.jaxpr.eqns):
-            alike = alike and at < len(twins) and one.primitive is twins[at].primitive
-            yield one, twins[at] if alike else None
+    def twins(self) -> Iterator[JaxprEqn | None]:
+        """Yield the twin of each operation."""
+        others = [] if self.other is None else steps(self.other)
+        same = True
+        for at, one in enumerate(steps(self.program)):
+            same = same and at < len(others) and one.primitive is others[at].primitive
+            yield others[at] if same else None
 
     @property
     def other_results(self) -> Sequence[Any] | None:
-        """The twin's results, where all its operations are the same."""
+        """The twin's results, if all its operations are the same."""
         if self.other is None:
             return None
-        pairs = self.jaxpr.eqns, without_constants(self.other).eqns
-        names = [[one.primitive for one in equations] for equations in pairs]
-        return without_constants(self.other).outvars if names[0] == names[1] else None
+        mine, its = (
+            [one.primitive for one in steps(program)]
+            for program in (self.program, self.other)
+        )
+        return without_constants(self.other).outvars if mine == its else None
 
-    def constants(self, ratio: tuple[int, int] | None) -> Iterator[tuple[Any, Flow]]:
-        """Flows of the arrays that the program itself has; `ratio` as elsewhere."""
+    def constants(self, ratio: tuple[int, int] | None) -> list[Flow]:
+        """Return the flows of the arrays that the program closes over.
+
+        Args:
+            ratio: Numbers of tokens at hand, of the program and of its twin.
+        """
         if not isinstance(self.program, ClosedJaxpr):
-            return
+            return [Flow()] * len(self.jaxpr.constvars)
         values = self.program.consts
         others = getattr(self.other, "consts", ())
         if len(others) != len(values):
             others = values
-        for var, one, other in zip(self.jaxpr.constvars, values, others, strict=True):
-            flow = Flow()
-            if _other_value(one, other):
-                flow = flow.as_counted(multiple=_is_multiple(one, other, ratio))
-            yield var, flow
+        return [
+            Flow().as_counted(multiple=_is_multiple(one, other, ratio))
+            if _differs(one, other)
+            else Flow()
+            for one, other in zip(values, others, strict=True)
+        ]
 
 
 def inner_programs(equation: JaxprEqn, twin: JaxprEqn | None) -> list[Twins]:
-    """The programs that an operation runs, such as a loop's body."""
+    """Return the programs that an operation runs, with their twins."""
     mine = programs_in(equation)
     its = [] if twin is None else programs_in(twin)
     if len(mine) != len(its):
@@ -101,26 +108,28 @@ def counted_literals(
     flows: list[Flow],
     ratio: tuple[int, int] | None,
 ) -> list[Flow]:
-    """`flows`, of what is given as numbers that the twin is given others of.
+    """Return the flows, counted where the twin has another literal.
 
     Args:
-        atoms: What is given.
-        twins: To the twin; None where there is none.
-        flows: Of each.
-        ratio: Tokens at hand, and how many the twin has at hand.
+        atoms: Operands of an operation, or results of a program.
+        twins: Those of the twin; None if there is none.
+        flows: Flow of each.
+        ratio: Numbers of tokens at hand, of the program and of its twin.
     """
     if twins is None or len(twins) != len(atoms):
         return flows
     return [
         flow.as_counted(multiple=_is_multiple(one.val, other.val, ratio))
-        if _other_literal(one, other)
+        if isinstance(one, Literal)
+        and isinstance(other, Literal)
+        and not np.array_equal(one.val, other.val, equal_nan=True)
         else flow
         for one, other, flow in zip(atoms, twins, flows, strict=True)
     ]
 
 
 def counts(equation: JaxprEqn, twin: JaxprEqn | None, given: list[Flow]) -> bool:
-    """Whether something beside tokens depends on how many are at hand."""
+    """Return True if an operand or parameter depends on the number of tokens."""
     return any(flow.counted for flow in given) or other_numbers(equation, twin)
 
 
@@ -131,21 +140,21 @@ def without_tokens(
     found: list[Flow],
     ratio: tuple[int, int] | None,
 ) -> list[Flow]:
-    """Flows of an operation's results, none of whose arguments has tokens.
+    """Return the flows of the results of an operation on arrays without tokens.
 
     Args:
         equation: The operation.
-        twin: The same with fewer tokens at hand; None if there is none.
-        given: Flows of its arguments.
-        found: Of its results, as its rule has them.
-        ratio: As in `counted_literals`.
+        twin: Its twin; None if there is none.
+        given: Flows of its operands.
+        found: Flows of its results by its rule.
+        ratio: As `counted_literals` takes it.
     """
     counted = any(flow.counted for flow in given)
     if twin is not None:
         shapes, others = _shapes(equation), _shapes(twin)
         if shapes[1] == others[1]:  # else there are more places
             counted |= shapes[0] != others[0] or other_numbers(equation, twin)
-    value = _value(equation.primitive.name, given)
+    value = _known_value(equation.primitive.name, given)
     multiple = counted and _gives_multiple(equation, twin, given, ratio)
     return [
         replace(flow, value=value, counted=counted, multiple=multiple) for flow in found
@@ -167,7 +176,9 @@ def _gives_multiple(
     if name == "div":
         return first.multiple and not given[1].counted
     if name == "reduce_sum" and twin is not None:
-        size, other = (math.prod(shape_of(one.invars[0])) for one in (equation, twin))
+        size, other = (
+            math.prod(array_shape(one.invars[0])) for one in (equation, twin)
+        )
         if first.value is not None:
             return _is_multiple(size, other, ratio)
         return first.multiple and size == other
@@ -177,12 +188,12 @@ def _gives_multiple(
 def other_numbers(
     equation: JaxprEqn, twin: JaxprEqn | None, names: Sequence[str] | None = None
 ) -> bool:
-    """Whether an operation's own numbers, such as an exponent, are not its twin's.
+    """Return True if a parameter, such as an exponent, differs from the twin's.
 
     Args:
         equation: The operation.
-        twin: The same with fewer tokens at hand; None if there is none.
-        names: Of its parameters; None for all but sizes.
+        twin: Its twin; None if there is none.
+        names: Names of the parameters; None for all but sizes.
     """
     if twin is None:
         return False
@@ -195,11 +206,11 @@ def other_numbers(
 
 
 def check_lengths(equation: JaxprEqn, twin: JaxprEqn | None, found: list[Flow]) -> None:
-    """Refuses tokens with another dim as long as there are tokens at hand.
+    """Raise if an array of tokens has another dim as long as there are tokens at hand.
 
     Args:
         equation: The operation.
-        twin: The same with fewer tokens at hand; None if there is none.
+        twin: Its twin; None if there is none.
         found: Flows of its results.
     """
     if twin is None:
@@ -214,10 +225,10 @@ def check_lengths(equation: JaxprEqn, twin: JaxprEqn | None, found: list[Flow]) 
 
 
 def check_table(equation: JaxprEqn, twin: JaxprEqn | None, flows: list[Flow]) -> None:
-    """Refuses that tokens look up what has as many rows as there are at hand."""
+    """Raise if tokens index a table that has a row for each token at hand."""
     if twin is None or equation.primitive.name != "gather" or flows[0].has_tokens:
         return
-    tables = (shape_of(one.invars[0]) for one in (equation, twin))
+    tables = (array_shape(one.invars[0]) for one in (equation, twin))
     if flows[1].has_tokens and len(set(tables)) > 1:
         raise _as_long(equation)
 
@@ -229,8 +240,8 @@ def _as_long(equation: JaxprEqn) -> Mixed:
     )
 
 
-def _value(name: str, given: list[Flow]) -> Any:
-    """What all values of a result are, where that is known."""
+def _known_value(name: str, given: list[Flow]) -> Any:
+    """Return the one value of all elements of a result; None if it is not known."""
     zeros = [flow.zero for flow in given]
     if name in _SAME_VALUE:
         return given[0].value
@@ -240,13 +251,8 @@ def _value(name: str, given: list[Flow]) -> Any:
     return 0 if gone or (name in _ALSO_ZERO and all(zeros)) else None
 
 
-def _other_literal(one: Any, other: Any) -> bool:
-    literals = isinstance(one, Literal) and isinstance(other, Literal)
-    return literals and not np.array_equal(one.val, other.val, equal_nan=True)
-
-
-def _other_value(one: Any, other: Any) -> bool:
-    """Whether two constants of one shape differ; more places have another shape."""
+def _differs(one: Any, other: Any) -> bool:
+    """Return True if two constants of one shape differ in a value."""
     arrays = (jax.Array, np.ndarray, np.generic)
     if one is other or not isinstance(one, arrays) or not isinstance(other, arrays):
         return False
@@ -265,7 +271,7 @@ def _is_multiple(one: Any, other: Any, ratio: tuple[int, int] | None) -> bool:
 
 
 def _numbers(value: Any) -> Any:
-    """A parameter where it is numbers; else None."""
+    """Return the numbers in a parameter; None in place of anything else."""
     if isinstance(value, int | float | np.number):
         return value if value == value else "nan"
     if isinstance(value, tuple | list):
@@ -274,6 +280,6 @@ def _numbers(value: Any) -> Any:
 
 
 def _shapes(equation: JaxprEqn) -> tuple[list[tuple], list[tuple]]:
-    """Of what an operation is given, and of its results."""
+    """Return the shapes of the operands and of the results."""
     given, found = equation.invars, equation.outvars
-    return [shape_of(one) for one in given], [shape_of(one) for one in found]
+    return [array_shape(one) for one in given], [array_shape(one) for one in found]

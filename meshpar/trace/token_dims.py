@@ -1,4 +1,4 @@
-"""Operations that move, cut or join dims: where they put that of the tokens."""
+"""Token flow of operations that move, cut, join or reduce whole dims."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from meshpar.trace.token_flow import (
     Rule,
     check_no_places,
     gives_fractions,
-    shape_of,
-    the_dim,
+    token_dim,
 )
+from meshpar.trace.walk import array_shape
 
 
 def _broadcast(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
@@ -27,20 +27,15 @@ def _broadcast(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[F
         return [flow]
     if flow.dim is not None:
         return [Flow(dim=places[flow.dim])]
-    widened = {p for d, p in enumerate(places) if shape_of(x)[d] != shape[p]}
+    widened = {p for d, p in enumerate(places) if array_shape(x)[d] != shape[p]}
     moved = flow.moved(lambda dim: places[dim])
     spread = frozenset(range(len(shape))) - {*places} | widened | moved.uniform
     return [Flow(uniform=spread, numbered=moved.numbered - widened)]
 
 
-def _transpose(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
-    order = list(equation.params["permutation"])
-    return [flows[0].moved(order.index)]
-
-
 def _reshape(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
-    flow, before = flows[0], shape_of(equation.invars[0])
-    after = shape_of(equation.outvars[0])
+    flow, before = flows[0], array_shape(equation.invars[0])
+    after = array_shape(equation.outvars[0])
     if flow.total:
         return [Flow(total=True)]
     if flow.dim is not None:
@@ -49,7 +44,7 @@ def _reshape(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flo
 
 
 def _reshaped(flow: Flow, before: tuple, after: tuple, num_tokens: int) -> Flow:
-    """Of tokens that a reshape leaves alone, merges with other dims or parts again."""
+    """Return the flow of tokens that a reshape keeps, merges or splits off again."""
     above = math.prod(before[: flow.dim]) * flow.merged[0]
     for place, size in enumerate(after):
         first = math.prod(after[:place])
@@ -61,7 +56,7 @@ def _reshaped(flow: Flow, before: tuple, after: tuple, num_tokens: int) -> Flow:
 
 
 def check_not_merged(name: str, flows: list[Flow]) -> None:
-    """Refuses dims that tokens share where nothing is known to leave them alone."""
+    """Raise if tokens share a dim in an operation that may not keep them apart."""
     if name in ("reshape", "conv_general_dilated"):
         return
     if any(flow.merged != (1, 1) for flow in flows):
@@ -70,7 +65,7 @@ def check_not_merged(name: str, flows: list[Flow]) -> None:
 
 
 def _same_place(before: tuple, after: tuple, dim: int) -> int | None:
-    """Where a reshape leaves a dim whole, or None."""
+    """Return the place where a reshape keeps a dim whole; None if it does not."""
     above = math.prod(before[:dim])
     for place, size in enumerate(after):
         if size == before[dim] and math.prod(after[:place]) == above:
@@ -78,22 +73,16 @@ def _same_place(before: tuple, after: tuple, dim: int) -> int | None:
     return None
 
 
-def _squeeze(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
-    gone = equation.params["dimensions"]
-    kept = [d for d in range(len(shape_of(equation.invars[0]))) if d not in gone]
-    return [flows[0].kept(kept)]
-
-
 _RUNNING = ("cumsum", "cumprod", "cumlogsumexp")
-"""Operations along a dim each of whose results is made of all places before it."""
+"""Operations whose result at each place is made of all places before it."""
 
 
 def _along(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
-    """Of an operation along one dim that keeps the others."""
+    """Flow through an operation along one dim that keeps the others."""
     params, name = equation.params, equation.primitive.name
     given = params.get("axis", params.get("dimension", params.get("dimensions")))
     if name == "top_k":
-        given = len(shape_of(equation.invars[0])) - 1
+        given = len(array_shape(equation.invars[0])) - 1
     along = given if isinstance(given, tuple) else (given,)
     for flow in flows:
         if flow.total or flow.dim in along:
@@ -104,15 +93,15 @@ def _along(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]
             )
     dim = None
     if any(flow.has_tokens for flow in flows):
-        dim = the_dim(equation, flows, num_tokens)
+        dim = token_dim(equation, flows, num_tokens)
     return [Flow(dim=dim)] * len(equation.outvars)
 
 
 def _same_size(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
-    """Of slices and pads, which keep a dim only if they take all of it as it is."""
+    """Flow through slices and pads, which keep a dim if they take all of it."""
     flow, name = flows[0], equation.primitive.name
     others = [one for one in flows[1:] if one.has_tokens]
-    before, after = (shape_of(v) for v in (equation.invars[0], equation.outvars[0]))
+    before, after = (array_shape(v) for v in (equation.invars[0], equation.outvars[0]))
     if flow.total or others:
         raise Mixed(f"{name} with places from tokens" if others else f"{name} of a sum")
     if flow.dim is not None:
@@ -124,7 +113,7 @@ def _same_size(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[F
 
 
 def _update(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
-    """Of writing one array into another: all of its tokens, or none."""
+    """Flow through writing one array into another: all of its tokens, or none."""
     name, arrays = equation.primitive.name, flows[:2]
     if any(flow.has_tokens for flow in flows[2:]):
         raise Mixed(f"{name} with places from tokens")
@@ -134,8 +123,8 @@ def _update(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow
         return [Flow(total=True)]
     if not any(flow.has_tokens for flow in arrays):
         return [Flow()]
-    dim = the_dim(equation, flows, num_tokens)
-    into, update = (shape_of(x) for x in equation.invars[:2])
+    dim = token_dim(equation, flows, num_tokens)
+    into, update = (array_shape(x) for x in equation.invars[:2])
     if into[dim] != update[dim]:
         raise Mixed(f"{name} along the sequence")
     return [Flow(dim=dim)]
@@ -148,16 +137,17 @@ def _stack(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]
         if not all(flow.total or flow.zero for flow in flows):
             raise Mixed("stack of a sum over tokens")
         return [Flow(total=True)]
-    dim = the_dim(equation, flows, num_tokens)
+    dim = token_dim(equation, flows, num_tokens)
     return [Flow(dim=dim + (dim >= equation.params["axis"]))]
 
 
-def _unstack(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
-    axis, flow = equation.params["axis"], flows[0]
-    if flow.dim == axis:
-        raise Mixed("unstack along the sequence")
-    kept = [d for d in range(len(shape_of(equation.invars[0]))) if d != axis]
-    return [flow.kept(kept)] * len(equation.outvars)
+def _without(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
+    """Flow through a squeeze or unstack, whose results lack some dims."""
+    gone = equation.params.get("dimensions") or (equation.params["axis"],)
+    if flows[0].dim in gone:
+        raise Mixed(f"{equation.primitive.name} along the sequence")
+    kept = [d for d in range(len(array_shape(equation.invars[0]))) if d not in gone]
+    return [flows[0].kept(kept)] * len(equation.outvars)
 
 
 def _concatenate(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
@@ -176,7 +166,7 @@ def _concatenate(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list
 def _gather(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
     table, indices = flows[:2]
     numbers = equation.params["dimension_numbers"]
-    rank = len(shape_of(equation.outvars[0]))
+    rank = len(array_shape(equation.outvars[0]))
     if table.total or indices.total:
         raise Mixed("gather by a sum over tokens")
     paired = dict(
@@ -192,7 +182,7 @@ def _gather(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow
         raise Mixed("gather from the tokens at hand")
     if indices.dim is None:
         return [Flow()]
-    if indices.dim == len(shape_of(equation.invars[1])) - 1:
+    if indices.dim == len(array_shape(equation.invars[1])) - 1:
         raise Mixed("gather with places from tokens")
     for dim, of_indices in paired.items():
         if of_indices == indices.dim:
@@ -202,10 +192,10 @@ def _gather(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow
 
 
 def _whole_window(equation: JaxprEqn, dim: int, indices: Flow) -> int:
-    """Where a gather puts a dim of which it takes all."""
+    """Return the place of a dim that a gather takes all of."""
     params, numbers = equation.params, equation.params["dimension_numbers"]
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    shape = shape_of(equation.invars[0])
+    shape = array_shape(equation.invars[0])
     picked = dim in gone or dim in numbers.start_index_map
     if picked or params["slice_sizes"][dim] != shape[dim] or indices.has_tokens:
         raise Mixed("gather from the tokens at hand")
@@ -213,22 +203,24 @@ def _whole_window(equation: JaxprEqn, dim: int, indices: Flow) -> int:
     return numbers.offset_dims[kept.index(dim)]
 
 
-def _iota(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
-    dims = frozenset(range(len(shape_of(equation.outvars[0]))))
-    numbered = frozenset([equation.params["dimension"]])
-    return [Flow(uniform=dims - numbered, numbered=numbered)]
-
-
 DIM_RULES: dict[str, Rule] = {
     "broadcast_in_dim": _broadcast,
-    "transpose": _transpose,
+    "transpose": lambda equation, flows, num_tokens: [
+        flows[0].moved(list(equation.params["permutation"]).index)
+    ],
     "reshape": _reshape,
-    "squeeze": _squeeze,
+    "squeeze": _without,
     "concatenate": _concatenate,
     "gather": _gather,
-    "iota": _iota,
+    "iota": lambda equation, flows, num_tokens: [
+        Flow(
+            uniform=frozenset(range(len(array_shape(equation.outvars[0]))))
+            - {equation.params["dimension"]},
+            numbered=frozenset([equation.params["dimension"]]),
+        )
+    ],
     "stack": _stack,
-    "unstack": _unstack,
+    "unstack": _without,
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin"), _along),
     **dict.fromkeys(("cumlogsumexp", "sort", "rev", "top_k", "split"), _along),
     **dict.fromkeys(("slice", "dynamic_slice", "pad"), _same_size),
@@ -240,57 +232,52 @@ _STILL = {
     **dict.fromkeys(("window_dimensions", "window_strides", "window_dilation"), 1),
     **{"base_dilation": 1, "padding": (0, 0)},
 }
-"""What a window does to a dim whose places it leaves alone."""
+"""Parameters of a window that leaves the places of a dim as they are."""
 
 
-def _beside(
+def _across(
     equation: JaxprEqn, flows: list[Flow], num_tokens: int, touched: Sequence[int]
 ) -> list[Flow]:
-    """Of an operation that joins what stands along `touched` dims alone."""
+    """Flow through an operation that joins places along `touched` dims alone."""
     if not any(flow.has_tokens for flow in flows):
         return [Flow() for _ in equation.outvars]
     name = equation.primitive.name
     if any(flow.total for flow in flows):
         raise Mixed(f"{name} of a sum over tokens")
-    dim = the_dim(equation, flows, num_tokens)
+    dim = token_dim(equation, flows, num_tokens)
     if dim in touched:
         raise Mixed(f"{name} along the sequence")
     return [Flow(dim=dim) for _ in equation.outvars]
 
 
-def _fft(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
-    rank = len(shape_of(equation.invars[0]))
-    count = len(equation.params["fft_lengths"])
-    return _beside(equation, flows, num_tokens, range(rank - count, rank))
-
-
-def _of_matrices(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
-    """Of linear algebra with the matrices in the last two dims."""
-    rank = len(shape_of(equation.invars[0]))
-    return _beside(equation, flows, num_tokens, range(rank - 2, rank))
+def _last_dims(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
+    """Flow through an FFT, or linear algebra on matrices in the last two dims."""
+    rank = len(array_shape(equation.invars[0]))
+    count = len(equation.params.get("fft_lengths", (1, 1)))
+    return _across(equation, flows, num_tokens, range(rank - count, rank))
 
 
 def _window(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
     params = equation.params
     touched = [
         dim
-        for dim in range(len(shape_of(equation.invars[0])))
+        for dim in range(len(array_shape(equation.invars[0])))
         if any(params[name][dim] != value for name, value in _STILL.items())
     ]
-    return _beside(equation, flows, num_tokens, touched)
+    return _across(equation, flows, num_tokens, touched)
 
 
 def _reduce_by(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
-    """Of a reduction by a function of the model's own."""
+    """Flow through a reduction by a function that the model gives."""
     gone = equation.params["dimensions"]
-    rank = len(shape_of(equation.invars[0]))
-    found = _beside(equation, flows, num_tokens, gone)
+    rank = len(array_shape(equation.invars[0]))
+    found = _across(equation, flows, num_tokens, gone)
     kept = [dim for dim in range(rank) if dim not in gone]
     return [flow.moved(kept.index) for flow in found]
 
 
 def _convolution(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
-    """Of a convolution, where tokens are examples or a dim that it does not widen."""
+    """Flow through a convolution, across its examples or a dim with a window of 1."""
     image, kernel = flows
     if not (image.has_tokens or kernel.has_tokens):
         return [Flow()]
@@ -302,18 +289,18 @@ def _convolution(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list
     place = lhs.index(image.dim)
     if place == 0 and params["batch_group_count"] == 1:
         return [replace(image, dim=out[0])]
-    size = shape_of(equation.invars[1])[rhs[place]]
+    size = array_shape(equation.invars[1])[rhs[place]]
     merged = image.merged != (1, 1)
-    if merged or place < 2 or size != 1 or _moves(equation, place - 2):
+    if merged or place < 2 or size != 1 or not _is_in_place(equation, place - 2):
         raise Mixed(f"{name} along the sequence")
     return [Flow(dim=out[place])]
 
 
-def _moves(equation: JaxprEqn, dim: int) -> bool:
-    """Whether a kernel of one place moves those of a spatial dim."""
+def _is_in_place(equation: JaxprEqn, dim: int) -> bool:
+    """Return True if a window of one place keeps those of a spatial dim in place."""
     params = equation.params
     steps = params["window_strides"][dim], params["lhs_dilation"][dim]
-    return steps != (1, 1) or tuple(params["padding"][dim]) != (0, 0)
+    return steps == (1, 1) and tuple(params["padding"][dim]) == (0, 0)
 
 
 _LINEAR_ALGEBRA = (
@@ -321,13 +308,13 @@ _LINEAR_ALGEBRA = (
     *("geqrf", "schur", "svd", "triangular_solve", "tridiagonal"),
 )
 WINDOW_RULES: dict[str, Rule] = {
-    "fft": _fft,
+    "fft": _last_dims,
     "conv_general_dilated": _convolution,
     "reduce": _reduce_by,
-    **dict.fromkeys(_LINEAR_ALGEBRA, _of_matrices),
+    **dict.fromkeys(_LINEAR_ALGEBRA, _last_dims),
     **dict.fromkeys(
         ("reduce_window", "reduce_window_sum", "reduce_window_max"), _window
     ),
     "reduce_window_min": _window,
 }
-"""Operations along some dims, which leave the others as they are."""
+"""Rules of operations along some dims that keep the others."""

@@ -1,4 +1,4 @@
-"""How an array has tokens: what is followed through a trace."""
+"""`Flow`: the dim of an array that holds tokens, as a trace is followed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
+
+from meshpar.trace.walk import array_shape
 
 WHOLE_SEQUENCE = "of_whole_sequence"
 """Names a function of whole sequences where a trace runs it."""
@@ -21,11 +23,11 @@ class Mixed(Exception):
 
     Args:
         what: The operation, in words.
-        where: Its line; empty where that is not known yet.
-        certain: Whether it does, and not only may.
-        unknown: Whether nothing is known of the operation, which may leave them alone.
-        picks: Whether it picks some of the tokens, such as the largest: it joins them
-            where the results are sums of those.
+        where: Its source line; "" if that is not known yet.
+        certain: Whether the operation surely joins tokens.
+        unknown: Whether nothing is known of the operation, which may keep tokens apart.
+        picks: Whether it selects some of the tokens, such as the largest: then it joins
+            them only if the results are sums of those.
     """
 
     def __init__(
@@ -44,23 +46,23 @@ class Mixed(Exception):
 
 @dataclass(frozen=True)
 class Flow:
-    """How an array has tokens.
+    """Where an array holds the tokens of this device (the tokens at hand).
 
     Args:
         dim: The dim of the tokens, or None.
-        merged: Where a reshape has merged that dim with others: sizes of those before
-            and after it together; (1, 1) where it is a dim by itself.
-        total: Whether it is a sum over tokens, of which each device has a part.
-        uniform: Where it has no tokens: the dims along which its values are all alike.
-        value: Where it has no tokens: what all its values are, if that is known.
-        counted: Where it has no tokens: whether they depend on how many are at hand.
-        multiple: Where it is counted: whether it is a multiple of how many are at hand,
-            which the devices' shares add up to.
-        numbered: Where it has no tokens: the dims along which its values are made of
-            the numbers of places, or drawn for them.
-        lost: Whether nothing is known of it, but for what follows.
-        fault: Where it is lost: what surely joins tokens of all that it is made of.
-        picked: Where it is lost: what picked the tokens that it is a multiple of.
+        merged: Sizes of the dims that a reshape merged with that of the tokens: the
+            product before it and after it; (1, 1) if the dim is the tokens' alone.
+        total: Whether the array is a sum over tokens, of which each device has a part.
+        uniform: Without tokens: the dims along which all values are equal.
+        value: Without tokens: the one value of all elements, if it is known.
+        counted: Without tokens: whether values depend on the number at hand.
+        multiple: If counted: whether the array is a multiple of the number at hand, so
+            that the devices' shares add up to the whole.
+        numbered: Without tokens: the dims along which values are made of the indices of
+            places, or drawn for them.
+        lost: Whether the array is not followed; the next two fields still hold.
+        fault: If lost: the operation that surely joins tokens it is made of.
+        picked: If lost: the operation that selected the tokens it is a multiple of.
     """
 
     dim: int | None = None
@@ -77,16 +79,16 @@ class Flow:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether its values differ between the devices that share a sequence."""
+        """True if values differ between the devices that share a sequence."""
         return self.dim is not None or self.total
 
     @property
     def zero(self) -> bool:
-        """Whether it is known to be 0 everywhere."""
+        """True if the array is known to be 0 everywhere."""
         return self.value is not None and self.value == 0
 
     def moved(self, place: Callable[[int], int | None]) -> Flow:
-        """The same with dims elsewhere; those that have no place are gone."""
+        """Return the flow with dims moved; those whose place is None are dropped."""
         dim = None if self.dim is None else place(self.dim)
         uniform, numbered = (
             frozenset(to for dim in dims if (to := place(dim)) is not None)
@@ -95,7 +97,7 @@ class Flow:
         return replace(self, dim=dim, uniform=uniform, numbered=numbered)
 
     def kept(self, dims: Sequence[int]) -> Flow:
-        """The same with no other dims than these, in their order."""
+        """Return the flow with these dims alone, in their order."""
         some = frozenset(dims)
         flow = replace(self, uniform=self.uniform & some, numbered=self.numbered & some)
         return flow.moved(list(dims).index)
@@ -104,16 +106,16 @@ class Flow:
         """Return True if adding up the devices' values gives the intended sum.
 
         Args:
-            counts: Whether a multiple of how many tokens are at hand is one.
+            counts: Whether a multiple of the number of tokens at hand adds up too.
         """
         return self.total or self.zero or (counts and self.multiple)
 
     def as_counted(self, *, multiple: bool = False) -> Flow:
-        """The same, of what depends on how many tokens are at hand."""
+        """Return the flow of values that depend on the number of tokens at hand."""
         return replace(self, value=None, counted=True, multiple=multiple)
 
-    def check_beside(self, some: Flow) -> None:
-        """Refuses values without tokens where `some` has them in a loop or branch."""
+    def check_joins(self, some: Flow) -> None:
+        """Raise if values without tokens cannot stand in a loop in place of `some`."""
         if self.zero:
             return
         if some.total:
@@ -128,17 +130,17 @@ class Flow:
             )
 
     def joined(self, other: Flow) -> Flow:
-        """What holds for either.
+        """Return the flow of an array that is either.
 
         Raises:
-            Mixed: They have tokens in different dims; or one has tokens, and the other
-                what each device would count.
+            Mixed: They have tokens in different dims, or one has tokens and the other
+                a value that every device would count.
         """
         if self.lost or other.lost:
             return lost([self, other])
         if self.has_tokens != other.has_tokens:
             some, none = (self, other) if self.has_tokens else (other, self)
-            none.check_beside(some)
+            none.check_joins(some)
             return some
         places = [(one.dim, one.merged, one.total) for one in (self, other)]
         if places[0] != places[1]:
@@ -153,7 +155,7 @@ class Flow:
 
 
 def lost(flows: Sequence[Flow]) -> Flow:
-    """Of what is made of arrays in a way that is not followed."""
+    """Return the flow of what is made of arrays in a way that is not followed."""
     return Flow(lost=True, fault=next((flow.fault for flow in flows if flow.fault), ""))
 
 
@@ -166,17 +168,17 @@ def check_no_places(
     *,
     certain: bool = False,
 ) -> None:
-    """Refuses an array without tokens that has one value for each at hand.
+    """Raise if an array without tokens has a value for each token at hand.
 
     Args:
-        flow: Of the array.
+        flow: Flow of the array.
         x: The array.
-        dim: Of the tokens that it meets.
-        num_tokens: How many are at hand.
-        name: What they meet in.
-        certain: Whether tokens and numbers of places are surely joined there.
+        dim: Dim of the tokens that it meets.
+        num_tokens: Number of tokens at hand.
+        name: Operation in which they meet.
+        certain: Whether the operation surely joins tokens and indices of places.
     """
-    shape = shape_of(x)
+    shape = array_shape(x)
     places = len(shape) > dim and shape[dim] == num_tokens
     if places and not flow.has_tokens and dim not in flow.uniform:
         raise Mixed(
@@ -186,19 +188,19 @@ def check_no_places(
         )
 
 
-def the_dim(
+def token_dim(
     equation: JaxprEqn, flows: list[Flow], num_tokens: int, *, certain: bool = False
 ) -> int:
-    """The dim that tokens have in all arrays that an operation is given.
+    """Return the one dim that holds tokens in the operands of an operation.
 
     Args:
         equation: The operation.
-        flows: Of what it is given.
-        num_tokens: How many are at hand.
-        certain: Whether it surely joins them and numbers of places.
+        flows: Flows of its operands.
+        num_tokens: Number of tokens at hand.
+        certain: Whether the operation surely joins tokens and indices of places.
 
     Raises:
-        Mixed: They have them in different dims, or one has places there.
+        Mixed: Operands have tokens in different dims, or one has places there.
     """
     name = equation.primitive.name
     dims = {flow.dim for flow in flows if flow.dim is not None}
@@ -211,16 +213,11 @@ def the_dim(
     return dim
 
 
-def shape_of(atom: Any) -> tuple[int, ...]:
-    """The shape of a variable or constant of a trace."""
-    return tuple(atom.aval.shape)
-
-
 def gives_fractions(equation: JaxprEqn) -> bool:
-    """Whether its results are no whole numbers, which may be places to pick from."""
+    """Return True if the results are no integers, which may be places to gather."""
     avals: list[Any] = [var.aval for var in equation.outvars]
     return all(jnp.issubdtype(aval.dtype, jnp.inexact) for aval in avals)
 
 
 Rule = Callable[[JaxprEqn, list[Flow], int], list[Flow]]
-"""(operation, flows of what it is given, tokens at hand) -> flows of its results."""
+"""(operation, flows of its operands, tokens at hand) -> flows of its results."""

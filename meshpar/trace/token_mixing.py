@@ -1,10 +1,10 @@
-"""Whether a function treats every token by itself, read from its trace.
+"""Check that a function treats every token by itself, by following tokens in its trace.
 
 The devices that share a sequence run a model's functions on their own tokens. What
 attention mixes is moved between them; a convolution along the sequence, a recurrence,
-or positions counted from the first token at hand would be wrong in silence. So the
-trace is followed from the arrays of tokens: an operation that joins different tokens,
-or tokens and an array of places, is named.
+or positions counted from the first token at hand would be wrong in silence. So tokens
+are followed through the trace, and an operation that joins different tokens, or tokens
+and an array of places, is named.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from meshpar.trace.primitives import CALLS
 from meshpar.trace.token_counts import (
     ALIKE,
     COUNTED,
@@ -39,203 +40,31 @@ from meshpar.trace.token_flow import (
     Mixed,
     check_no_places,
     lost,
-    shape_of,
 )
-from meshpar.trace.token_rules import OF_EACH_ELEMENT, RULES, elementwise
-from meshpar.trace.walk import scan_counts
-
-_CALLS = frozenset(
-    (
-        *("call", "checkpoint", "closed_call", "composite", "core_call", "eval_jaxpr"),
-        *("custom_dce_call", "custom_jvp_call", "custom_partitioning"),
-        *("custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call", "jit"),
-        *("named_call", "pjit", "remat", "remat2", "shard_map"),
-    )
-)
-"""Operations that run one program on what they are given, as it is."""
+from meshpar.trace.token_rules import EACH_ELEMENT, RULES, elementwise
+from meshpar.trace.walk import Loop, array_shape, called_program, source_line, walk
 
 _LIBRARIES = (
     *("/jax/", "/flax/", "<", "/meshpar/trace/", "/meshpar/model/"),
     *("/meshpar/parallel/", "/meshpar/checks/"),
 )
-"""Parts of the paths of files that are not a user's."""
+"""Parts of the paths of files that are not the user's."""
 
 _MULTIPLES = {
     *("broadcast_in_dim", "convert_element_type", "copy", "div", "dynamic_slice"),
     *("mul", "neg", "reduce_sum", "slice", "squeeze", "stop_gradient"),
 }
-"""Operations that leave some of what they are given, or sums or multiples of it."""
-
-
-@dataclass(frozen=True)
-class _Follower:
-    """Follows tokens through a program.
-
-    Args:
-        num_tokens: Size of the dims of tokens.
-        lenient: Whether an operation that mixes tokens is noted in its results, and
-            one that only may is let through.
-        ratio: Tokens at hand, and how many the twin of a program has at hand.
-        flows: Of each variable so far.
-        open: Operations that are being followed, the innermost last.
-        sizes: Numbers that scale tokens, or sums of them, and may be their count.
-    """
-
-    num_tokens: int
-    lenient: bool = False
-    ratio: tuple[int, int] | None = None
-    flows: dict[Any, Flow] = field(default_factory=dict)
-    open: list[JaxprEqn] = field(default_factory=list)
-    sizes: list[float] = field(default_factory=list)
-
-    def run(self, program: Twins, given: Sequence[Flow]) -> list[Flow]:
-        """How the results of a program have tokens, from how its arguments do."""
-        self.flows.update(program.constants(self.ratio))
-        self.flows.update(zip(program.jaxpr.invars, given, strict=True))
-        for equation, twin in program.equations():
-            flows = counted_literals(
-                equation.invars,
-                None if twin is None else twin.invars,
-                [self._of(x) for x in equation.invars],
-                self.ratio,
-            )
-            found = self._through(equation, twin, flows)
-            self.flows.update(zip(equation.outvars, found, strict=True))
-        results = program.jaxpr.outvars
-        found = [self._of(var) for var in results]
-        return counted_literals(results, program.other_results, found, self.ratio)
-
-    def _of(self, atom: Any) -> Flow:
-        if hasattr(atom, "val"):
-            dims = frozenset(range(getattr(atom.val, "ndim", 0)))
-            return Flow(uniform=dims, value=_number(atom.val))
-        return self.flows.get(atom, Flow())
-
-    def _through(
-        self, equation: JaxprEqn, twin: JaxprEqn | None, flows: list[Flow]
-    ) -> list[Flow]:
-        self.open.append(equation)
-        try:
-            found = self._found(equation, twin, flows)
-            check_lengths(equation, twin, found)
-            return found
-        except Mixed as mixed:
-            mixed.where = mixed.where or self._where()
-            if not self.lenient:
-                raise
-            return [_noted(mixed, flows)] * len(equation.outvars)
-        finally:
-            self.open.pop()
-
-    def _where(self) -> str:
-        """The line of the innermost operation that has one."""
-        return next(filter(None, map(_source, reversed(self.open))), "")
-
-    def _found(
-        self, equation: JaxprEqn, twin: JaxprEqn | None, flows: list[Flow]
-    ) -> list[Flow]:
-        name = equation.primitive.name
-        if name not in _CALLS and name not in OF_EACH_ELEMENT:
-            check_not_merged(name, flows)
-        if name in LOOPS:
-            return LOOPS[name](self, equation, twin, flows)
-        if name in _CALLS:
-            if equation.params.get("name") == WHOLE_SEQUENCE:
-                _check_no_tokens(flows)
-            if equation.params.get("name") == SEQUENCE_SUM:
-                _check_totals(flows, twin)
-            for inner in inner_programs(equation, twin):
-                if len(inner.jaxpr.invars) == len(flows):
-                    return self.run(inner, flows)
-        if any(flow.lost for flow in flows):
-            picked = self._still_picked(equation, flows)
-            made = replace(lost(flows), picked=picked)
-            return [made for _ in equation.outvars]
-        has_tokens = any(flow.has_tokens for flow in flows)
-        if has_tokens:
-            self._note_sizes(name, flows)
-        if has_tokens and counts(equation, twin, flows):
-            raise Mixed(f"{name} {COUNTED}")
-        check_table(equation, twin, flows)
-        found = RULES.get(name, elementwise)(equation, flows, self.num_tokens)
-        return (
-            found
-            if has_tokens
-            else without_tokens(equation, twin, flows, found, self.ratio)
-        )
-
-    def _note_sizes(self, name: str, flows: list[Flow]) -> None:
-        """Record numbers that scale tokens and may come from the token count.
-
-        One trace cannot tell a mean from a division by a constant. Any number may come
-        from the count where it scales a sum; where it scales tokens, one of its size.
-        """
-        least = 1.0 if any(flow.total for flow in flows) else self.num_tokens / 2
-        for flow in flows if name in ("mul", "div") else ():
-            size = flow.value
-            if flow.has_tokens or not isinstance(size, int | float) or not size:
-                continue
-            whole = max(abs(size), 1 / abs(size))
-            if math.isfinite(whole) and whole > least:
-                self.sizes.append(size)
-
-    def _still_picked(self, equation: JaxprEqn, flows: list[Flow]) -> str:
-        """What picked the tokens of which there are multiples; empty if anything else.
-
-        A sum of all that are sorted is the sum of all that there are.
-        """
-        name, [flow, *others] = equation.primitive.name, flows
-        if name == "mul" and others[0].lost:
-            flow, others = others[0], [flow]
-        if name not in _MULTIPLES or any(x.lost or x.has_tokens for x in others):
-            return ""
-        whole = self.num_tokens in shape_of(equation.invars[0])
-        return "" if name == "reduce_sum" and whole else flow.picked
-
-
-def _noted(mixed: Mixed, flows: list[Flow]) -> Flow:
-    """Of what an operation gives that mixes tokens, or may."""
-    what, *_ = str(mixed).split(";")
-    words = f"{what} ({mixed.where})" if mixed.where else what
-    if mixed.certain:
-        return Flow(lost=True, fault=words)
-    return replace(lost(flows), picked=words if mixed.picks else "")
-
-
-def _check_no_tokens(flows: list[Flow]) -> None:
-    """Refuses tokens at hand in a function of whole sequences."""
-    if any(flow.has_tokens for flow in flows):
-        raise Mixed(
-            "a function of whole sequences (scope.over_sequence) that has tokens at "
-            "hand from outside, or scope.positions; give it them joined to its array, "
-            "and jnp.arange of its own length"
-        )
-
-
-def _check_totals(flows: list[Flow], twin: JaxprEqn | None) -> None:
-    """Refuses tokens, or what devices have alike, in a sum over the sequence.
-
-    What depends on how many tokens are at hand is told by the twin alone; without one
-    it is let through.
-    """
-    for flow in flows:
-        alike = twin is not None and not (flow.zero or flow.counted or flow.lost)
-        if flow.dim is not None or (alike and not flow.total):
-            raise Mixed(
-                "scope.sequence_sum of what is no sum over the tokens at hand; sum "
-                "over them first",
-                certain=True,
-            )
+"""Operations that give some of their operand, or sums or multiples of it."""
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A traced function of tokens, for several questions on one trace.
+    """A traced function of tokens.
 
     Args:
         program: The trace.
         num_tokens: Size of the token dim.
-        given: How the arguments have tokens.
+        given: Flows of the arguments.
     """
 
     program: ClosedJaxpr
@@ -243,7 +72,7 @@ class Traced:
     given: list[Flow]
 
     @classmethod
-    def of(
+    def from_function(
         cls, function: Callable[..., Any], num_tokens: int, tokens: Any, *others: Any
     ) -> Traced:
         """Trace a function of trees of arrays, those of tokens first.
@@ -270,17 +99,17 @@ class Traced:
         counts: bool = True,
         lenient: bool = False,
     ) -> str | None:
-        """The first operation that joins different tokens, and its place; else None.
+        """Return the first operation that joins tokens, and its line; None if none.
 
-        Sums over all tokens are none, where nothing but what is linear follows.
+        Sums over all tokens are allowed if only linear operations follow.
 
         Args:
-            fewer: The same function with fewer of the sequence's tokens at hand: so it
-                is found out what depends on their number, such as a mean.
-            sums: Whether all results are sums over tokens, which devices add up.
-            counts: Whether a multiple of how many tokens are at hand is such a sum.
-            lenient: Whether an operation of which nothing is known is let through,
-                unless the function surely mixes tokens.
+            fewer: The same function with fewer of the sequence's tokens at hand, to
+                find what depends on their number, such as a mean.
+            sums: Whether all results must be sums over tokens, which devices add up.
+            counts: Whether a multiple of the number of tokens at hand is such a sum.
+            lenient: Whether to allow an operation of which nothing is known, unless
+                the function surely mixes tokens.
         """
         try:
             _Follower(self.num_tokens).run(Twins(self.program), self.given)
@@ -310,9 +139,9 @@ class Traced:
         return bool(follower.sizes) or not are_sums
 
     def surely_mixes(self) -> str | None:
-        """As `mixes`, but what only may join tokens is let through.
+        """Return an operation that surely joins tokens of the results; None if none.
 
-        So is what no result is made of, such as numbers that are only printed.
+        Operations whose results are not used, such as for printing, are allowed.
         """
         follower = _Follower(self.num_tokens, lenient=True)
         found = follower.run(Twins(self.program), self.given)
@@ -329,97 +158,235 @@ def mixes_tokens(
     counts: bool = True,
     lenient: bool = False,
 ) -> str | None:
-    """`Traced.mixes` of a function.
+    """Trace a function, and return what joins tokens in it (`Traced.mixes`).
 
     Args:
-        function: As `Traced.of` takes it, and so the next three.
-        num_tokens: How many there are.
+        function: Function of trees of arrays, those of tokens first.
+        num_tokens: Number of tokens.
         tokens: Tree of (shape, dim of the tokens or None).
-        others: Trees of shapes of arrays that have none.
-        fewer: `function` and `tokens` with fewer at hand.
-        sums: As `Traced.mixes` takes it, and so the rest.
-        counts: Whether a count of tokens is a sum.
-        lenient: Whether an unknown operation is let through.
+        others: Trees of shapes of arrays without tokens.
+        fewer: `function` and `tokens` with fewer tokens at hand.
+        sums: As `Traced.mixes` takes it, like the rest.
+        counts: Whether a number of tokens is a sum.
+        lenient: Whether to allow unknown operations.
     """
-    traced = Traced.of(function, num_tokens, tokens, *others)
+    traced = Traced.from_function(function, num_tokens, tokens, *others)
     if fewer is None:
         return traced.mixes(sums=sums, counts=counts, lenient=lenient)
     # A function that mixes tokens may take no fewer.
     found = traced.mixes(lenient=lenient)
     if found is not None:
         return found
-    less = Traced.of(fewer[0], _num_tokens(fewer[1]), fewer[1], *others)
+    pairs = jax.tree.leaves(fewer[1], is_leaf=lambda node: isinstance(node, tuple))
+    num_fewer = next(shape.shape[dim] for shape, dim in pairs if dim is not None)
+    less = Traced.from_function(fewer[0], num_fewer, fewer[1], *others)
     return traced.mixes(fewer=less, sums=sums, counts=counts, lenient=lenient)
 
 
-def _num_tokens(tokens: Any) -> int:
-    """How many tokens a tree of (shape, dim of the tokens or None) has."""
-    pairs = jax.tree.leaves(tokens, is_leaf=lambda node: isinstance(node, tuple))
-    return next(shape.shape[dim] for shape, dim in pairs if dim is not None)
+@dataclass(frozen=True)
+class _Follower:
+    """Follows tokens through a program.
 
+    Args:
+        num_tokens: Size of the dims of tokens.
+        lenient: Whether to note an operation that mixes tokens in its results, and
+            allow one that only may.
+        ratio: Numbers of tokens at hand, of the program and of its twin.
+        open: Operations that are being followed, the innermost last.
+        sizes: Numbers that scale tokens, or sums of them, and may be their count.
+    """
 
-def _number(constant: Any) -> Any:
-    """A constant's one value; None if it has several, or is no number."""
-    if isinstance(constant, np.generic | np.ndarray):
-        return constant.item() if constant.ndim == 0 else None
-    return constant if isinstance(constant, int | float) else None
-
-
-def _source(equation: JaxprEqn) -> str:
-    traceback = equation.source_info.traceback
-    frames: list[Any] = [] if traceback is None else list(traceback.frames)
-    for frame in frames:
-        if not any(part in frame.file_name for part in _LIBRARIES):
-            return f"{frame.file_name}:{frame.line_num}"
-    return ""
-
-
-class Follower(Protocol):
-    """What follows tokens through a program."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Size of the dims of tokens."""
+    num_tokens: int
+    lenient: bool = False
+    ratio: tuple[int, int] | None = None
+    open: list[JaxprEqn] = field(default_factory=list)
+    sizes: list[float] = field(default_factory=list)
 
     def run(self, program: Twins, given: Sequence[Flow]) -> list[Flow]:
-        """How a program's results have tokens, from how its arguments do."""
+        """Return the flows of the results of a program, from those of its arguments."""
+        twins = program.twins()
+
+        def apply(equation: JaxprEqn, flows: list[Flow]) -> list[Flow]:
+            twin = next(twins)
+            atoms = None if twin is None else twin.invars
+            flows = counted_literals(equation.invars, atoms, flows, self.ratio)
+            return self._apply(equation, twin, flows)
+
+        found = walk(
+            program.program, given, apply, _literal, program.constants(self.ratio)
+        )
+        results = program.jaxpr.outvars
+        return counted_literals(results, program.other_results, found, self.ratio)
+
+    def _apply(
+        self, equation: JaxprEqn, twin: JaxprEqn | None, flows: list[Flow]
+    ) -> list[Flow]:
+        self.open.append(equation)
+        try:
+            found = self._results(equation, twin, flows)
+            check_lengths(equation, twin, found)
+            return found
+        except Mixed as mixed:
+            lines = (source_line(one, _LIBRARIES) for one in reversed(self.open))
+            mixed.where = mixed.where or next(filter(None, lines), "")
+            if not self.lenient:
+                raise
+            return [_noted(mixed, flows)] * len(equation.outvars)
+        finally:
+            self.open.pop()
+
+    def _results(
+        self, equation: JaxprEqn, twin: JaxprEqn | None, flows: list[Flow]
+    ) -> list[Flow]:
+        name, loop = equation.primitive.name, Loop.parse(equation)
+        if name not in CALLS and name not in EACH_ELEMENT:
+            check_not_merged(name, flows)
+        if loop is not None:
+            return _loop(self, loop, equation, twin, flows)
+        if name == "cond":
+            return _cond(self, inner_programs(equation, twin), flows)
+        inner = called_program(equation)
+        if inner is not None:
+            if equation.params.get("name") == WHOLE_SEQUENCE:
+                _check_no_tokens(flows)
+            if equation.params.get("name") == SEQUENCE_SUM:
+                _check_totals(flows, twin)
+            other = None if twin is None else called_program(twin)
+            return self.run(Twins(inner, other), flows)
+        if any(flow.lost for flow in flows):
+            picked = self._still_picked(equation, flows)
+            made = replace(lost(flows), picked=picked)
+            return [made for _ in equation.outvars]
+        has_tokens = any(flow.has_tokens for flow in flows)
+        if has_tokens:
+            self._note_sizes(name, flows)
+        if has_tokens and counts(equation, twin, flows):
+            raise Mixed(f"{name} {COUNTED}")
+        check_table(equation, twin, flows)
+        found = RULES.get(name, elementwise)(equation, flows, self.num_tokens)
+        if has_tokens:
+            return found
+        return without_tokens(equation, twin, flows, found, self.ratio)
+
+    def _note_sizes(self, name: str, flows: list[Flow]) -> None:
+        """Record numbers that scale tokens and may come from the token count.
+
+        One trace cannot tell a mean from a division by a constant. Any number may come
+        from the count where it scales a sum; where it scales tokens, one of its size.
+        """
+        least = 1.0 if any(flow.total for flow in flows) else self.num_tokens / 2
+        for flow in flows if name in ("mul", "div") else ():
+            size = flow.value
+            if flow.has_tokens or not isinstance(size, int | float) or not size:
+                continue
+            whole = max(abs(size), 1 / abs(size))
+            if math.isfinite(whole) and whole > least:
+                self.sizes.append(size)
+
+    def _still_picked(self, equation: JaxprEqn, flows: list[Flow]) -> str:
+        """Return what selected the tokens that the results are multiples of, or "".
+
+        A sum of all that are sorted is the sum of all tokens.
+        """
+        name, [flow, *others] = equation.primitive.name, flows
+        if name == "mul" and others[0].lost:
+            flow, others = others[0], [flow]
+        if name not in _MULTIPLES or any(x.lost or x.has_tokens for x in others):
+            return ""
+        whole = self.num_tokens in array_shape(equation.invars[0])
+        return "" if name == "reduce_sum" and whole else flow.picked
 
 
-Loop = Callable[[Follower, JaxprEqn, JaxprEqn | None, list[Flow]], list[Flow]]
-"""(follower, operation, the same with fewer tokens, flows given) -> flows found."""
+def _literal(value: Any) -> Flow:
+    """Return the flow of a literal, with its one value if it is a number."""
+    dims = frozenset(range(getattr(value, "ndim", 0)))
+    if isinstance(value, np.generic | np.ndarray):
+        number = value.item() if value.ndim == 0 else None
+    else:
+        number = value if isinstance(value, int | float) else None
+    return Flow(uniform=dims, value=number)
 
 
-def _scan(
-    follower: Follower, equation: JaxprEqn, twin: JaxprEqn | None, flows: list[Flow]
-) -> list[Flow]:
-    consts, carried = scan_counts(equation)
-    along = flows[consts + carried :]
-    if any(flow.dim == 0 for flow in along):
-        if carried:
-            raise Mixed("a loop over the tokens that carries something on")
-        return _of_each_token(follower, equation, twin, flows, consts)
-    [body] = inner_programs(equation, twin)
-    xs = [_of_one(flow) for flow in along]
-    given, carry = flows[:consts], flows[consts : consts + carried]
-    carry, ys = _carried(follower, body, given, carry, xs)
-    if other_numbers(equation, twin, ("length",)):
-        carry = _counted(carry, _kept(body.jaxpr, consts, carried))
-    return [*carry, *(flow.moved(lambda dim: dim + 1) for flow in ys)]
+def _noted(mixed: Mixed, flows: list[Flow]) -> Flow:
+    """Return the flow of the results of an operation that mixes tokens, or may."""
+    what, *_ = str(mixed).split(";")
+    words = f"{what} ({mixed.where})" if mixed.where else what
+    if mixed.certain:
+        return Flow(lost=True, fault=words)
+    return replace(lost(flows), picked=words if mixed.picks else "")
 
 
-def _of_each_token(
-    follower: Follower,
+def _check_no_tokens(flows: list[Flow]) -> None:
+    """Raise if a function of whole sequences is given tokens at hand."""
+    if any(flow.has_tokens for flow in flows):
+        raise Mixed(
+            "a function of whole sequences (scope.over_sequence) that has tokens at "
+            "hand from outside, or scope.positions; give it them joined to its array, "
+            "and jnp.arange of its own length"
+        )
+
+
+def _check_totals(flows: list[Flow], twin: JaxprEqn | None) -> None:
+    """Raise if a sum over the sequence is of tokens, or of what all devices have.
+
+    Only a twin tells what depends on the number of tokens at hand; without one such
+    values are allowed.
+    """
+    for flow in flows:
+        same = twin is not None and not (flow.zero or flow.counted or flow.lost)
+        if flow.dim is not None or (same and not flow.total):
+            raise Mixed(
+                "scope.sequence_sum of what is no sum over the tokens at hand; sum "
+                "over them first",
+                certain=True,
+            )
+
+
+def _loop(
+    follower: _Follower,
+    loop: Loop,
     equation: JaxprEqn,
     twin: JaxprEqn | None,
     flows: list[Flow],
-    consts: int,
 ) -> list[Flow]:
-    """Of a loop along the tokens, each iteration of which has one of them."""
-    for flow, x in zip(flows[consts:], equation.invars[consts:], strict=True):
-        check_no_places(flow, x, 0, follower.num_tokens, "a loop")
-    [body] = inner_programs(equation, twin)
-    xs = [_of_one(flow) for flow in flows[consts:]]
-    found = follower.run(body, [*flows[:consts], *xs])
+    """Return the flows of the results of a `scan` or `while`."""
+    other = None if twin is None else Loop.parse(twin)
+    body = Twins(loop.body, None if other is None else other.body)
+    consts, carry, along = loop.split(flows)
+    slices = [_slice_flow(flow) for flow in along]
+    if any(flow.dim == 0 for flow in along):
+        if carry:
+            raise Mixed("a loop over the tokens that carries something on")
+        for flow, x in zip(along, equation.invars[loop.num_consts :], strict=True):
+            check_no_places(flow, x, 0, follower.num_tokens, "a loop")
+        return _each_token(follower.run(body, [*consts, *slices]))
+    carry, made = loop.carried(
+        lambda carry: follower.run(body, [*consts, *carry, *slices]),
+        carry,
+        lambda one, other: _joined(follower, body, [one, other]),
+    )
+    if loop.condition is None:
+        if other_numbers(equation, twin, ("length",)):
+            carry = _counted(carry, body, loop.num_consts)
+        return [*carry, *(flow.moved(lambda dim: dim + 1) for flow in made)]
+    condition = Twins(loop.condition, None if other is None else other.condition)
+    ends = follower.run(condition, [*flows[: loop.num_condition_consts], *carry])
+    if any(flow.has_tokens for flow in ends):
+        raise Mixed("a loop that tokens end")
+    if any(flow.lost for flow in ends):
+        return [lost([*ends, flow]) for flow in carry]
+    if any(flow.counted for flow in ends):
+        carry = _counted(carry, body, loop.num_consts)
+    return carry
+
+
+def _slice_flow(flow: Flow) -> Flow:
+    """Return the flow of the slice that one iteration of a scan has."""
+    return Flow() if flow.dim == 0 else flow.moved(lambda dim: dim - 1 if dim else None)
+
+
+def _each_token(found: list[Flow]) -> list[Flow]:
+    """Return the flows of a loop with one token an iteration, from its body's."""
     if any(flow.fault for flow in found):
         return [lost(found) for _ in found]
     if any(flow.total for flow in found):
@@ -431,37 +398,13 @@ def _of_each_token(
     return [flow if flow.lost else Flow(dim=0) for flow in found]
 
 
-def _of_one(flow: Flow) -> Flow:
-    """Of one iteration, from what a loop runs along."""
-    return Flow() if flow.dim == 0 else flow.moved(lambda dim: dim - 1 if dim else None)
-
-
-def _carried(
-    follower: Follower,
-    body: Twins,
-    given: list[Flow],
-    carry: list[Flow],
-    xs: list[Flow],
-) -> tuple[list[Flow], list[Flow]]:
-    """Flows of what iterations hand on, as they stay, and of the body's others."""
-    while True:
-        found = follower.run(body, [*given, *carry, *xs])
-        joined = _joined(follower, body, [carry, found[: len(carry)]])
-        if joined == carry:
-            return carry, found[len(carry) :]
-        carry = joined
-
-
 def _joined(
-    follower: Follower, program: Twins, several: list[list[Flow]]
+    follower: _Follower, program: Twins, several: list[list[Flow]]
 ) -> list[Flow]:
-    """What holds for each result of a program, whichever of several flows it has."""
+    """Return the flow of each result of a program that may have one of several."""
     results = []
-    for var, flows in zip(
-        program.jaxpr.outvars[: len(several[0])],
-        zip(*several, strict=True),
-        strict=True,
-    ):
+    variables = program.jaxpr.outvars[: len(several[0])]
+    for var, flows in zip(variables, zip(*several, strict=True), strict=True):
         joined = functools.reduce(Flow.joined, flows)
         for flow in flows if joined.dim is not None else ():
             check_no_places(
@@ -471,60 +414,34 @@ def _joined(
     return results
 
 
-def _kept(body: Jaxpr, first: int, carried: int) -> list[bool]:
-    """Whether a loop's body hands each value on as it got it."""
-    before = body.invars[first : first + carried]
-    after = body.outvars[:carried]
-    return [one is other for one, other in zip(before, after, strict=True)]
+def _counted(carry: list[Flow], body: Twins, first: int) -> list[Flow]:
+    """Return the flows after a loop that runs once for each token at hand.
 
-
-def _counted(carry: list[Flow], unchanged: list[bool]) -> list[Flow]:
-    """What a loop gives that runs as often as there are tokens at hand."""
+    Args:
+        carry: Flows of what it carries.
+        body: Its body.
+        first: Place of the first carried value among the body's arguments.
+    """
+    before, after = body.jaxpr.invars[first:], body.jaxpr.outvars
     found = []
-    for flow, same in zip(carry, unchanged, strict=True):
-        if flow.has_tokens and not same:
+    for flow, old, new in zip(carry, before, after, strict=False):
+        if flow.has_tokens and old is not new:
             raise Mixed(f"a loop {COUNTED}")
-        found.append(flow if same else flow.as_counted())
+        found.append(flow if old is new else flow.as_counted())
     return found
 
 
-def _while(
-    follower: Follower, equation: JaxprEqn, twin: JaxprEqn | None, flows: list[Flow]
-) -> list[Flow]:
-    params = equation.params
-    before, own = params["cond_nconsts"], params["body_nconsts"]
-    body, cond = (
-        Twins(params[name], None if twin is None else twin.params[name])
-        for name in ("body_jaxpr", "cond_jaxpr")
-    )
-    given, carry = flows[before : before + own], flows[before + own :]
-    carry, _ = _carried(follower, body, given, carry, [])
-    ends = follower.run(cond, [*flows[:before], *carry])
-    if any(flow.has_tokens for flow in ends):
-        raise Mixed("a loop that tokens end")
-    if any(flow.lost for flow in ends):
-        return [lost([*ends, flow]) for flow in carry]
-    if any(flow.counted for flow in ends):
-        carry = _counted(carry, _kept(body.jaxpr, own, len(carry)))
-    return carry
-
-
-def _cond(
-    follower: Follower, equation: JaxprEqn, twin: JaxprEqn | None, flows: list[Flow]
-) -> list[Flow]:
-    if flows[0].has_tokens:
+def _cond(follower: _Follower, branches: list[Twins], flows: list[Flow]) -> list[Flow]:
+    """Return the flows of the results of a branch."""
+    index, *others = flows
+    if index.has_tokens:
         raise Mixed("a branch that tokens choose")
-    branches = inner_programs(equation, twin)
-    found = [follower.run(branch, flows[1:]) for branch in branches]
+    found = [follower.run(branch, others) for branch in branches]
     joined = _joined(follower, branches[0], found)
-    if flows[0].lost:
-        return [lost([flows[0], flow]) for flow in joined]
-    if not flows[0].counted:
+    if index.lost:
+        return [lost([index, flow]) for flow in joined]
+    if not index.counted:
         return joined
     if any(flow.has_tokens for flow in joined):
         raise Mixed(f"a branch {COUNTED}")
     return [flow.as_counted() for flow in joined]
-
-
-LOOPS: dict[str, Loop] = {"scan": _scan, "while": _while, "cond": _cond}
-"""Operations that run programs several times, or one of several."""

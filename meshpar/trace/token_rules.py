@@ -1,4 +1,4 @@
-"""How single operations pass tokens on: which dim has them, and what joins them."""
+"""Token flow of every operation: the rules by primitive, and of elementwise ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from meshpar.trace.primitives import AS_THEY_ARE, ELEMENTWISE, RANDOM
+from meshpar.trace.primitives import ELEMENTWISE, LINEAR, RANDOM, UNCHANGED
 from meshpar.trace.token_dims import DIM_RULES, WINDOW_RULES
 from meshpar.trace.token_flow import (
     Flow,
@@ -14,103 +14,93 @@ from meshpar.trace.token_flow import (
     Rule,
     check_no_places,
     gives_fractions,
-    shape_of,
-    the_dim,
+    token_dim,
 )
+from meshpar.trace.walk import array_shape
 
-_LINEAR = {
-    *("add", "add_any", "sub", "neg", "mul", "div", "convert_element_type", "copy"),
-    *("select_n", "reduce_precision", "sharding_constraint", "name", "stop_gradient"),
-    "copy_p",
-}
 _ORDERED = {
     *("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul"),
     *("scatter_add", "select_and_scatter_add", "ppermute", "psum"),
 }
-OF_EACH_ELEMENT = ELEMENTWISE | AS_THEY_ARE | RANDOM
-"""Operations whose results are each made of the operands' elements at the same place.
+EACH_ELEMENT = ELEMENTWISE | UNCHANGED | RANDOM
+"""Operations that compute each element of a result from those at the same place.
 
-Others may have results of the same shape too, and join elements all the same.
+Other operations may join elements although their results have the same shape.
 """
 
 
 def elementwise(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
-    """Of an operation on each element."""
+    """Flow through an operation on each element."""
     if not equation.outvars:  # such as jax.debug.print
         return []
     if not any(flow.has_tokens for flow in flows):
-        alike, numbered = _alike(equation, flows), _numbered(equation, flows)
-        return [Flow(uniform=alike, numbered=numbered) for _ in equation.outvars]
+        uniform, numbered = _uniform(equation, flows), _numbered(equation, flows)
+        return [Flow(uniform=uniform, numbered=numbered) for _ in equation.outvars]
     name = equation.primitive.name
     if name in _ORDERED:
         raise Mixed(f"{name} along the sequence", unknown=name.startswith("scatter"))
     if any(flow.total for flow in flows):
-        return _of_total(equation, flows)
-    outer, inner = merged = _merged(name, flows)
+        return _linear(equation, flows)
+    places = {flow.merged for flow in flows if flow.dim is not None}
+    if len(places) > 1:
+        raise Mixed(f"{name} after reshapes that merge the sequence with other dims")
+    outer, inner = merged = places.pop()
     certain = merged == (1, 1) and gives_fractions(equation)
     size = outer * num_tokens * inner
-    dim = the_dim(equation, flows, size, certain=certain)
-    if not _of_each_element(equation):
+    dim = token_dim(equation, flows, size, certain=certain)
+    if not _is_elementwise(equation):
         what = f"{name}, of which it is not known whether it mixes tokens"
         raise Mixed(what, unknown=True)
     return [Flow(dim=dim, merged=merged) for _ in equation.outvars]
 
 
-def _merged(name: str, flows: list[Flow]) -> tuple[int, int]:
-    """What a reshape has merged the tokens' dim with, in all arrays that have it."""
-    merged = {flow.merged for flow in flows if flow.dim is not None}
-    if len(merged) > 1:
-        raise Mixed(f"{name} after reshapes that merge the sequence with other dims")
-    return merged.pop()
-
-
-def _alike(equation: JaxprEqn, flows: list[Flow]) -> frozenset[int]:
-    """The dims along which results without tokens are all alike."""
+def _uniform(equation: JaxprEqn, flows: list[Flow]) -> frozenset[int]:
+    """Return the dims along which all values of results without tokens are equal."""
     given = [
         flow.uniform
         for flow, x in zip(flows, equation.invars, strict=True)
-        if shape_of(x)
+        if array_shape(x)
     ]
-    if not given or not _of_each_element(equation):
+    if not given or not _is_elementwise(equation):
         return frozenset()
     return frozenset.intersection(*given)
 
 
 def _numbered(equation: JaxprEqn, flows: list[Flow]) -> frozenset[int]:
-    """The dims along which results are made of the numbers of places.
+    """Return the dims along which results are made of the indices of places.
 
-    What is left of numbers after a division may come again with every few places.
+    Remainders of indices are not: they may repeat after a few places.
     """
     repeats = equation.primitive.name in ("rem", "and")
-    if repeats or not _of_each_element(equation):
+    if repeats or not _is_elementwise(equation):
         return frozenset()
-    shape = shape_of(equation.outvars[0])
+    shape = array_shape(equation.outvars[0])
     return frozenset(
         dim
         for flow, x in zip(flows, equation.invars, strict=True)
         for dim in flow.numbered
-        if shape_of(x)[dim] == shape[dim]
+        if array_shape(x)[dim] == shape[dim]
     )
 
 
 def _drawn(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
-    """Of random numbers, which are others at each place that a key is drawn for."""
+    """Flow of random numbers, which differ from place to place."""
     if flows[0].has_tokens:
         return elementwise(equation, flows, num_tokens)
-    keys, drawn = (len(shape_of(x)) for x in (*equation.invars, *equation.outvars))
+    keys, drawn = (len(array_shape(x)) for x in (*equation.invars, *equation.outvars))
     numbered = flows[0].numbered.union(range(keys, drawn))
     return [Flow(uniform=flows[0].uniform, numbered=numbered)]
 
 
-def _of_each_element(equation: JaxprEqn) -> bool:
-    """Whether each result is made of the elements at its place.
+def _is_elementwise(equation: JaxprEqn) -> bool:
+    """Return True if each result is made of the elements at its place.
 
-    All shapes are alike then, but for dims of 1 that are spread.
+    Shapes are equal then, but for dims of size 1 that are broadcast.
     """
-    if equation.primitive.name not in OF_EACH_ELEMENT:
+    if equation.primitive.name not in EACH_ELEMENT:
         return False
-    [shape, *others] = [shape_of(var) for var in equation.outvars]
-    given = [shape_of(x) for x in equation.invars if shape_of(x)]
+    [shape, *others] = [array_shape(var) for var in equation.outvars]
+    given = [array_shape(x) for x in equation.invars if array_shape(x)]
     return all(other == shape for other in others) and all(
         len(one) == len(shape)
         and all(size in (1, full) for size, full in zip(one, shape, strict=True))
@@ -118,13 +108,13 @@ def _of_each_element(equation: JaxprEqn) -> bool:
     )
 
 
-def _of_total(equation: JaxprEqn, flows: list[Flow]) -> list[Flow]:
-    """Of an operation that is linear in a sum over tokens, of which each has a part."""
+def _linear(equation: JaxprEqn, flows: list[Flow]) -> list[Flow]:
+    """Flow of sums over tokens, of which each device has a part, if linear."""
     name = equation.primitive.name
     totals = [flow.total for flow in flows]
     scales = name == "mul" or (name == "div" and not totals[1])
     unlike = (scales and sum(totals) > 1) or (name == "select_n" and totals[0])
-    if name not in _LINEAR or unlike or (name == "div" and totals[1]):
+    if name not in LINEAR or unlike or (name == "div" and totals[1]):
         raise Mixed(f"{name} of a sum over tokens", certain=True)
     if any(flow.dim is not None for flow in flows):
         raise Mixed(f"{name} of a sum over tokens", certain=True)
@@ -138,10 +128,6 @@ def _of_total(equation: JaxprEqn, flows: list[Flow]) -> list[Flow]:
     return [Flow(total=True)]
 
 
-def _as_given(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
-    return flows
-
-
 def _reduce(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
     axes, flow = equation.params["axes"], flows[0]
     name = equation.primitive.name
@@ -153,7 +139,7 @@ def _reduce(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow
         if name != "reduce_sum":
             raise Mixed(f"{name} over the sequence", picks=True)
         return [Flow(total=True)]
-    kept = [d for d in range(len(shape_of(equation.invars[0]))) if d not in axes]
+    kept = [d for d in range(len(array_shape(equation.invars[0]))) if d not in axes]
     return [flow.kept(kept)] * len(equation.outvars)
 
 
@@ -174,8 +160,8 @@ def _dot(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
             places.append(list(batched[at]).index(flow.dim))
         else:
             used = {*contracted[at], *batched[at]}
-            free = [d for d in range(len(shape_of(x))) if d not in used]
-            first = len(shape_of(equation.invars[0])) - len(contracted[0])
+            free = [d for d in range(len(array_shape(x))) if d not in used]
+            first = len(array_shape(equation.invars[0])) - len(contracted[0])
             places.append(
                 (len(batched[0]) if at == 0 else first) + free.index(flow.dim)
             )
@@ -191,7 +177,7 @@ def _dot(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
 
 
 def _check_pairs(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> None:
-    """Refuses places where a matmul takes those of each token."""
+    """Raise if a matmul pairs tokens with an array that has a value for each."""
     _, batched = equation.params["dimension_numbers"]
     for at, flow in enumerate(flows):
         if flow.dim in batched[at]:
@@ -206,7 +192,9 @@ RULES: dict[str, Rule] = {
     **WINDOW_RULES,
     "dot_general": _dot,
     **dict.fromkeys(("random_bits", "random_split"), _drawn),
-    **dict.fromkeys(("optimization_barrier", "device_put"), _as_given),
+    **dict.fromkeys(
+        ("optimization_barrier", "device_put"), lambda equation, flows, _: flows
+    ),
     **dict.fromkeys(
         ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and"), _reduce
     ),

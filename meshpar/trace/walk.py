@@ -1,36 +1,198 @@
-"""The equations of a traced program, those of the programs inside it among them."""
+"""Walk traced programs: every other module that reads a jaxpr is a domain of this walk.
+
+A domain says what an operation makes of what is known of its operands. The walk knows
+the order of operations, literals and constants, and how calls and loops hand values on.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from meshpar.trace.primitives import CALLS
+
+Program = ClosedJaxpr | Jaxpr
+V = TypeVar("V")
 
 
-def equations(program: ClosedJaxpr | Jaxpr) -> Iterator[JaxprEqn]:
-    """Every equation, an outer one before those inside it."""
-    for equation in without_constants(program).eqns:
+def walk(
+    program: Program,
+    given: Sequence[V],
+    apply: Callable[[JaxprEqn, list[V]], Sequence[V]],
+    literal: Callable[[Any], V],
+    constants: Sequence[V] | None = None,
+) -> list[V]:
+    """Return what is known of the results of a program.
+
+    Args:
+        program: The program.
+        given: What is known of its arguments.
+        apply: (operation, known of its operands) -> known of its results.
+        literal: Known of a value that the program holds; None is a value left open.
+        constants: Known of the arrays that it closes over, in place of `literal`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> program = jax.make_jaxpr(lambda x, y: (x * y, y + 1.0))(2.0, 3.0)
+        >>> walk(program, ["x", "y"], lambda equation, known: ["".join(known)], str)
+        ['xy', 'y1.0']
+    """
+    jaxpr = without_constants(program)
+    if constants is None:
+        values = getattr(program, "consts", (None,) * len(jaxpr.constvars))
+        constants = [literal(value) for value in values]
+    known: dict[Any, V] = dict(zip(jaxpr.constvars, constants, strict=True))
+    known.update(zip(jaxpr.invars, given, strict=True))
+
+    def read(atom: Any) -> V:
+        return literal(atom.val) if isinstance(atom, Literal) else known[atom]
+
+    for equation in jaxpr.eqns:
+        results = apply(equation, [read(atom) for atom in equation.invars])
+        known.update(zip(equation.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def steps(program: Program) -> list[JaxprEqn]:
+    """Return the operations of a program, without those of the programs inside it."""
+    return without_constants(program).eqns
+
+
+def equations(program: Program) -> Iterator[JaxprEqn]:
+    """Yield every operation, an outer one before those inside it."""
+    for equation in steps(program):
         yield equation
         for inner in programs_in(equation):
             yield from equations(inner)
 
 
-def programs_in(equation: JaxprEqn) -> list[ClosedJaxpr | Jaxpr]:
-    """The programs that an equation holds, such as a loop's body."""
-    leaves = jax.tree.leaves(list(equation.params.values()), is_leaf=_is_program)
-    return [one for one in leaves if _is_program(one)]
+def programs_in(equation: JaxprEqn) -> list[Program]:
+    """Return the programs that an operation holds, such as a loop's body."""
+    leaves = jax.tree.leaves(
+        list(equation.params.values()),
+        is_leaf=lambda node: isinstance(node, ClosedJaxpr | Jaxpr),
+    )
+    return [leaf for leaf in leaves if isinstance(leaf, ClosedJaxpr | Jaxpr)]
 
 
-def without_constants(program: ClosedJaxpr | Jaxpr) -> Jaxpr:
-    """A program of which the arrays that it has itself are variables."""
+def without_constants(program: Program) -> Jaxpr:
+    """Return the program with the arrays that it closes over as variables."""
     return program.jaxpr if isinstance(program, ClosedJaxpr) else program
 
 
+def called_program(equation: JaxprEqn) -> Program | None:
+    """Return what a call runs on its own operands; None if the operation is no call."""
+    if equation.primitive.name not in CALLS:
+        return None
+    sizes = len(equation.invars), len(equation.outvars)
+    for inner in programs_in(equation):
+        jaxpr = without_constants(inner)
+        if (len(jaxpr.invars), len(jaxpr.outvars)) == sizes:
+            return inner
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """A `scan` or `while`: its body runs on constants, carried values and slices.
+
+    Args:
+        body: (constants, carried, slices) -> (carried, slices).
+        condition: (its constants, carried) -> whether to go on; None for a `scan`.
+        num_condition_consts: Operands of the condition alone, which come first.
+        num_consts: Operands that every iteration takes as they are.
+        num_carried: Values that one iteration hands to the next.
+        length: Number of iterations; None where the trace does not know it.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> def add(a, b, c):
+        ...     return jax.lax.scan(lambda a, b: (a + b * c, a), a, b)
+        >>> program = jax.make_jaxpr(add)(1.0, jnp.arange(3.0), 2.0)
+        >>> loop = Loop.parse(steps(program)[-1])
+        >>> loop.num_consts, loop.num_carried, loop.length
+        (1, 1, 3)
+    """
+
+    body: Program
+    condition: Program | None
+    num_condition_consts: int
+    num_consts: int
+    num_carried: int
+    length: int | None
+
+    @classmethod
+    def parse(cls, equation: JaxprEqn) -> Loop | None:
+        """Return the loop that an operation is; None if it is none."""
+        params: Mapping[str, Any] = equation.params
+        if equation.primitive.name == "while":
+            consts = params["cond_nconsts"], params["body_nconsts"]
+            return cls(
+                body=params["body_jaxpr"],
+                condition=params["cond_jaxpr"],
+                num_condition_consts=consts[0],
+                num_consts=consts[1],
+                num_carried=len(equation.invars) - sum(consts),
+                length=None,
+            )
+        if equation.primitive.name != "scan":
+            return None
+        # JAX 0.12 has no `num_consts` and `num_carry`. An array of which an iteration
+        # takes or makes a slice has one dim more outside.
+        jaxpr = without_constants(params["jaxpr"])
+        num_slices = sum(dims_more(equation.invars, jaxpr.invars))
+        num_made = sum(dims_more(equation.outvars, jaxpr.outvars))
+        num_carried = len(equation.outvars) - num_made
+        return cls(
+            body=params["jaxpr"],
+            condition=None,
+            num_condition_consts=0,
+            num_consts=len(equation.invars) - num_slices - num_carried,
+            num_carried=num_carried,
+            length=params["length"],
+        )
+
+    def split(self, operands: Sequence[V]) -> tuple[list[V], list[V], list[V]]:
+        """Return the body's constants, what it carries, and what it takes slices of."""
+        given = list(operands[self.num_condition_consts :])
+        last = self.num_consts + self.num_carried
+        return given[: self.num_consts], given[self.num_consts : last], given[last:]
+
+    def carried(
+        self,
+        run: Callable[[list[V]], list[V]],
+        carried: list[V],
+        join: Callable[[list[V], list[V]], list[V]],
+    ) -> tuple[list[V], list[V]]:
+        """Return what is known of carried values in every iteration, and of slices.
+
+        Args:
+            run: Known of carried values -> known of all results of the body.
+            carried: Known before the first iteration.
+            join: Known before and after an iteration -> what holds for both.
+        """
+        while True:
+            results = run(carried)
+            joined = join(carried, results[: self.num_carried])
+            if joined == carried:
+                return carried, results[self.num_carried :]
+            carried = joined
+
+
+def dims_more(outside: Sequence[Any], inside: Sequence[Any]) -> list[int]:
+    """Return how many dims each array has outside of a scan that it lacks inside."""
+    return [
+        len(one.aval.shape) - len(other.aval.shape)
+        for one, other in zip(outside, inside, strict=True)
+    ]
+
+
 def collective_axes(equation: JaxprEqn) -> tuple[str, ...]:
-    """The manual mesh axes that an equation is a collective over; () for any other."""
+    """Return the manual mesh axes that a collective runs over; () for any other."""
     if equation.primitive.name == "axis_index":
         return ()
     params: Mapping[str, Any] = equation.params
@@ -39,61 +201,26 @@ def collective_axes(equation: JaxprEqn) -> tuple[str, ...]:
     return tuple(axis for axis in axes if isinstance(axis, str))
 
 
-def _is_program(node: Any) -> bool:
-    return isinstance(node, ClosedJaxpr | Jaxpr)
-
-
-def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
-    """Constants of all iterations, and values that one hands to the next.
-
-    JAX 0.12 has no `num_consts` and `num_carry` of a scan. An array of which an
-    iteration takes or makes a slice has a dim more outside; all others are constants,
-    which come first, and carries.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> def add(a, b, c):
-        ...     return jax.lax.scan(lambda a, b: (a + b * c, a), a, b)
-        >>> program = jax.make_jaxpr(add)(1.0, jnp.arange(3.0), 2.0)
-        >>> scan_counts(program.eqns[-1])
-        (1, 1)
-    """
-    inner = equation.params["jaxpr"].jaxpr
-    sliced = _with_a_dim_more(equation.invars, inner.invars)
-    carries = len(equation.outvars) - _with_a_dim_more(equation.outvars, inner.outvars)
-    return len(equation.invars) - sliced - carries, carries
-
-
-def _with_a_dim_more(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-    pairs = zip(outside, inside, strict=True)
-    return sum(one.aval.ndim > other.aval.ndim for one, other in pairs)
-
-
-def inner_jaxprs(equation: JaxprEqn) -> Iterator[tuple[Jaxpr, int]]:
-    """The programs inside of an equation, and how often each runs."""
-    times = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
-    for value in equation.params.values():
-        inner = getattr(value, "jaxpr", value)
-        if isinstance(inner, Jaxpr):
-            yield inner, times
-
-
 def array_shape(atom: Any) -> tuple[int, ...]:
-    """Shape of a variable or literal that is known to be an array."""
-    return atom.aval.shape
+    """Return the shape of a variable or literal that is an array."""
+    return tuple(atom.aval.shape)
 
 
 def array_dtype(atom: Any) -> Any:
-    """Dtype of a variable or literal that is known to be an array."""
+    """Return the dtype of a variable or literal that is an array."""
     return atom.aval.dtype
 
 
-def dot_flops(equation: JaxprEqn) -> float:
-    """FLOPs of a dot, or of a ragged one: two of each value that it multiplies."""
-    left, out = array_shape(equation.invars[0]), array_shape(equation.outvars[0])
-    numbers: Any = equation.params.get(
-        "dimension_numbers", equation.params.get("ragged_dot_dimension_numbers")
-    )
-    numbers = getattr(numbers, "dot_dimension_numbers", numbers)
-    (contracted, _), _ = numbers
-    return 2.0 * math.prod(out) * math.prod(left[dim] for dim in contracted)
+def source_line(equation: JaxprEqn, libraries: Sequence[str]) -> str:
+    """Return `file:line` of the innermost frame outside of libraries; "" if none is.
+
+    Args:
+        equation: The operation.
+        libraries: Parts of the paths of files that are not meant.
+    """
+    traceback = equation.source_info.traceback
+    frames: Sequence[Any] = traceback.frames if traceback is not None else ()
+    for frame in frames:
+        if not any(part in frame.file_name for part in libraries):
+            return f"{frame.file_name}:{frame.line_num}"
+    return ""

@@ -10,19 +10,9 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "checkpoint": "jaxpr",
-    "remat": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}
-"""Primitives that only run a function -> the parameter that holds it."""
+from meshpar.trace.walk import called_program, programs_in, walk, without_constants
 
 MONOIDS: dict[str, Callable[[Any, Any], Any]] = {
     "add": lax.add,
@@ -123,11 +113,11 @@ def program_of(function: Callable[..., Any], *arguments: Any) -> tuple[Program, 
     return _flattened(closed), shapes
 
 
-def _flattened(closed: ClosedJaxpr) -> Program:
+def _flattened(closed: Jaxpr | ClosedJaxpr) -> Program:
     numbers = itertools.count()
-    inputs: list[Reference] = [next(numbers) for _ in closed.jaxpr.invars]
+    inputs: list[Reference] = [next(numbers) for _ in without_constants(closed).invars]
     operations: list[Operation] = []
-    outputs = _append(operations, numbers, closed.jaxpr, closed.consts, inputs)
+    outputs = _append(operations, numbers, closed, inputs)
     needed = _needed(operations, outputs)
     return Program(len(inputs), _with_sums(needed, outputs), tuple(outputs))
 
@@ -135,43 +125,30 @@ def _flattened(closed: ClosedJaxpr) -> Program:
 def _append(
     operations: list[Operation],
     numbers: Iterator[int],
-    jaxpr: Any,
-    constants: Any,
+    program: Jaxpr | ClosedJaxpr,
     inputs: list[Reference],
 ) -> list[Reference]:
-    """Appends what a jaxpr does to its inputs; returns its outputs."""
-    known: dict[Any, Reference] = dict(zip(jaxpr.invars, inputs, strict=True))
-    given = [Constant(value) for value in constants]
-    known.update(zip(jaxpr.constvars, given, strict=True))
+    """Append what a traced program does to its inputs, and return its outputs."""
 
-    def read(atom: Any) -> Reference:
-        return Constant(atom.val) if isinstance(atom, Literal) else known[atom]
+    def apply(equation: JaxprEqn, operands: list[Reference]) -> list[Reference]:
+        inner = called_program(equation)
+        if inner is not None and equation.primitive.name != "shard_map":
+            return _append(operations, numbers, inner, operands)
+        made = tuple(next(numbers) for _ in equation.outvars)
+        chooses = equation.primitive.name == "cond"
+        branches = programs_in(equation) if chooses else ()
+        operations.append(
+            Operation(
+                primitive=equation.primitive,
+                params=equation.params,
+                inputs=tuple(operands),
+                outputs=made,
+                branches=tuple(map(_flattened, branches)),
+            )
+        )
+        return list(made)
 
-    for eqn in jaxpr.eqns:
-        operands = [read(atom) for atom in eqn.invars]
-        if eqn.primitive.name in _CALLS:
-            inner = eqn.params[_CALLS[eqn.primitive.name]]
-            body, consts = (
-                (inner.jaxpr, inner.consts)
-                if isinstance(inner, ClosedJaxpr)
-                else (inner, ())
-            )
-            results = _append(operations, numbers, body, consts, operands)
-        else:
-            made = tuple(next(numbers) for _ in eqn.outvars)
-            results = list(made)
-            branches = eqn.params["branches"] if eqn.primitive.name == "cond" else ()
-            operations.append(
-                Operation(
-                    primitive=eqn.primitive,
-                    params=eqn.params,
-                    inputs=tuple(operands),
-                    outputs=made,
-                    branches=tuple(_flattened(branch) for branch in branches),
-                )
-            )
-        known.update(zip(eqn.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    return walk(program, inputs, apply, Constant)
 
 
 def _needed(

@@ -1,0 +1,193 @@
+"""Count the FLOPs of the matmuls that a traced program runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend.core import JaxprEqn
+
+from meshpar.errors import InputError
+from meshpar.trace.walk import (
+    Loop,
+    Program,
+    array_shape,
+    called_program,
+    programs_in,
+    walk,
+    without_constants,
+)
+
+_DOTS = ("dot_general", "ragged_dot_general")
+_CONVOLUTION = "conv_general_dilated"
+
+
+@dataclass(frozen=True)
+class Operand:
+    """What is known of an array.
+
+    Args:
+        value: Its value, such as a layer's index; None if it is not known.
+        is_weight: Whether it is made of weights and numbers alone.
+    """
+
+    value: Any = None
+    is_weight: bool = False
+
+
+@dataclass(frozen=True)
+class MatmulFlops:
+    """FLOPs of matmuls, of which one side is made of weights alone, and of the others.
+
+    The first grow with the tokens, the others with the length of the sequence too.
+    """
+
+    with_weights: float = 0.0
+    between_activations: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """FLOPs of all matmuls."""
+        return self.with_weights + self.between_activations
+
+    def __add__(self, other: MatmulFlops) -> MatmulFlops:
+        return MatmulFlops(
+            self.with_weights + other.with_weights,
+            self.between_activations + other.between_activations,
+        )
+
+    def __mul__(self, times: float) -> MatmulFlops:
+        return MatmulFlops(times * self.with_weights, times * self.between_activations)
+
+
+def matmul_flops(program: Program, given: Sequence[Operand]) -> MatmulFlops:
+    """Return the FLOPs of a program's matmuls, those of loops as often as they run.
+
+    Of branches whose index is not known, the most expensive counts.
+
+    Args:
+        program: The program.
+        given: What is known of its arguments.
+
+    Raises:
+        InputError: A matmul runs in a `while_loop`.
+    """
+    return _counted(program, given)[0]
+
+
+def equation_flops(equation: JaxprEqn) -> float:
+    """Return the FLOPs of a dot or convolution; 0 of any other operation.
+
+    Two of each value that it multiplies. Zeros that a convolution puts between the
+    places of its operand are no work.
+    """
+    name, params = equation.primitive.name, equation.params
+    if name in _DOTS:
+        numbers: Any = params.get("dimension_numbers") or params.get(
+            "ragged_dot_dimension_numbers"
+        )
+        (contracted, _), _ = getattr(numbers, "dot_dimension_numbers", numbers)
+        left = array_shape(equation.invars[0])
+        each = float(math.prod(left[dim] for dim in contracted))
+    elif name == _CONVOLUTION:
+        kernel = array_shape(equation.invars[1])
+        window = [kernel[dim] for dim in params["dimension_numbers"].rhs_spec[1:]]
+        each = math.prod(window) / math.prod(params["lhs_dilation"])
+    else:
+        return 0.0
+    return 2.0 * math.prod(array_shape(equation.outvars[0])) * each
+
+
+def _counted(
+    program: Program, given: Sequence[Operand]
+) -> tuple[MatmulFlops, list[Operand]]:
+    """Return the FLOPs of a program, and what is known of its results.
+
+    Nothing is computed unless the value of an argument is known.
+    """
+    counts = [MatmulFlops()]
+    evaluates = any(one.value is not None for one in given)
+
+    def apply(equation: JaxprEqn, operands: list[Operand]) -> list[Operand]:
+        flops, results = _equation(equation, operands)
+        counts.append(flops)
+        return results
+
+    def literal(value: Any) -> Operand:
+        return Operand(value if evaluates else None, True)
+
+    results = walk(program, given, apply, literal)
+    return sum(counts[1:], counts[0]), results
+
+
+def _equation(
+    equation: JaxprEqn, operands: list[Operand]
+) -> tuple[MatmulFlops, list[Operand]]:
+    loop, branches = Loop.parse(equation), programs_in(equation)
+    if loop is not None:
+        return _loop(loop, operands)
+    if equation.primitive.name == "cond":
+        index, *others = operands
+        if index.value is not None:
+            return _counted(branches[int(index.value)], others)
+        counts, results = zip(
+            *(_counted(branch, others) for branch in branches), strict=True
+        )
+        flops = max(counts, key=lambda one: one.total)
+        return flops, [_unknown(*each) for each in zip(*results, strict=True)]
+    inner = called_program(equation)
+    if inner is not None:
+        return _counted(inner, operands)
+    flops = equation_flops(equation)
+    counted = (
+        MatmulFlops(with_weights=flops)
+        if any(one.is_weight for one in operands[:2])
+        else MatmulFlops(between_activations=flops)
+    )
+    for program in branches:
+        unknown = [Operand()] * len(without_constants(program).invars)
+        counted += _counted(program, unknown)[0]
+    return counted, _evaluated(equation, operands)
+
+
+def _loop(loop: Loop, operands: list[Operand]) -> tuple[MatmulFlops, list[Operand]]:
+    consts, carried, slices = loop.split([_unknown(one) for one in operands])
+    carried, made = loop.carried(
+        lambda carried: _counted(loop.body, [*consts, *carried, *slices])[1],
+        carried,
+        lambda one, other: list(map(_unknown, one, other)),
+    )
+    flops, _ = _counted(loop.body, [*consts, *carried, *slices])
+    if loop.length is None and flops.total:
+        raise InputError(
+            "a layer has matmuls in a while_loop, whose number of iterations the trace "
+            "does not know",
+            key="model.unknown_trip_count",
+        )
+    results = [*carried, *map(_unknown, made)]
+    return flops * (loop.length or 0), results
+
+
+def _unknown(*operands: Operand) -> Operand:
+    """Return what holds for each of several arrays of unknown values."""
+    return Operand(None, all(one.is_weight for one in operands))
+
+
+def _evaluated(equation: JaxprEqn, operands: list[Operand]) -> list[Operand]:
+    """Return what is known of the results of an operation that runs no program.
+
+    They are computed where all operands are known, as is what becomes of the index of
+    a layer.
+    """
+    values = [one.value for one in operands]
+    weights = all(one.is_weight for one in operands)
+    unknown = [Operand(None, weights)] * len(equation.outvars)
+    if not values or any(value is None for value in values) or equation.effects:
+        return unknown
+    with jax.ensure_compile_time_eval():
+        results = equation.primitive.bind(*values, **equation.params)
+    results = results if equation.primitive.multiple_results else [results]
+    return [Operand(value, weights) for value in results]
