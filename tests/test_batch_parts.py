@@ -12,7 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 from meshpar import absent_mesh, audit, batch_shapes, make_train_step
 from meshpar.hardware import platforms
 from meshpar.model import batch_parts
-from meshpar.model.batch_parts import num_parts_of
+from meshpar.model.batch_parts import num_batch_parts
 from meshpar.model.parameter import is_parameter
 from meshpar.model.scope import Scope
 from meshpar.model.single import loss
@@ -99,7 +99,7 @@ def scope_on(platform="gpu", rules=TENSOR_SEQUENCE):
 def parts(examples, seq, scope, *, mesh="tensor=8"):
     stream = jax.ShapeDtypeStruct((examples, seq, 64), jnp.float32)
     with jax.sharding.use_abstract_mesh(absent_mesh(mesh)):
-        return num_parts_of(stream, scope)
+        return num_batch_parts(stream, scope)
 
 
 def test_parts_divide_the_examples_and_keep_their_tokens():
@@ -121,7 +121,7 @@ def test_a_block_that_sums_over_the_batch_is_not_taken_apart(parts_on_cpu):
     x = jnp.ones((4, 8, 2))
     with jax.sharding.use_abstract_mesh(absent_mesh("tensor=8")):
         scope = scope_on("cpu")
-        assert num_parts_of(x, scope) == 4
+        assert num_batch_parts(x, scope) == 4
         y, sums = batch_parts.in_parts(run, {}, x, scope)
         assert float(y[0, 0, 0]) == 1 - x.size and sums == {"rows": 1}
         _, sums = batch_parts.in_parts(
@@ -163,7 +163,7 @@ def test_a_block_with_a_batch_norm_is_not_taken_apart(parts_on_cpu):
     )
     x = jnp.ones((4, 8))
     with jax.sharding.use_abstract_mesh(absent_mesh("tensor=8")):
-        assert num_parts_of(x, scope) == 4
+        assert num_batch_parts(x, scope) == 4
         group.run(_ones(model.parameters[group.name]), x, scope)
     assert not parts_on_cpu
 

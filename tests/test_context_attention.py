@@ -203,7 +203,7 @@ def test_groups_share_out_their_two_chunks():
     order = order_of("ulysses:2+ring:2", 4)
     places = [order.positions(4, rank).tolist() for rank in range(4)]
     assert places == [[0, 1, 2, 3], [12, 13, 14, 15], [4, 5, 6, 7], [8, 9, 10, 11]]
-    across = order.of_groups()
+    across = order.group_order()
     assert across.positions(8, 0).tolist() == places[0] + places[1]
     assert across.hop(1) == [(0, 2), (2, 0), (1, 3), (3, 1)]
 

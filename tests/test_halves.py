@@ -427,7 +427,7 @@ def test_sums_that_a_trace_settles_are_not_run(monkeypatch):
         return x.sum(), jnp.exp(x).sum()
 
     monkeypatch.setattr(examples, "_times", lambda batch, times: 1 / 0)
-    monkeypatch.setattr(examples, "_told_apart", lambda batch, *_: many_of(batch))
+    monkeypatch.setattr(examples, "_with_own_size", lambda batch, *_: many_of(batch))
     check_examples_apart(with_sums(weighted), BATCH, "data=2")
 
 

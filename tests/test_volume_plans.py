@@ -10,7 +10,7 @@ import pytest
 
 from meshpar import absent_mesh, default_rules, make_train_step
 from meshpar.cli.main import main
-from meshpar.model.inputs import shapes_of
+from meshpar.model.inputs import input_shapes
 from meshpar.models.presets import OTHER_PRESETS, build
 from meshpar.planner.curve import BEND, curve_in_words, scaling_curve
 from meshpar.planner.from_model import traced_space, traced_volume
@@ -70,7 +70,7 @@ def step_of(layout, levels, **rules):
         rules=default_rules(layout).with_rules(**rules),
         mesh=absent_mesh(layout),
     )
-    return step, shapes_of(model.inputs, {"batch": 1})
+    return step, input_shapes(model.inputs, {"batch": 1})
 
 
 # Halos and memory.

@@ -6,7 +6,7 @@ import optax
 import pytest
 
 from meshpar import absent_mesh, audit, make_train_step
-from meshpar.model.inputs import shapes_of
+from meshpar.model.inputs import input_shapes
 from meshpar.models.presets import build
 from meshpar.planner.from_model import traced_space
 from meshpar.train.memory_report import estimated_bytes
@@ -21,7 +21,7 @@ WHOLE = "precision=bf16", "gpu:h100:1x1"
 def step_of(layout):
     model = build("unet3d-512")
     step = make_train_step(model, optax.adamw(1e-3), layout, mesh=absent_mesh(layout))
-    return step, shapes_of(model.inputs, {"batch": 1})
+    return step, input_shapes(model.inputs, {"batch": 1})
 
 
 @functools.cache

@@ -1,8 +1,8 @@
-"""Whether a batch is as its model declares it: arrays, dims, kinds and values."""
+"""Check that a batch has the arrays, dims, kinds and values that its model declares."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -34,8 +34,9 @@ def check_batch(inputs: Inputs, batch: Mapping[str, Any]) -> int:
             contradicts, or numbers that `check_values` refuses.
     """
     if not isinstance(batch, Mapping) or not batch:
+        found = "empty" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
         raise InputError(
-            f"the batch is {_described(batch)}; give a dict of arrays by name, such as "
+            f"the batch is {found}; give a dict of arrays by name, such as "
             f"{', '.join(map(repr, inputs)) or 'the names that the model reads'}",
             key="batch.not_a_dict",
         )
@@ -54,13 +55,17 @@ def check_batch(inputs: Inputs, batch: Mapping[str, Any]) -> int:
                 f"the model declares no batch[{name!r}]; {nearest(str(name), inputs)}. "
                 "Leave the array out, or declare it in the model's inputs: "
                 f"replace(model, inputs={{**model.inputs, {name!r}: "
-                f"meshpar.Input({dims}, {_kind_of(array)!r}, optional=True)}})",
+                f"meshpar.Input({dims}, {_input_kind(array)!r}, optional=True)}})",
                 key="batch.unknown_array",
             )
     sizes: dict[str, tuple[str, int]] = {}
     for name, array in batch.items():
         _check_array(name, array, inputs.get(name))
-        for axis, size in _named_dims(array, inputs.get(name)):
+        one = inputs.get(name)
+        axes = (BATCH_DIM,) if one is None else one.logical_axes
+        for axis, size in zip(axes, array.shape, strict=False):
+            if axis is None:
+                continue
             first, known = sizes.setdefault(axis, (name, size))
             if size != known:
                 raise InputError(
@@ -75,7 +80,7 @@ def check_batch(inputs: Inputs, batch: Mapping[str, Any]) -> int:
 
 
 def check_values(inputs: Inputs, batch: Mapping[str, Any]) -> None:
-    """Refuse indices out of range, integers that wrap, and negative weights.
+    """Raise if indices are out of range, integers wrap, or weights are negative.
 
     Only arrays in the host's memory are looked at, those of JAX on CPU devices among
     them: one on another device would have to come back first.
@@ -85,9 +90,9 @@ def check_values(inputs: Inputs, batch: Mapping[str, Any]) -> None:
         batch: Name -> array, of the shapes that are declared.
 
     Raises:
-        InputError: Of the first whole number that is no index of what it selects, or
-            has more bits than devices keep, and of the first weight below 0; with its
-            place. What is not finite makes a step that is skipped and counted.
+        InputError: An integer is no index of what it selects, or has more bits than
+            devices keep, or a weight is below 0; it names the first and its place.
+            Values that are not finite make a step that is skipped and counted.
     """
     for name, given in batch.items():
         declared = inputs.get(name)
@@ -110,7 +115,7 @@ def check_values(inputs: Inputs, batch: Mapping[str, Any]) -> None:
                 _check_below(name, array, below, None if here is None else here != 0)
 
 
-def _kind_of(array: Any) -> str:
+def _input_kind(array: Any) -> str:
     dtype = getattr(array, "dtype", np.float32)
     kinds = {"bool": jnp.bool_, "int": jnp.integer, "complex": jnp.complexfloating}
     found = (kind for kind, of in kinds.items() if jnp.issubdtype(dtype, of))
@@ -124,13 +129,6 @@ def _in_host_memory(array: Any) -> np.ndarray | None:
         return None
     on_host = all(device.platform == "cpu" for device in array.devices())
     return np.asarray(array) if on_host else None
-
-
-def _named_dims(array: Any, declared: Input | None) -> Iterator[tuple[str, int]]:
-    axes = (BATCH_DIM,) if declared is None else declared.logical_axes
-    for axis, size in zip(axes, array.shape, strict=False):
-        if axis is not None:
-            yield axis, size
 
 
 def _check_array(name: str, array: Any, declared: Input | None) -> None:
@@ -178,7 +176,7 @@ def _check_array(name: str, array: Any, declared: Input | None) -> None:
 
 
 def _check_storage(name: str, array: Any, shape: tuple[int, ...]) -> None:
-    """Refuse what JAX cannot take, and what is of nothing."""
+    """Raise if JAX cannot take an array, or it has no elements."""
     if 0 in shape:
         raise InputError(
             f"batch[{name!r}] has shape {shape}, of which there is nothing to train "
@@ -220,7 +218,7 @@ def _check_below(
 
 
 def _check_bits(name: str, array: np.ndarray) -> None:
-    """Refuse integers that change their value when JAX stores them in fewer bits."""
+    """Raise if integers change their value when JAX stores them in fewer bits."""
     kept = jnp.iinfo(jax.dtypes.canonicalize_dtype(array.dtype))
     wrong = (array < kept.min) | (array > kept.max)
     if not wrong.any():
@@ -249,7 +247,3 @@ def _first(array: np.ndarray, wrong: np.ndarray) -> tuple[Any, tuple[int, ...]]:
     """Return the first number that is wrong, and its place."""
     place = np.unravel_index(np.argmax(wrong), array.shape)
     return array[place], tuple(map(int, place))
-
-
-def _described(batch: Any) -> str:
-    return "empty" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"

@@ -1,4 +1,4 @@
-"""Whether a model treats every example by itself: found before it trains."""
+"""Check before training that a model treats every example by itself."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from meshpar.checks.halves import (
+    CANNOT_RUN,
     EXAMPLES,
     check_small,
     what_halves_change,
@@ -27,24 +28,22 @@ _FEW_TOKENS = (8, 16)
 """Sequence lengths to try, shortest first."""
 
 _FEW = 32
-"""Examples of a batch that a model runs on as it is."""
-
-_CANNOT_RUN = (*(KeyError, TypeError, ValueError, NotImplementedError, RuntimeError),)
-"""What a model's functions, and what cannot be mapped over parts of a batch, raise."""
+"""Largest batch on which a model runs whole."""
 
 _TIMES, _MANY = 13, 100
-"""At least so many times the examples are traced with: as few sizes of a model are.
+"""Smallest multiple of the batch that is traced, unless it has so many examples.
 
-Examples are told from them by their number, which what divides the batch divides too.
-Many of them are traced as they are: NumPy arrays of a model are built as large.
+Dims of examples are recognised by their size, which few other dims have then. Whatever
+divides the batch divides a multiple of it. A large batch is traced as it is, since a
+model may build NumPy arrays as large.
 """
 
 
 def check_examples_first(model: Model, batch: Any) -> None:
-    """Refuses a model that drops out along another dim than the examples.
+    """Raise if a model drops out along another dim than the examples.
 
-    Where that dim happens to be as long as there are examples, one layout would take it
-    and another not: so it is tried with two and three times as many.
+    If that dim happens to be as long as there are examples, one layout would accept it
+    and another not: so the model is tried with two and three times as many.
 
     Args:
         model: The model.
@@ -65,24 +64,23 @@ def check_examples_first(model: Model, batch: Any) -> None:
 def check_examples_apart(
     model: Model, batch: Any, layout: str, *, logits: bool = False
 ) -> None:
-    """Refuse a model that joins examples otherwise than by sums.
+    """Raise if a model joins examples otherwise than by sums.
 
-    Devices and microbatches have some examples of the batch each: what is not a sum
-    over them, such as a mean's difference, a contrastive loss or noise of the batch's
-    own shape, would be of these alone. A trace settles it where it knows every
+    Each device and microbatch has some examples of the batch. A result that is no sum
+    over examples, such as a difference to a mean, a contrastive loss or noise of the
+    batch's shape, would depend on which ones. A trace decides if it knows every
     operation and the model defines no backward of its own. Otherwise a small instance
     of the model runs whole and in halves (`meshpar.checks.halves`), and the trace names
-    the line. Of a layer too large for that the trace judges alone, and a warning says
-    so.
+    the line. If a layer is too large for that, the trace decides alone, with a warning.
 
     Args:
         model: The model.
         batch: Arrays of a batch, or their shapes.
-        layout: What splits the batch, in words.
-        logits: Whether it is asked of `logits`, which a model has that calls this.
+        layout: Layout that splits the batch, in words.
+        logits: Whether to check `logits` in place of the loss.
 
     Raises:
-        InputError: It joins them.
+        InputError: It joins examples.
     """
     shapes = tuple(
         (name, tuple(x.shape), jnp.dtype(x.dtype).name) for name, x in batch.items()
@@ -115,7 +113,7 @@ def _what_joins(
     batch = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape, dtype in shapes}
     traced, found, asked = _traced(model, batch, logits)
     if found is not None:
-        # Of sequences of one token no reshape merges examples with tokens.
+        # With one token a sequence, no reshape merges examples with tokens.
         with contextlib.suppress(KeyError, TypeError, ValueError):
             short = _with_few_tokens(model, batch, 1)
             again, found_in_short, _ = _traced(model, short, logits)
@@ -124,17 +122,17 @@ def _what_joins(
     if found is None and not written:
         return None
     # To the trace a sum over the global batch is one over the examples at hand.
-    place = f": {_of_examples(found)}" if found and not asked else ""
+    place = f": {_about_examples(found)}" if found and not asked else ""
     if written:
         place = f": see the derivative of your own at {written[0]}"
     try:
         changed = _run_in_halves(model, batch, logits)
-    except _CANNOT_RUN as error:
+    except CANNOT_RUN as error:
         _warn(model, error, is_judged=not asked)
     else:
         return None if changed is None else changed + place
     surely = None if asked else traced.surely_mixes()
-    return None if surely is None else _of_examples(surely)
+    return None if surely is None else _about_examples(surely)
 
 
 def _traced(
@@ -147,7 +145,7 @@ def _traced(
         the global batch that the model asks for.
     """
     params, state = one_layer_shapes(model), one_layer_state(model)
-    told_apart = _told_apart(batch, params, state)
+    batch_of_own_size = _with_own_size(batch, params, state)
     asked: list[str] = []
 
     def forward(of_examples: list, params: tuple, state: tuple) -> Any:
@@ -167,7 +165,7 @@ def _traced(
         numbers = jax.ShapeDtypeStruct((num,), jnp.uint32), 0
         return Traced.from_function(forward, num, [given, numbers], params, state)
 
-    whole = traced_on(told_apart)
+    whole = traced_on(batch_of_own_size)
     found = whole.mixes()
     if found is None and not logits and whole.needs_second_trace():
         fewer = _times(batch, max(1, whole.num_tokens // _num_examples(batch) // 2))
@@ -201,9 +199,9 @@ def _run_in_halves(model: Model, batch: Any, logits: bool) -> str | None:
 
 
 def _few_examples(batch: Any) -> Any:
-    """Shapes of the batch itself where it is small and even, else of so many examples.
+    """Return shapes of the batch if it is small and even, else of `EXAMPLES` examples.
 
-    A model may take its examples in groups, of which a small batch has whole ones.
+    A model may take its examples in groups, of which the batch itself has whole ones.
     """
     examples = _num_examples(batch)
     number = examples if examples <= _FEW and examples % 2 == 0 else EXAMPLES
@@ -214,7 +212,7 @@ def _few_examples(batch: Any) -> Any:
 
 
 def _with_few_tokens(model: Model, batch: Any, seq: int) -> Any:
-    """Shapes of a batch with at most `seq` in each size that the inputs leave open."""
+    """Return shapes of a batch with open sizes of at most `seq`."""
 
     def few(name: str, x: Any) -> Any:
         declared = model.known_inputs.get(name)
@@ -245,8 +243,8 @@ def _warn(model: Model, why: Exception, *, is_judged: bool) -> None:
     )
 
 
-def _of_examples(found: str) -> str:
-    """Say of examples what was found of tokens, without advice; its place as it is."""
+def _about_examples(found: str) -> str:
+    """Return a message about tokens reworded for examples, without its advice."""
     what, bracket, place = found.rpartition(" (")
     if not bracket:
         what, place = found, ""
@@ -256,8 +254,8 @@ def _of_examples(found: str) -> str:
     return what + bracket + place
 
 
-def _told_apart(batch: Any, *others: Any) -> Any:
-    """Shapes of so many times the examples that no other array has a dim as long."""
+def _with_own_size(batch: Any, *others: Any) -> Any:
+    """Return shapes with a multiple of the examples that is no other dim's size."""
     sizes = {size for x in jax.tree.leaves(others) for size in x.shape}
     sizes |= {size for x in dict(batch).values() for size in x.shape[1:]}
     [examples, *_] = [x.shape[0] for x in dict(batch).values()]
@@ -266,7 +264,7 @@ def _told_apart(batch: Any, *others: Any) -> Any:
 
 
 def _times(batch: Any, times: int) -> Any:
-    """Shapes of so many times the examples."""
+    """Return shapes of `times` the examples."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((times * x.shape[0], *x.shape[1:]), x.dtype),
         dict(batch),

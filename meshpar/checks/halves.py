@@ -1,10 +1,10 @@
-"""Whether a model treats every example by itself, found by running it in two halves.
+"""Run a small model whole and in two halves of its batch, and compare the results.
 
-A trace says which operations join examples only where it knows them, and nothing of a
+A trace shows what joins examples only in operations that are known, and nothing of a
 backward that a user wrote. So a small instance of a model, one layer of each group on a
 few examples, runs once whole and once in halves, as two devices would run it: forward,
-and backward from the same random gradients. What the halves give side by side, or added
-up, is what the whole gives, or layouts would train different models.
+and backward from the same random gradients. The results of the halves, concatenated or
+added up, must equal those of the whole, or layouts would train different models.
 """
 
 from __future__ import annotations
@@ -45,6 +45,9 @@ _CANCELLED = 1e-2
 difference of gradients is rounding: the terms of the gradient of a bias before a batch
 norm cancel."""
 
+CANNOT_RUN = (KeyError, TypeError, ValueError, NotImplementedError, RuntimeError)
+"""Exceptions of a model's functions, and of operations that `vmap` cannot map."""
+
 _QUICKLY = {"xla_backend_optimization_level": 0}
 """Compile fast: each program runs once, on a small batch."""
 
@@ -83,7 +86,7 @@ class Cut:
         """Dim along which an array of the batch is split; None if it is replicated."""
         return 0
 
-    def dim_of_stream(self, logical_axes: LogicalAxes) -> int | None:
+    def stream_dim(self, logical_axes: LogicalAxes) -> int | None:
         """Dim along which an array of the stream is split; None if it is replicated."""
         return 0
 
@@ -230,7 +233,7 @@ class _Device:
 def _run(
     device: _Device, params: Any, state: Any, batch: Any, numbers: jax.Array
 ) -> dict[str, Any]:
-    """Run a model on parts of a batch, as so many devices; what they give together."""
+    """Run a model on parts of a batch, one for each device, and join their results."""
     cut, parts = device.cut, device.parts
     examples = jnp.arange(next(iter(batch.values())).shape[0], dtype=jnp.uint32)
     whole = replace(device, parts=1)
@@ -238,8 +241,13 @@ def _run(
     if not device.logits:
         streams = jax.eval_shape(whole.streams, params, state, batch, examples)
         dims = _stream_dims(device, streams)
+
+    def cotangent(x: Any) -> jax.Array:
+        values = numbers[jnp.arange(math.prod(x.shape)) % numbers.size] / EXAMPLES
+        return values.reshape(x.shape).astype(x.dtype)
+
     cotangents = [
-        _cut(_cotangent(numbers, x), dim, parts)
+        _cut(cotangent(x), dim, parts)
         if dim is not None
         # A replicated array would count its cotangent twice.
         else jnp.zeros((parts, *x.shape), x.dtype)
@@ -255,13 +263,16 @@ def _run(
     )(given, own_examples, jax.tree.structure(streams).unflatten(cotangents))
     own, tree = jax.tree.flatten(found["own"])
     dims = dims or [0] * len(own)
-    joined = [_joined(x, dim) for x, dim in zip(own, dims, strict=True)]
+    joined = [
+        x[0] if dim is None else jnp.concatenate(list(x), dim)
+        for x, dim in zip(own, dims, strict=True)
+    ]
     sums = jax.tree.map(lambda x: x[0], found["sums"])
     return {"own": tree.unflatten(joined), "sums": sums}
 
 
 def _stream_dims(device: _Device, streams: list[Any]) -> list[int | None]:
-    """The dim that is cut of each array of the streams, in the order of the leaves."""
+    """Return the dim that is cut of each array of the streams, in order of leaves."""
     groups = device.model.groups
     declared = [groups[0].stream]
     for group in () if device.ends_only else groups:
@@ -271,23 +282,13 @@ def _stream_dims(device: _Device, streams: list[Any]) -> list[int | None]:
         if axes is None:
             axes = jax.tree.map(lambda x: default_axes(x.ndim), stream)
         for one in jax.tree.leaves(axes, is_leaf=is_axes):
-            dims.append(device.cut.dim_of_stream(one))
+            dims.append(device.cut.stream_dim(one))
     return dims
 
 
 def _cut(x: jax.Array, dim: int | None, parts: int) -> jax.Array:
-    """An array in equal parts along a dim, which are its first; whole without one."""
+    """Return an array as (parts, ...), cut along a dim; whole if the dim is None."""
     return x if dim is None else jnp.stack(jnp.split(x, parts, dim))
-
-
-def _joined(parts: jax.Array, dim: int | None) -> jax.Array:
-    return parts[0] if dim is None else jnp.concatenate(list(parts), dim)
-
-
-def _cotangent(numbers: jax.Array, x: Any) -> jax.Array:
-    """Random gradients of an array of the stream."""
-    values = numbers[jnp.arange(math.prod(x.shape)) % numbers.size] / EXAMPLES
-    return values.reshape(x.shape).astype(x.dtype)
 
 
 def _random_arguments(model: Model, batch: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -305,7 +306,7 @@ def _random_arguments(model: Model, batch: Mapping[str, Any]) -> tuple[Any, ...]
 
 
 def _parameter(random: np.random.Generator, like: Any) -> np.ndarray:
-    """Values near those of trained models; matrices keep the size of what they take."""
+    """Return values near those of trained models; matrices keep the size of inputs."""
     if not jnp.issubdtype(like.dtype, jnp.inexact):
         return np.zeros(like.shape, like.dtype)
     values = random.standard_normal(like.shape)
@@ -317,7 +318,7 @@ def _parameter(random: np.random.Generator, like: Any) -> np.ndarray:
 
 
 def _vocabulary(model: Model) -> int:
-    """The fewest numbers that any parameter has for a token; 2 where none has."""
+    """Return the smallest vocabulary of any parameter; 2 if none has one."""
     sizes = [
         size
         for parameter in model.flat_parameters().values()
@@ -342,19 +343,19 @@ def _input(
 
 
 def _close(one: Any, other: Any, bound: float, rounding: float) -> bool:
-    """Whether two arrays are alike but for rounding; where both are NaN they are.
+    """Return True if two arrays are equal but for rounding, NaN to NaN.
 
     Args:
         one: An array.
-        other: One of its shape.
-        bound: Of their difference, relative in the largest value of both.
-        rounding: A difference that is none, whatever their values.
+        other: An array of its shape.
+        bound: Largest difference, relative to the largest value of both.
+        rounding: Absolute difference that always passes.
     """
     one, other = (np.asarray(x, np.complex128) for x in (one, other))
-    known = np.isfinite(one) & np.isfinite(other)
-    if not (known | (np.isfinite(one) == np.isfinite(other))).all():
+    finite = np.isfinite(one) & np.isfinite(other)
+    if not (finite | (np.isfinite(one) == np.isfinite(other))).all():
         return False
-    one, other = np.where(known, one, 0), np.where(known, other, 0)
+    one, other = np.where(finite, one, 0), np.where(finite, other, 0)
     largest = max(np.abs(one).max(initial=0), np.abs(other).max(initial=0))
     return bool(np.abs(one - other).max(initial=0) <= max(bound * largest, rounding))
 

@@ -35,11 +35,11 @@ def own_derivatives(program: ClosedJaxpr) -> list[str]:
             places += _jvp_places(equation)
         elif name == "linear_call":
             places.append(_UNKNOWN)
-    return [place for place in dict.fromkeys(places) if not _is_known(place)]
+    return [place for place in dict.fromkeys(places) if not _is_own(place)]
 
 
 def _vjp_place(equation: JaxprEqn) -> str:
-    """Where the backward of a `custom_vjp` is written."""
+    """Return `file:line` of the backward of a `custom_vjp`."""
     function = getattr(equation.params.get("bwd"), "f", None)
     while isinstance(function, functools.partial):
         function = function.func
@@ -50,7 +50,7 @@ def _vjp_place(equation: JaxprEqn) -> str:
 
 
 def _jvp_places(equation: JaxprEqn) -> list[str]:
-    """Where a function with a forward derivative is written, and where the rule is."""
+    """Return `file:line` of a `custom_jvp` function, and of its rule."""
     program: Any = equation.params.get("call_jaxpr")
     info: Any = getattr(getattr(program, "jaxpr", None), "debug_info", None)
     file = getattr(info, "func_filename", None)
@@ -62,7 +62,7 @@ def _jvp_places(equation: JaxprEqn) -> list[str]:
 
 
 def _codes(function: Any, most: int) -> Iterator[CodeType]:
-    """Code of a function and of those that its closures hold."""
+    """Yield the code of a function, and of those in its closures."""
     if most == 0 or function is None:
         return
     if isinstance(function, functools.partial):
@@ -83,21 +83,21 @@ def _place(code: CodeType) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}"
 
 
-def _is_known(place: str) -> bool:
-    known, testing = _known_folders()
-    return place.startswith(known) and not place.startswith(testing)
+def _is_own(place: str) -> bool:
+    folders, testing = _own_folders()
+    return place.startswith(folders) and not place.startswith(testing)
 
 
 @functools.cache
-def _known_folders() -> tuple[tuple[str, ...], str]:
-    """Folders of derivatives that are known, and one within them of those that are not.
+def _own_folders() -> tuple[tuple[str, ...], str]:
+    """Return the folders whose derivatives are not a user's, and an exception in them.
 
-    `meshpar.testing` writes derivatives in the place of a user's.
+    `meshpar.testing` writes derivatives in place of a user's.
     """
     own = Path(__file__).parents[1]
     folders = [own, (own / "models").resolve()]
     for name in ("flax", "jax", "optax"):
         spec = importlib.util.find_spec(name)
         folders += [Path(spec.origin).parent] if spec and spec.origin else []
-    known = tuple(f"{folder}{os.sep}" for folder in folders)
-    return known, f"{own / 'testing'}{os.sep}"
+    own_folders = tuple(f"{folder}{os.sep}" for folder in folders)
+    return own_folders, f"{own / 'testing'}{os.sep}"

@@ -1,4 +1,4 @@
-"""Whether the sequences of a batch divide over devices, or can be padded."""
+"""Check that the sequences of a batch divide over devices, or can be padded."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def check_sequences(
     *,
     partly: bool = False,
 ) -> None:
-    """Refuses a batch whose sequences a layout cannot split.
+    """Raise if a layout cannot split the sequences of a batch.
 
     Args:
         model: The model.
-        layout: Whose `context` splits them.
-        rules: Which may let it split space instead.
+        layout: The layout, whose `context` splits sequences.
+        rules: Rules, by which `context` may split space instead.
         batch: Arrays, or their shapes.
-        partly: Whether it is for outputs alone, of which padding is cut off.
+        partly: Whether outputs alone are wanted, of which padding is cut off.
 
     Raises:
-        InputError: They do not divide into its chunks, and cannot be padded.
+        InputError: Sequences do not divide into its chunks, and cannot be padded.
     """
     order = token_order(layout)
     if order is None or not splits_tokens(model, layout, rules):
@@ -118,7 +118,7 @@ def _check_no_sums(
         given: jax.ShapeDtypeStruct(array.shape, array.dtype)
         for given, array in batch.items()
     }
-    if _adds_sequences_up(model, tuple(shapes.items()), partly):
+    if _calls_sequence_sum(model, tuple(shapes.items()), partly):
         raise InputError(
             f"{_uneven(order, name, size)}, and a function of the model calls "
             "scope.sequence_sum, in which padding would count; pad the batch yourself, "
@@ -128,10 +128,10 @@ def _check_no_sums(
 
 
 @functools.lru_cache(maxsize=32)
-def _adds_sequences_up(
+def _calls_sequence_sum(
     model: Model, batch: tuple[tuple[str, jax.ShapeDtypeStruct], ...], partly: bool
 ) -> bool:
-    """Whether a function of the model calls `Scope.sequence_sum`, read from a trace."""
+    """Return True if a function of the model calls `Scope.sequence_sum`."""
     calls: list[str] = []
     shapes = dict(batch)
     once, *given = traced_forward(

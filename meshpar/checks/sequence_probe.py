@@ -1,4 +1,4 @@
-"""What of a model joins tokens, traced on those that one device has of a sequence."""
+"""Trace a model on one device's tokens of a sequence, and find what joins tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from meshpar.model.contract import Model
-from meshpar.model.inputs import BATCH_DIM, logical_sizes, shapes_of
+from meshpar.model.inputs import BATCH_DIM, input_shapes, logical_sizes
 from meshpar.model.token_order import TokenOrder
 from meshpar.model.tracing import (
     one_layer_shapes,
@@ -26,14 +26,14 @@ from meshpar.trace.token_mixing import mixes_tokens
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """What is asked of a model.
+    """A check of a model's functions on one device's tokens.
 
     Args:
         model: The model.
-        names: Of the arrays that its batch has.
-        cached: Whether attention is what a cache answers, not what devices share.
-        ends_only: Whether the blocks are left out: of the ranks of a pipeline.
-        of_logits: Whether `logits` comes last, not the head.
+        names: Names of the arrays of its batch.
+        cached: Whether a cache answers attention, as in generation.
+        ends_only: Whether to leave out the blocks, as for the ranks of a pipeline.
+        of_logits: Whether to check `logits` in place of the head.
         counts: Whether the head's sums may count the tokens at hand.
     """
 
@@ -46,25 +46,25 @@ class Probe:
 
     @property
     def mesh_axis(self) -> str:
-        """Whose devices share the tokens."""
+        """Mesh axis whose devices share the tokens."""
         return "stage" if self.ends_only else "context"
 
     @property
     def examples(self) -> int:
-        """That it is traced on.
+        """Number of examples to trace.
 
-        Of one a reshape that merges examples and tokens leaves the tokens a dim by
-        themselves, which can be followed.
+        With one example, a reshape that merges examples and tokens leaves the tokens a
+        dim by themselves, which can be followed.
         """
         return 1 if self.ends_only or self.of_logits else 3
 
 
 def what_joins(probe: Probe, num_tokens: int) -> str | None:
-    """The operation of a model that joins tokens; None if none does.
+    """Return the operation of a model that joins tokens; None if none does.
 
     Args:
-        probe: The model, and what of it is traced.
-        num_tokens: Of the sequences that it is traced on.
+        probe: The check.
+        num_tokens: Tokens of the sequences to trace.
 
     Raises:
         InputError: It cannot be traced.
@@ -88,9 +88,9 @@ def _followed(
     then: Callable[[Any, jax.Array], Any],
     **options: bool,
 ) -> str | None:
-    """What joins tokens up to `then`, of what the model gives and positions."""
+    """Return what joins tokens in `then` of the model's results and positions."""
     whole, share = (
-        Hand.of(probe, num_tokens, at_hand)
+        Share.from_probe(probe, num_tokens, at_hand)
         for at_hand in (num_tokens, max(num_tokens // 2, 1))
     )
     return mixes_tokens(
@@ -108,7 +108,7 @@ def _in_logits(probe: Probe, num_tokens: int) -> str | None:
     found = _followed(probe, num_tokens, _as_it_is, lenient=True)
     if found is not None:
         return found
-    # Of a sum over tokens only what is linear can be taken.
+    # Only linear operations may follow a sum over tokens.
     if _followed(probe, num_tokens, lambda found, _: jax.tree.map(jnp.abs, found)):
         return "its result is a sum over tokens, of which each device has a part"
     return None
@@ -124,7 +124,7 @@ def _in_ends(probe: Probe, num_tokens: int) -> str | None:
 
 
 def _is_alike(probe: Probe, num_tokens: int, at: int) -> bool:
-    """Whether one of the head's sums is neither of tokens nor of how many there are."""
+    """Return True if a sum of the head depends on neither tokens nor their number."""
 
     def one(found: Any, positions: jax.Array) -> Any:
         return found[0][at]
@@ -139,14 +139,14 @@ def _is_alike(probe: Probe, num_tokens: int, at: int) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hand:
-    """A model on the tokens that one device has of each sequence.
+class Share:
+    """Inputs of a check: the tokens that one device has of each sequence.
 
     Args:
-        probe: The model, and what of it is traced.
-        order: In which a probe has them.
+        probe: The check.
+        order: Token order of the scope.
         batch: Name -> (shape, dim of its tokens or None).
-        positions: Of the tokens.
+        positions: Shape of the positions of the tokens.
     """
 
     probe: Probe
@@ -155,8 +155,8 @@ class Hand:
     positions: jax.ShapeDtypeStruct
 
     @classmethod
-    def of(cls, probe: Probe, seq: int, num_tokens: int) -> Hand:
-        """So many tokens of sequences of `seq`."""
+    def from_probe(cls, probe: Probe, seq: int, num_tokens: int) -> Share:
+        """Return the inputs of a device with `num_tokens` of sequences of `seq`."""
         inputs = {
             name: replace(one, optional=False)
             for name, one in probe.model.known_inputs.items()
@@ -173,18 +173,18 @@ class Hand:
             ),
             batch={
                 name: _at_hand(shape, _token_dims(probe, name, shape), num_tokens)
-                for name, shape in shapes_of(inputs, sizes).items()
+                for name, shape in input_shapes(inputs, sizes).items()
             },
             positions=jax.ShapeDtypeStruct((num_tokens,), jnp.int32),
         )
 
     @property
     def tokens(self) -> list:
-        """What `forward` is given first, with the dims of tokens."""
+        """First argument of `forward`, with the dims of tokens."""
         return [self.batch, (self.positions, 0)]
 
     def forward(self, tokens: list, params: Any, state: Any) -> Any:
-        """What the model gives: its sums, or its logits."""
+        """Return the model's sums, or its logits."""
         batch, positions = tokens
         probe = self.probe
         shapes = {name: shape for name, (shape, _) in self.batch.items()}
@@ -200,7 +200,7 @@ class Hand:
         return once(params, state, batch)
 
     def then(self, function: Callable[[Any, jax.Array], Any]) -> Callable[..., Any]:
-        """`forward`, and a function of what it gives and the positions."""
+        """Return `forward` followed by a function of its result and the positions."""
 
         def forward(tokens: list, params: Any, state: Any) -> Any:
             return function(self.forward(tokens, params, state), tokens[1])
@@ -211,7 +211,7 @@ class Hand:
 def _token_dims(
     probe: Probe, name: str, shape: jax.ShapeDtypeStruct
 ) -> tuple[int, ...]:
-    """The dims that devices share out: `seq` alone, where ranks of a pipeline do."""
+    """Return the dims that devices split: `seq` alone for ranks of a pipeline."""
     if not probe.ends_only:
         return sequence_dims(probe.model, name, shape)
     dim = probe.model.seq_dim(name)
@@ -221,7 +221,7 @@ def _token_dims(
 def _at_hand(
     shape: jax.ShapeDtypeStruct, dims: tuple[int, ...], num_tokens: int
 ) -> tuple[jax.ShapeDtypeStruct, int | None]:
-    """The shape with so many tokens, and their dim."""
+    """Return the shape with `num_tokens` tokens, and their dim."""
     given = tuple(
         num_tokens if dim in dims else size for dim, size in enumerate(shape.shape)
     )

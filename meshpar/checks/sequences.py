@@ -1,4 +1,9 @@
-"""Whether a model and a batch can be split along their sequences, before any runs."""
+"""Check before a run that a model and a batch can be split along their sequences.
+
+A trace follows tokens through a model's functions (`meshpar.trace.token_mixing`), but
+not through a derivative that a user wrote. A model with one runs once on whole
+sequences and once on two devices that share them; both must give the same result.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +18,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar.checks.halves import Cut, check_small, what_halves_change
+from meshpar.checks.halves import CANNOT_RUN, Cut, check_small, what_halves_change
 from meshpar.checks.own_derivatives import own_derivatives
 from meshpar.checks.sequence_lengths import check_sequences
 from meshpar.checks.sequence_probe import Probe, what_joins
 from meshpar.errors import InputError
 from meshpar.layout import Layout
 from meshpar.model.contract import Model
-from meshpar.model.inputs import BATCH_DIM, MissingInputError, logical_sizes, shapes_of
+from meshpar.model.inputs import (
+    BATCH_DIM,
+    MissingInputError,
+    input_shapes,
+    logical_sizes,
+)
 from meshpar.model.token_order import TokenOrder
 from meshpar.model.tracing import traced_batch, traced_forward, tracing
 from meshpar.parallel.grids.space import splits_tokens
@@ -28,11 +38,11 @@ from meshpar.parallel.sequence import is_sequence, sequence_dims
 from meshpar.rules.rules import LogicalAxes, Rules
 
 _TRACED_TOKENS = (16, 8, 4, 2)
-"""Of the sequences that a model is traced on: the first that it takes."""
+"""Tokens of the sequences to trace a model on: the first number that it takes."""
 
 
 def check_context(model: Model, layout: Layout, rules: Rules) -> None:
-    """Refuses a model that a layout cannot split along its sequences.
+    """Raise if a layout cannot split a model along its sequences.
 
     Raises:
         InputError: A function mixes tokens, no input has any, or the heads do not
@@ -46,10 +56,10 @@ def check_context(model: Model, layout: Layout, rules: Rules) -> None:
 
 
 def check_per_token(model: Model, layout: Layout) -> None:
-    """Refuses a model that says of its ends what ranks rely on, and they do not do.
+    """Raise if a model declares `per_token` and its ends mix tokens.
 
     Inputs with a dim that has neither a name nor a size cannot be traced before there
-    is a batch; a model of those is taken at its word.
+    is a batch; such a model is not checked.
 
     Raises:
         InputError: `Model.per_token` is set, the ranks of a pipeline share the tokens
@@ -104,7 +114,7 @@ def _check_heads(model: Model, layout: Layout, rules: Rules) -> None:
 
 
 def check_token_wise(model: Model) -> None:
-    """Refuses a model whose functions mix tokens otherwise than by attention.
+    """Raise if functions of a model mix tokens otherwise than by attention.
 
     Raises:
         InputError: No input has a sequence, or one has it in two dims; or a function
@@ -128,7 +138,7 @@ def check_token_wise(model: Model) -> None:
 
 
 def _check_one_dim(model: Model) -> None:
-    """Refuses pairs of tokens, of which devices would have their own with their own."""
+    """Raise if an input has several dims of tokens: a device would have few pairs."""
     for name, one in model.known_inputs.items():
         axes = [axis for axis in one.logical_axes if is_sequence(axis)]
         if len(axes) > 1:
@@ -145,16 +155,16 @@ def _check_one_dim(model: Model) -> None:
 def tokens_joined(
     model: Model, *, cached: bool = False, ends_only: bool = False
 ) -> str | None:
-    """Where a model joins tokens otherwise than by attention; None if nowhere.
+    """Return where a model joins tokens otherwise than by attention; None if nowhere.
 
     Its functions are traced, on no device, as the devices of a split sequence run them:
-    with the inputs that a batch needs, and with those that it may have.
+    with the required inputs, and with the optional ones too.
 
     Args:
         model: The model.
-        cached: Whether attention is what a cache answers, not what devices share.
-        ends_only: Whether embed and head alone are asked for. Ranks of a pipeline share
-            the dim `seq` alone; an operation that only may join tokens is let through.
+        cached: Whether a cache answers attention, as in generation.
+        ends_only: Whether to check embed and head alone. Ranks of a pipeline share the
+            dim `seq` alone; an operation that only may join tokens is allowed.
 
     Raises:
         InputError: They cannot be traced.
@@ -174,16 +184,16 @@ def tokens_joined(
 def check_logits_tokens(
     model: Model, layout: Layout, rules: Rules, names: Sequence[str]
 ) -> None:
-    """Refuses `logits` that join tokens which devices share.
+    """Raise if `logits` joins tokens that devices share.
 
     Args:
-        model: The model, which has `logits`.
-        layout: What splits a sequence's tokens, if anything does.
-        rules: Which may let `context` split space instead.
-        names: Of the arrays of the batch.
+        model: A model with `logits`.
+        layout: The layout, which may split sequences.
+        rules: Rules, by which `context` may split space instead.
+        names: Names of the arrays of the batch.
 
     Raises:
-        InputError: They surely do, or give a sum over tokens.
+        InputError: `logits` surely joins them, or gives a sum over tokens.
     """
     known = tuple(name for name in model.known_inputs if name in names)
     probe = Probe(model=model, names=known, of_logits=True)
@@ -201,7 +211,7 @@ def _check_probed(probe: Probe, why: str) -> None:
         found = _joined(probe)
     except InputError as error:
         if isinstance(error.__cause__, MissingInputError):
-            return  # What runs says so.
+            return  # The run reports it.
         raise
     if found is not None:
         raise InputError(
@@ -213,12 +223,12 @@ def _check_probed(probe: Probe, why: str) -> None:
 
 
 def _joined(probe: Probe) -> str | None:
-    """What joins tokens, on the first sequences that the model takes."""
+    """Return what joins tokens in the first sequences that the model takes."""
     return _on_few_tokens(probe, functools.partial(what_joins, probe))
 
 
 def _on_few_tokens(probe: Probe, asked: Callable[[int], str | None]) -> str | None:
-    """The answer for the first number of tokens that the model takes."""
+    """Return the answer for the first number of tokens that the model takes."""
     fixed = _fixed_tokens(probe.model, ends_only=probe.ends_only)
     sizes = _TRACED_TOKENS if fixed is None else (fixed,)
     for num_tokens in sizes:
@@ -231,7 +241,7 @@ def _on_few_tokens(probe: Probe, asked: Callable[[int], str | None]) -> str | No
 
 
 def _has_shapes(model: Model) -> bool:
-    """Whether each dim of the inputs, the examples apart, has a name or a size."""
+    """Return True if each dim of the inputs has a name or a size."""
     return not any(
         name is None and size is None
         for one in model.known_inputs.values()
@@ -244,7 +254,7 @@ def _open_sequences(model: Model) -> bool:
 
 
 def _fixed_tokens(model: Model, *, ends_only: bool = False) -> int | None:
-    """Tokens of every batch's sequences, where the inputs say so."""
+    """Return the number of tokens that the inputs fix; None if they leave it open."""
     sizes = {
         size
         for one in model.known_inputs.values()
@@ -255,8 +265,6 @@ def _fixed_tokens(model: Model, *, ends_only: bool = False) -> int | None:
 
 
 _EXAMPLES = 4
-_CANNOT_RUN = (KeyError, TypeError, ValueError, NotImplementedError, RuntimeError)
-"""Exceptions of a model's functions, and of operations that `vmap` cannot map."""
 
 
 @dataclass(frozen=True)
@@ -264,9 +272,9 @@ class _TokenCut(Cut):
     """Each of two devices has half of the tokens of every sequence.
 
     Args:
-        dims: The dim of the tokens of each array of a batch; None where it has none.
+        dims: Name of each array of a batch -> dim of its tokens, or None.
         seq: Tokens of a sequence.
-        ends_only: Whether they are ranks of a pipeline, which share those of the ends.
+        ends_only: Whether the devices are ranks of a pipeline and share the ends.
     """
 
     dims: Mapping[str, int | None]
@@ -288,7 +296,7 @@ class _TokenCut(Cut):
     def dim(self, name: str) -> int | None:
         return self.dims[name]
 
-    def dim_of_stream(self, logical_axes: LogicalAxes) -> int | None:
+    def stream_dim(self, logical_axes: LogicalAxes) -> int | None:
         dims = [dim for dim, axis in enumerate(logical_axes) if is_sequence(axis)]
         return dims[0] if dims else None
 
@@ -306,12 +314,12 @@ def tokens_joined_backward(
 
     Args:
         model: A model whose trace has no function that joins tokens.
-        num_tokens: Of a sequence that it can be traced on.
-        ends_only: Whether embed and head alone are asked for.
+        num_tokens: Tokens of a sequence that it can be traced on.
+        ends_only: Whether to check embed and head alone.
     """
     inputs = {k: one for k, one in model.known_inputs.items() if not one.optional}
     sizes = {**dict.fromkeys(logical_sizes(inputs), num_tokens), BATCH_DIM: _EXAMPLES}
-    batch = shapes_of(inputs, sizes)
+    batch = input_shapes(inputs, sizes)
     with tracing("the model cannot be traced on whole sequences"):
         once, *shapes = traced_forward(model, batch, head=True, ends_only=ends_only)
         written = own_derivatives(jax.make_jaxpr(once)(*shapes))
@@ -319,7 +327,7 @@ def tokens_joined_backward(
         return None
     try:
         found = _in_halves(model, batch, num_tokens, ends_only)
-    except _CANNOT_RUN as error:
+    except CANNOT_RUN as error:
         names = ", ".join(repr(group.name) for group in model.groups)
         warnings.warn(
             f"the model of blocks {names} cannot run on halves of its sequences "

@@ -154,7 +154,7 @@ def _matrices(model: Model) -> dict[str, Matrix]:
     return {
         path: matrix
         for path, one in flat(model.parameters).items()
-        if one.num_layers is not None and (matrix := Matrix.of(one))
+        if one.num_layers is not None and (matrix := Matrix.from_parameter(one))
     }
 
 

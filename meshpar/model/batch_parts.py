@@ -1,10 +1,9 @@
-"""A block in parts of the batch: one part's collectives run beside another's matmuls.
+"""Run a block in parts of the batch, to overlap collectives and matmuls.
 
 Under sequence parallelism every matmul of a block waits for a gather over `tensor`, or
-is waited for by a scatter. The examples of a device know nothing of one another, so a
-block that takes them part by part has work that waits for neither: while one part's
-tokens are gathered the compiler's scheduler multiplies another's. No bytes more are
-sent. Reference: Wang et al. 2024, "Domino", section 3.
+precedes a scatter. Examples are independent, so a block that takes them part by part
+can overlap: while one part's tokens are gathered, another's are multiplied. No more
+bytes are sent. Reference: Wang et al. 2024, "Domino", section 3.
 """
 
 from __future__ import annotations
@@ -30,22 +29,30 @@ Run = Callable[[Any, Any, Scope], tuple[Any, Sums]]
 
 
 def in_parts(run: Run, params: Any, stream: Any, scope: Scope) -> tuple[Any, Sums]:
-    """`run`, in parts of the batch where that hides communication; as it is elsewhere.
+    """Run a block, in parts of the batch if that hides communication.
 
     Args:
         run: The block of one group.
-        params: Of one layer.
-        stream: Arrays with the example first, this device's.
-        scope: Where the block runs; its platform and rules decide.
+        params: Parameters of one layer.
+        stream: This device's arrays, the example first.
+        scope: Scope of the block; its platform and rules decide.
 
     Returns:
         The stream, and sums over all examples.
     """
-    parts = num_parts_of(stream, scope)
+    parts = num_batch_parts(stream, scope)
     if parts == 1 or _asks_for_whole_batch(run, params, stream, scope):
         return run(params, stream, scope)
     found = [
-        run(params, _part(stream, at, parts), _scope_of(scope, at, parts))
+        run(
+            params,
+            _part(stream, at, parts),
+            replace(
+                scope,
+                batch=Batch(_part(dict(scope.batch), at, parts)),
+                examples=_part(scope.examples, at, parts),
+            ),
+        )
         for at in range(parts)
     ]
     streams, sums = zip(*found, strict=True)
@@ -53,12 +60,11 @@ def in_parts(run: Run, params: Any, stream: Any, scope: Scope) -> tuple[Any, Sum
     return joined, jax.tree.map(lambda *parts: sum(parts[1:], parts[0]), *sums)
 
 
-def num_parts_of(stream: Any, scope: Scope) -> int:
-    """In how many parts a block takes its examples; 1 for all at once.
+def num_batch_parts(stream: Any, scope: Scope) -> int:
+    """Return the number of parts in which a block takes its examples.
 
-    As many as the platform has use for, the examples divide into and leave each part
-    its tokens, where the residual stream's sequence is split over mesh axes at work.
-    Of a stream whose sequence is also split over `context`, a device has its part.
+    1 unless the sequence of the residual stream is split. Otherwise as many as the
+    platform can overlap, if they divide the examples and leave enough tokens each.
     """
     if not _splits_sequence(scope):
         return 1
@@ -81,10 +87,10 @@ def _splits_sequence(scope: Scope) -> bool:
 
 
 def _asks_for_whole_batch(run: Run, params: Any, stream: Any, scope: Scope) -> bool:
-    """Whether the block needs other examples: no part has a sum over the batch.
+    """Return True if the block reduces over the batch, so that parts would differ.
 
-    By `Scope.batch_sum`, or by a collective of its own over a mesh axis that splits the
-    batch, of which every part would have another value.
+    It does so by `Scope.batch_sum`, or by a collective over a mesh axis that splits the
+    batch.
     """
     asked: list[str] = []
     seen = replace(scope, batch_sums=asked)
@@ -95,14 +101,6 @@ def _asks_for_whole_batch(run: Run, params: Any, stream: Any, scope: Scope) -> b
         axis in BATCH_AXES
         for equation in equations(traced.jaxpr)
         for axis in collective_axes(equation)
-    )
-
-
-def _scope_of(scope: Scope, at: int, num_parts: int) -> Scope:
-    return replace(
-        scope,
-        batch=Batch(_part(dict(scope.batch), at, num_parts)),
-        examples=_part(scope.examples, at, num_parts),
     )
 
 

@@ -88,9 +88,9 @@ class BlockGroup:
         update_from: `(params, state, sums) -> state` in its place, where it reads the
             layer's parameters: whole, and as they were before the step. One all-gather
             of each that it reads where the step splits them over the batch.
-        costs: Of each layer, in any unit, for stages of even cost (`splits=cost`);
-            their matmul FLOPs when absent.
-        called: What errors call its block; its group by name when empty.
+        costs: Cost of each layer, in any unit, for stages of even cost
+            (`splits=cost`); their matmul FLOPs when absent.
+        called: Name of its block in errors; its group's when empty.
 
     Raises:
         InputError: There are not as many costs as layers, or one is not above 0; or
@@ -131,46 +131,50 @@ class BlockGroup:
             )
 
     def run(self, params: Params, stream: Stream, scope: Scope) -> tuple[Stream, Sums]:
-        """The block's output, and its sums: fp32 of each auxiliary loss, and others.
+        """Return the block's output and its sums, auxiliary losses in fp32.
 
-        In parts of the batch where that hides communication (`model.batch_parts`).
+        It runs in parts of the batch where that hides communication
+        (`model.batch_parts`).
 
         Raises:
             InputError: It returns other sums than those declared, or a stream of
                 another tree, shape or dtype than it was given.
         """
-        return in_parts(self._run, params, stream, scope)
-
-    def _run(self, params: Params, stream: Stream, scope: Scope) -> tuple[Stream, Sums]:
-        result = self.block(params, stream, scope)
         block = self.called or f"the block of group {self.name!r}"
-        y, sums = check_sums(block, result, stream, self.auxiliary, self.changes_state)
-        check_kept(block, y, stream)
-        return y, sums
+
+        def checked(params: Params, stream: Stream, scope: Scope) -> tuple[Any, Sums]:
+            result = self.block(params, stream, scope)
+            y, sums = check_sums(
+                block, result, stream, self.auxiliary, self.changes_state
+            )
+            check_kept(block, y, stream)
+            return y, sums
+
+        return in_parts(checked, params, stream, scope)
 
     @property
     def changes_state(self) -> bool:
-        """Whether a step may change the group's state."""
+        """True if a step may change the group's state."""
         return self.update_state is not None or self.update_from is not None
 
     def updated(self, params: Params, state: Params, sums: Sums) -> Params:
-        """One layer's state after a step; itself where none changes it."""
+        """Return one layer's state after a step."""
         if self.update_from is not None:
             return self.update_from(params, state, sums)
         return state if self.update_state is None else self.update_state(state, sums)
 
     def weighted(self, sums: Mapping[str, jax.Array]) -> jax.Array | float:
-        """The sums of the auxiliary losses times their coefficients."""
+        """Return the sum of the auxiliary losses times their coefficients."""
         return sum(
             coefficient * sums[name] for name, coefficient in self.auxiliary.items()
         )
 
 
 def check_model(model: Any) -> None:
-    """Refuses what is no model.
+    """Raise if the argument is no model, or has no blocks.
 
     Raises:
-        InputError: It is something else.
+        InputError: It is none.
     """
     if not isinstance(model, Model):
         raise InputError(
@@ -249,7 +253,7 @@ class Model:
     def loss_sums(
         self, ends: Params, stream: Stream, batch: Mapping, scope: Scope
     ) -> tuple[jax.Array, jax.Array]:
-        """What the head sums up: the loss and its weights, in fp32.
+        """Return the sums of the loss and of its weights, in fp32.
 
         Raises:
             InputError: The head returns anything else than two scalars.
@@ -262,10 +266,10 @@ class Model:
         return default_inputs() if self.inputs is None else self.inputs
 
     def seq_dim(self, name: str) -> int | None:
-        """The dim of an array of the batch that has its tokens; None if none does.
+        """Return the dim of the tokens of an array of the batch; None if it has none.
 
         Raises:
-            InputError: Nothing says so.
+            InputError: The array is not declared.
         """
         if name in self.known_inputs:
             return self.known_inputs[name].dim("seq")
@@ -285,7 +289,7 @@ class Model:
         return ends, [params.get(name, {}) for name in names]
 
     def join(self, ends: Params, groups: list[Params]) -> Params:
-        """Undoes `split`."""
+        """Return the tree that `split` took apart."""
         named = zip([group.name for group in self.groups], groups, strict=True)
         return {**ends, **dict(named)}
 
@@ -298,7 +302,7 @@ class Model:
         return initial_values(self, seed)[0]
 
     def arranged(self, orders: Mapping[str, tuple[int, ...]]) -> Model:
-        """The model with the stacked arrays of its groups in those orders of layers."""
+        """Return the model with the stacked arrays of its groups in other orders."""
 
         def arrange(tree: dict[str, Any]) -> dict[str, Any]:
             return {

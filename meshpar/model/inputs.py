@@ -1,4 +1,4 @@
-"""Inputs: what a model says of the arrays of a batch, and what follows from it.
+"""Inputs: declarations of the arrays of a batch, and the shapes that follow.
 
     {"images": Input(("batch", "height", "width", "channels"), "float"),
      "labels": Input(("batch",), "int")}
@@ -29,7 +29,7 @@ _DTYPES = {
     "complex": jnp.complex64,
 }
 _DEFAULT = "meshpar.models.inputs:LANGUAGE"
-"""What a model reads that declares nothing: looked up where the models are at hand."""
+"""Inputs of a model that declares none, if the models are installed."""
 
 Inputs: TypeAlias = Mapping[str, "Input"]
 
@@ -119,14 +119,14 @@ class Input:
         return self.shape or (None,) * len(self.logical_axes)
 
     def dim(self, logical_axis: str) -> int | None:
-        """The dim of a logical axis; None where the array has none."""
+        """Return the dim of a logical axis; None if the array has none."""
         if logical_axis not in self.logical_axes:
             return None
         return self.logical_axes.index(logical_axis)
 
     @property
     def dtype(self) -> Any:
-        """What shapes for compiling have."""
+        """Dtype of the array's shape for compiling."""
         return _DTYPES[self.kind]
 
 
@@ -146,10 +146,10 @@ class Batch(dict):
 
 
 def check_inputs(inputs: Any) -> None:
-    """Refuses what declares no inputs.
+    """Raise if the argument is no mapping of names to `Input`.
 
     Raises:
-        InputError: It is no mapping of names to `Input`.
+        InputError: It is something else.
     """
     if inputs is None:
         return
@@ -168,9 +168,9 @@ def check_inputs(inputs: Any) -> None:
 
 
 def default_inputs() -> Inputs:
-    """The inputs of a model that declares none: a language model's, where it is known.
+    """Return the inputs of a language model, for a model that declares none.
 
-    Empty where the module that says so is not installed.
+    Empty if the package of models is not installed.
     """
     module, _, name = _DEFAULT.partition(":")
     try:
@@ -179,15 +179,17 @@ def default_inputs() -> Inputs:
         return {}
 
 
-def apart(inputs: Inputs | None, batch: Mapping[str, Any]) -> tuple[dict, dict]:
-    """The arrays of a batch that have no gradient, and those that have one."""
+def split_gradient_inputs(
+    inputs: Inputs | None, batch: Mapping[str, Any]
+) -> tuple[dict, dict]:
+    """Return the arrays of a batch without a gradient, and those with one."""
     names = {name for name, one in (inputs or {}).items() if one.has_gradient}
     without = {name: array for name, array in batch.items() if name not in names}
     return without, {name: batch[name] for name in batch if name in names}
 
 
 def logical_sizes(inputs: Inputs) -> tuple[str, ...]:
-    """The logical axes whose sizes batches differ in, in order of first use.
+    """Return the logical axes whose sizes differ between batches, in order of use.
 
     Example:
         >>> logical_sizes({"x": Input(("batch", "seq")), "y": Input(("batch",))})
@@ -202,20 +204,20 @@ def logical_sizes(inputs: Inputs) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def shapes_of(
+def input_shapes(
     inputs: Inputs, sizes: Mapping[str, int]
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of a batch of the declared arrays, without optional ones.
+    """Return the shapes of the declared arrays of a batch, without optional ones.
 
     Args:
-        inputs: What the model declares.
+        inputs: Inputs of the model.
         sizes: Size of each logical axis.
 
     Raises:
         InputError: A size is missing, or an array has a dim without a name.
 
     Example:
-        >>> shapes_of({"y": Input(("batch",), "int")}, {"batch": 4})["y"].shape
+        >>> input_shapes({"y": Input(("batch",), "int")}, {"batch": 4})["y"].shape
         (4,)
     """
     return {
@@ -226,7 +228,7 @@ def shapes_of(
 
 
 def open_size(inputs: Inputs, batch: Mapping[str, Any]) -> int:
-    """The largest size of a batch that its inputs leave open; 1 if none is.
+    """Return the largest size of a batch that its inputs leave open; 1 if none.
 
     Example:
         >>> tokens = jax.ShapeDtypeStruct((4, 128), jnp.int32)

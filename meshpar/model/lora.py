@@ -83,14 +83,14 @@ class LoRA:
 
     @property
     def scale(self) -> float:
-        """What the product of A and B is multiplied by."""
+        """Factor of the product of A and B."""
         return self.alpha / self.rank
 
     def model(self, model: Model) -> Model:
-        """The model whose parameters are A and B, and whose state has the given one's.
+        """Return a model whose parameters are A and B, and whose state is frozen.
 
         Args:
-            model: As its family builds it.
+            model: The model to adapt.
 
         Raises:
             InputError: A target matches nothing that can change.
@@ -100,11 +100,17 @@ class LoRA:
         for path, matrix in factored.items():
             for name, factor in _factors(matrix, self.rank).items():
                 insert(parameters, (*path.split("."), name), factor)
-        frozen = jax.tree.map(self._frozen, model.parameters, is_leaf=is_parameter)
+
+        def stored(one: Parameter) -> Parameter:
+            if one.in_full or not jnp.issubdtype(one.dtype, jnp.floating):
+                return one
+            return replace(one, dtype=_DTYPES[self.frozen_dtype])
+
+        frozen = jax.tree.map(stored, model.parameters, is_leaf=is_parameter)
         return rebuilt(model, parameters, self._rebuild(model, factored), frozen=frozen)
 
     def matrices(self, model: Model) -> dict[str, Matrix]:
-        """Path -> each matrix that changes.
+        """Return path -> each matrix that changes.
 
         Raises:
             InputError: A target matches nothing that can change.
@@ -113,7 +119,7 @@ class LoRA:
         known = {
             path: matrix
             for path, one in flat(model.parameters).items()
-            if path.split(".")[0] in names and (matrix := Matrix.of(one))
+            if path.split(".")[0] in names and (matrix := Matrix.from_parameter(one))
         }
         for target in self.targets:
             if not any(_matches(target, path) for path in known):
@@ -130,12 +136,12 @@ class LoRA:
         }
 
     def state(self, model: Model, params: Params, state: Params | None = None) -> Any:
-        """Values of the given model as state of the new one, for `TrainStep.init`.
+        """Return values of the given model as state of the new one (`TrainStep.init`).
 
         Args:
-            model: As given.
-            params: Its parameters: arrays, or what has a shape and can be indexed.
-            state: Its own state, where there are values of some.
+            model: The given model.
+            params: Its parameters: arrays, or objects with a shape that can be indexed.
+            state: Its own state, if it has some.
         """
         names = [group.name for group in model.groups]
         return with_frozen(names, state or {}, params)
@@ -143,15 +149,15 @@ class LoRA:
     def merged(
         self, model: Model, params: Params, state: Params
     ) -> tuple[Params, Params]:
-        """Parameters and state of the given model, each matrix with its product.
+        """Return parameters and state of the given model, matrices with their products.
 
         Args:
-            model: As given.
-            params: A and B, layers first to last: arrays, or what can be indexed.
-            state: Of the new model, alike.
+            model: The given model.
+            params: A and B, layers first to last: arrays, or objects to be indexed.
+            state: State of the new model.
 
         Returns:
-            Two trees like the given model's; what changes is a `Merged`.
+            Two trees like the given model's; adapted matrices are `Merged`.
         """
         own, frozen = without_frozen([group.name for group in model.groups], state)
         for path, matrix in self.matrices(model).items():
@@ -161,17 +167,12 @@ class LoRA:
             frozen = _with(frozen, keys, one)
         return frozen, own
 
-    def _frozen(self, parameter: Parameter) -> Parameter:
-        if parameter.in_full or not jnp.issubdtype(parameter.dtype, jnp.floating):
-            return parameter
-        return replace(parameter, dtype=_DTYPES[self.frozen_dtype])
-
     def _rebuild(self, model: Model, factored: Mapping[str, Matrix]) -> Callable:
         scale, kept = self.scale, model.parameters
 
         def rebuild(name: str, params: Params, frozen: Params) -> Params:
             as_stored = frozen
-            frozen = _in_dtype_of(params, frozen, kept.get(name))
+            frozen = _cast_frozen(params, frozen, kept.get(name))
             for path, matrix in factored.items():
                 first, *keys = path.split(".")
                 if first == name:
@@ -187,13 +188,13 @@ class LoRA:
 
 @dataclass(frozen=True)
 class Merged:
-    """A stacked parameter with its product, of which any part can be read.
+    """A stacked parameter with its product; reading a part computes that part.
 
     Args:
-        weight: Frozen, (layers, ...).
-        a, b: Its factors, (layers, ...).
-        matrix: What they are of.
-        lora: Of which it is.
+        weight: The frozen weight, (layers, ...).
+        a, b: The factors, (layers, ...).
+        matrix: The parameter as a matrix.
+        lora: The adapter.
     """
 
     weight: Any
@@ -204,16 +205,16 @@ class Merged:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(layers, ...)."""
+        """Shape of the weight, (layers, ...)."""
         return tuple(self.weight.shape)
 
     @property
     def dtype(self) -> Any:
-        """Of what is read."""
+        """Dtype of the values that are read."""
         return np.dtype(np.float32)
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """A part, as NumPy's: slices of the first dims."""
+        """Return a part, as NumPy does for slices of the first dims."""
         index = index if isinstance(index, tuple) else (index,)
         if index and index[0] is Ellipsis:
             index = ()
@@ -228,7 +229,7 @@ class Merged:
 
 
 def _factors(matrix: Matrix, rank: int) -> dict[str, Parameter]:
-    """A and B: the parameter's dims, and one of the rank."""
+    """Return A and B: the parameter's dims, and one of the rank."""
     one, first = matrix.parameter, matrix.num_batch + matrix.num_inputs
     shape, axes, num_batch = one.shape, one.logical_axes, matrix.num_batch
     out_shape = (*shape[:num_batch], rank, *shape[first:])
@@ -254,16 +255,15 @@ def _factors(matrix: Matrix, rank: int) -> dict[str, Parameter]:
     }
 
 
-def _in_dtype_of(params: Params, frozen: Params, known: Any) -> Params:
-    """Frozen weights in the dtype that A and B are given in, if there are any.
+def _cast_frozen(params: Params, frozen: Params, known: Any) -> Params:
+    """Return frozen weights in the dtype of A and B, unless theirs is narrower.
 
-    Those stored in half precision stay so, as do those outside the blocks: where A and
-    B are traced in fp32, blocks keep their stream's dtype.
+    Weights outside the blocks keep their dtype.
 
     Args:
         params: A and B of a group's layer; nothing outside the blocks.
-        frozen: What stays as it is there.
-        known: `Parameter` of each: what is used in full stays in fp32.
+        frozen: The frozen weights there.
+        known: `Parameter` of each; one that is used in full stays in fp32.
     """
     given = jax.tree.leaves(params)
     if not given:
@@ -278,12 +278,12 @@ def _in_dtype_of(params: Params, frozen: Params, known: Any) -> Params:
 
 
 def _narrower(stored: Any, given: Any) -> Any:
-    """What the layout computes in, as A and B are given, or less."""
+    """Return the narrower dtype, of the stored weight or of A and B."""
     return min(stored, given, key=lambda dtype: jnp.dtype(dtype).itemsize)
 
 
 def _matches(target: str, path: str) -> bool:
-    """Whether a path has the target's keys, one after another."""
+    """Return True if a path has the target's keys, one after another."""
     return f".{target}." in f".{path}."
 
 
@@ -294,7 +294,7 @@ def _at(tree: Any, keys: list[str]) -> Any:
 
 
 def _with(tree: Any, keys: list[str], value: Any) -> Any:
-    """The tree with another value at a place."""
+    """Return the tree with another value at a place."""
     if not keys:
         return value
     first, *rest = keys
@@ -302,12 +302,11 @@ def _with(tree: Any, keys: list[str], value: Any) -> Any:
 
 
 FROZEN = "frozen"
-"""In the state of a group, and of the ends, what holds the arrays that stay as they
-are."""
+"""Key of the frozen arrays in the state of a group, and of the ends."""
 
 Rebuild = Callable[[str, Params, Params], Params]
-"""(group's name or `ends`, its parameters, what is frozen of it) -> those of the given
-model, of one layer."""
+"""(group's name or `ends`, its parameters, its frozen arrays) -> parameters of one
+layer of the given model."""
 
 
 def rebuilt(
@@ -317,15 +316,15 @@ def rebuilt(
     *,
     frozen: Params | None = None,
 ) -> Model:
-    """The same functions over other parameters, and over state that stays as it is.
+    """Return a model with the same functions over other parameters and frozen state.
 
     Args:
-        model: As given, not arranged for stages.
+        model: The given model, not arranged for stages.
         parameters: Tree of `Parameter` in place of the model's, groups under their
             names; each is drawn by its own `initial`.
-        rebuild: Makes the model's own of them, layer by layer.
-        frozen: Tree of `Parameter` that no gradient reaches, laid out by the rules: a
-            part of the new model's state, under `frozen`.
+        rebuild: Makes the given model's parameters of them, layer by layer.
+        frozen: Tree of `Parameter` without gradients, laid out by the rules: a part of
+            the new model's state, under `frozen`.
     """
     names = [group.name for group in model.groups]
     frozen = frozen or {}
@@ -343,12 +342,12 @@ def rebuilt(
 
 
 def with_frozen(names: list[str], state: Params, frozen: Params) -> Params:
-    """A model's state with what is frozen in it, of any kind of leaf.
+    """Return a model's state with frozen arrays in it, of any kind of leaf.
 
     Args:
-        names: Of the groups.
-        state: Of the model as given.
-        frozen: Like its parameters.
+        names: Names of the groups.
+        state: State of the given model.
+        frozen: Tree like its parameters.
     """
     found = dict(state)
     for name in names:
@@ -359,28 +358,28 @@ def with_frozen(names: list[str], state: Params, frozen: Params) -> Params:
 
 
 def without_frozen(names: list[str], state: Params) -> tuple[Params, Params]:
-    """Undoes `with_frozen`: the model's own state, and what is frozen."""
-    own, frozen = _apart(state)
+    """Return the model's own state, and the frozen arrays (`with_frozen`)."""
+    own, frozen = _split_frozen(state)
     for name in names:
         if name in own:
-            of_group, kept = _apart(own.pop(name))
+            group_state, kept = _split_frozen(own.pop(name))
             frozen = {**frozen, name: kept} if kept else frozen
-            own = {**own, name: of_group} if of_group else own
+            own = {**own, name: group_state} if group_state else own
     return own, frozen
 
 
 def _over(name: str, function: Callable, rebuild: Rebuild) -> Callable[..., Any]:
-    """A function of a model, `(params, ..., scope)`, over the other parameters.
+    """Return a function of a model, `(params, ..., scope)`, over other parameters.
 
     Args:
-        name: Of the group whose function it is, or `ends`.
-        function: As the model has it.
+        name: Group of the function, or `ends`.
+        function: Function of the given model.
         rebuild: Makes its parameters.
     """
 
     def over(params: Params, *given: Any) -> Any:
         *others, scope = given
-        own, kept = _apart(scope.state)
+        own, kept = _split_frozen(scope.state)
         params = rebuild(name, params, kept)
         return function(params, *others, replace(scope, state=own))
 
@@ -389,7 +388,7 @@ def _over(name: str, function: Callable, rebuild: Rebuild) -> Callable[..., Any]
 
 def _group(group: BlockGroup, rebuild: Rebuild) -> BlockGroup:
     def updated(params: Params, state: Params, sums: Sums) -> Params:
-        own, kept = _apart(state)
+        own, kept = _split_frozen(state)
         new = group.updated(rebuild(group.name, params, kept), own, sums)
         return {**new, FROZEN: kept} if kept else new
 
@@ -403,20 +402,20 @@ def _group(group: BlockGroup, rebuild: Rebuild) -> BlockGroup:
 
 
 def _build(model: Model, frozen: Params) -> dict[str, Any]:
-    """What builds a module gives its parameters as state, if they are frozen."""
+    """Return the model's builders, which give frozen parameters as state."""
 
     def built(name: str, build: Callable) -> Callable[[jax.Array], Any]:
         kept = frozen.get(name) if name != ENDS else frozen
 
-        def of_key(key: jax.Array) -> tuple[Params, Params]:
+        def build_frozen(key: jax.Array) -> tuple[Params, Params]:
             params, state = build(key)
             return {}, {**state, FROZEN: params} if kept else state
 
-        return of_key
+        return build_frozen
 
     return {name: built(name, build) for name, build in model.build.items()}
 
 
-def _apart(state: Params) -> tuple[Params, Params]:
+def _split_frozen(state: Params) -> tuple[Params, Params]:
     own = {key: value for key, value in state.items() if key != FROZEN}
     return own, state.get(FROZEN, {})

@@ -1,4 +1,4 @@
-"""Flax NNX modules as a model under the contract."""
+"""Build a model under the contract from Flax NNX modules."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def from_nnx(
     sequence_inputs: Sequence[str] = (),
     auxiliary: Mapping[str, float] | None = None,
 ) -> Model:
-    """A model whose two ends and repeated blocks are Flax NNX modules.
+    """Return a model whose two ends and repeated blocks are Flax NNX modules.
 
     The ends module has `embed(batch, scope) -> stream`, `head(stream, batch, scope) ->
     (loss_sum, weight_sum)` and, for sampling, `logits(stream, scope)`. A block module
@@ -70,7 +70,7 @@ def from_nnx(
     are those before the step. `nnx.BatchNorm` takes the statistics of the global batch.
 
     Args:
-        modules: Refused: modules that are built already.
+        modules: Not accepted: modules that are built already.
         ends: Builds the module of embedding and head.
         block: Builds one block.
         num_layers: Number of blocks.

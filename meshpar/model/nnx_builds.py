@@ -1,8 +1,8 @@
-"""A Flax NNX module built under a trace, twice: what a builder makes of a key alone.
+"""Build a Flax NNX module under a trace, twice, and describe its arrays.
 
 Every layer is built by the program that was traced once. So whatever a builder takes
 from elsewhere (NumPy's random numbers, a counter, a module made before) would be the
-same in all layers, or untied in each: two builds that differ, or share, give it away.
+same in all layers, or untied in each. It shows where two builds differ, or share.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ Builder = Callable[[nnx.Rngs], nnx.Module]
 
 @dataclass(frozen=True)
 class Built:
-    """What a builder makes.
+    """A module that a builder makes, without values.
 
     Args:
         kind: The module's class.
         what: The argument of `from_nnx` that gave the builder, in words.
-        graph: Of the module, without its arrays.
+        graph: Graph definition of the module, without its arrays.
         leaves: Its arrays.
         batch_norms: Paths of its `nnx.BatchNorm`s.
         rescaled: Paths of parameters that Flax's `WeightNorm` and `SpectralNorm` put
             their scaled values in place of, before each use anew.
-        given: Path -> each `nnx.Param` that was there before the module was built.
+        given: Path -> each `nnx.Param` that existed before the module was built.
     """
 
     kind: type
@@ -50,7 +50,7 @@ class Built:
 
 @dataclass(frozen=True)
 class _Trace:
-    """One build that was traced; `numbers` are those that each array is made of."""
+    """One traced build; `numbers` are the operations and constants of each array."""
 
     kind: type
     graph: Any
@@ -61,7 +61,7 @@ class _Trace:
 
 
 def build(builder: Builder, key: jax.Array) -> nnx.Module:
-    """The module that a builder makes from `nnx.Rngs(key)`."""
+    """Return the module that a builder makes from `nnx.Rngs(key)`."""
     with nnx.use_eager_sharding(False):
         module = builder(nnx.Rngs(key))
     # Flax takes an array that is being traced for a static attribute.
@@ -74,11 +74,11 @@ def build(builder: Builder, key: jax.Array) -> nnx.Module:
 
 
 def built(builder: Builder, argument: str) -> Built:
-    """What a builder makes, once it makes the same each time.
+    """Trace a builder twice, and return its module if both builds are equal.
 
     Args:
         builder: Builds a module.
-        argument: Of `from_nnx`, that it was given as.
+        argument: Argument of `from_nnx` that gave it.
 
     Raises:
         InputError: The builder takes no `nnx.Rngs` alone, builds no module, or other
@@ -90,7 +90,7 @@ def built(builder: Builder, argument: str) -> Built:
     what = f"from_nnx({argument}={first.kind.__name__})"
     _check_alike(what, first, second)
     leaves = tuple(
-        leaf_of(path, leaf, shape, what)
+        traced_leaf(path, leaf, shape, what)
         for (path, leaf), shape in zip(first.leaves, first.shapes, strict=True)
     )
     _check_names(what, leaves)
@@ -116,11 +116,11 @@ def built(builder: Builder, argument: str) -> Built:
 def check_untied(
     num_layers: Mapping[str, int | None], made: Mapping[str, Built]
 ) -> None:
-    """Refuses parameters that several layers, or builders, take from outside.
+    """Raise if several layers, or builders, take a parameter from outside.
 
     Args:
         num_layers: Name of a group, or of the ends -> its layers, None for the ends.
-        made: By the same names.
+        made: The built modules, by the same names.
 
     Raises:
         InputError: Each would train a copy of its own.
@@ -161,15 +161,15 @@ def _traced(builder: Builder, argument: str) -> _Trace:
         graph, state = nnx.split(module)
         leaves = list(nnx.to_flat_state(state))
         for path, leaf in leaves:
-            check_array(value_of(leaf), argument, name_of(path))
+            check_array(leaf_value(leaf), argument, leaf_name(path))
         found.extend((module, graph, leaves))
-        return [value_of(leaf) for _, leaf in leaves]
+        return [leaf_value(leaf) for _, leaf in leaves]
 
     # A shape alone: a key would start JAX, after which devices can't be emulated.
     key = jax.eval_shape(jax.random.key, 0)
     program, shapes = jax.make_jaxpr(arrays, return_shape=True)(key)
     module, graph, leaves = found
-    nodes = {name_of(path): node for path, node in nnx.iter_graph(module)}
+    nodes = {leaf_name(path): node for path, node in nnx.iter_graph(module)}
     return _Trace(type(module), graph, leaves, shapes, numbers_in(program), nodes)
 
 
@@ -205,15 +205,15 @@ def _check_alike(what: str, first: _Trace, second: _Trace) -> None:
     ):
         if not same_numbers(*numbers):
             raise InputError(
-                f"{what}: two builds from one key give {name_of(path)!r} other values, "
-                "as NumPy's random numbers or a counter do; draw from the nnx.Rngs "
-                "that the builder is given, such as rngs.params()",
+                f"{what}: two builds from one key give {leaf_name(path)!r} other "
+                "values, as NumPy's random numbers or a counter do; draw from the "
+                "nnx.Rngs that the builder is given, such as rngs.params()",
                 key="model.builds_differ_in_values",
             )
 
 
 def _settings(nodes: Mapping[str, Any]) -> dict[str, str]:
-    """What a module holds beside arrays, as text by path."""
+    """Return a module's settings (all but its arrays) as text by path."""
     return {
         name: _described(node)
         for name, node in nodes.items()
@@ -223,9 +223,9 @@ def _settings(nodes: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _arrays(trace: _Trace) -> dict[str, str]:
-    """Kind, dtype and shape of a module's arrays, as text by path."""
+    """Return kind, dtype and shape of a module's arrays as text by path."""
     return {
-        name_of(path): f"{type(leaf).__name__} of {shape.dtype}{shape.shape}"
+        leaf_name(path): f"{type(leaf).__name__} of {shape.dtype}{shape.shape}"
         for (path, leaf), shape in zip(trace.leaves, trace.shapes, strict=True)
     }
 
@@ -255,8 +255,8 @@ class Leaf:
     """One array of a module.
 
     Args:
-        path: Keys of where it stands.
-        template: Its variable, or None for an array that stands by itself.
+        path: Its keys in the module.
+        template: Its variable; None for an array without one.
         role: `param`, `constant` (of integers or booleans), `state`, `random` or
             `fixed`, a NumPy array that every build has alike.
         value: Shape and dtype, or the NumPy array itself if it is `fixed`.
@@ -269,29 +269,29 @@ class Leaf:
 
     @property
     def name(self) -> str:
-        """Its path, as in `attention.query.kernel`."""
-        return name_of(self.path)
+        """Path as text, such as `attention.query.kernel`."""
+        return leaf_name(self.path)
 
     @property
     def initial(self) -> jax.Array:
-        """Zeros in place of a stream's key or count, which no method may draw from.
+        """Zeros in place of a random stream's key or count, which no method may use.
 
-        Made where they are used: an array made as the module is built starts JAX.
+        They are made on use: an array made while the module is built starts JAX.
         """
         return jnp.zeros(self.value.shape, self.value.dtype)
 
 
-def name_of(path: tuple) -> str:
-    """Keys of where an array stands as one name, as in `attention.query.kernel`."""
+def leaf_name(path: tuple) -> str:
+    """Return the keys of an array as one name, such as `attention.query.kernel`."""
     return ".".join(map(str, path))
 
 
-def leaf_of(path: tuple, leaf: Any, shape: Any, what: str) -> Leaf:
-    """One array of a module that is being traced.
+def traced_leaf(path: tuple, leaf: Any, shape: Any, what: str) -> Leaf:
+    """Return the description of one array of a traced module.
 
     Args:
-        path: Keys of where it stands.
-        leaf: The variable, or the array that stands by itself.
+        path: Its keys in the module.
+        leaf: The variable, or the array.
         shape: Its shape and dtype.
         what: The argument of `from_nnx`, in words.
 
@@ -303,7 +303,7 @@ def leaf_of(path: tuple, leaf: Any, shape: Any, what: str) -> Leaf:
         return Leaf(path, template, "random", shape)
     if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
         raise InputError(
-            f"{what}: the module holds a random key {name_of(path)!r} of its own; "
+            f"{what}: the module holds a random key {leaf_name(path)!r} of its own; "
             "draw with scope.dropout or scope.key, which every layout does alike",
             key="model.own_random_key",
         )
@@ -316,10 +316,10 @@ def leaf_of(path: tuple, leaf: Any, shape: Any, what: str) -> Leaf:
 
 
 def in_full(template: nnx.Variable | None) -> bool:
-    """Whether a variable was made with `in_full=True` (`Parameter`)."""
+    """Return True if a variable was made with `in_full=True` (`Parameter`)."""
     return template is not None and bool(template.get_metadata().get("in_full", False))
 
 
-def value_of(leaf: Any) -> Any:
-    """The array of a variable, or the array itself."""
+def leaf_value(leaf: Any) -> Any:
+    """Return the array of a variable, or the array itself."""
     return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf

@@ -1,4 +1,4 @@
-"""What `from_nnx` refuses of modules, in the words of who wrote them."""
+"""Errors of `from_nnx` about modules and their builders, in the user's own names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import inspect
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import jax
@@ -16,11 +15,11 @@ from meshpar.errors import InputError, nearest
 
 
 def check_builder(builder: Any, argument: str) -> None:
-    """Refuses what cannot be called with `nnx.Rngs` alone.
+    """Raise if a builder cannot be called with `nnx.Rngs` alone.
 
     Args:
-        builder: What should build a module.
-        argument: Of `from_nnx`, that it was given as.
+        builder: The builder.
+        argument: Argument of `from_nnx` that gave it.
 
     Raises:
         InputError: It is no function or class, or takes other arguments.
@@ -51,7 +50,7 @@ def check_builder(builder: Any, argument: str) -> None:
 
 
 def check_module(module: Any, argument: str) -> None:
-    """Refuses what is no Flax NNX module.
+    """Raise if a builder made no Flax NNX module.
 
     Raises:
         InputError: It is something else.
@@ -65,7 +64,7 @@ def check_module(module: Any, argument: str) -> None:
 
 
 def check_array(value: Any, argument: str, path: str) -> None:
-    """Refuses what Flax takes for an array of a module, but JAX does not.
+    """Raise if JAX cannot take what Flax takes for an array of a module.
 
     Raises:
         InputError: It holds text, objects, or several arrays.
@@ -83,13 +82,13 @@ def check_array(value: Any, argument: str, path: str) -> None:
 
 
 def check_method(kind: type, what: str, method: str, arguments: Sequence[str]) -> None:
-    """Refuses a module that lacks a method, or has one of other arguments.
+    """Raise if a module lacks a method, or has one with other arguments.
 
     Args:
         kind: The module's class.
         what: The argument of `from_nnx`, in words.
         method: The method.
-        arguments: What it is called with, beside the module.
+        arguments: Names of its arguments, without the module.
 
     Raises:
         InputError: It does.
@@ -118,7 +117,7 @@ def check_method(kind: type, what: str, method: str, arguments: Sequence[str]) -
 def check_axes(
     what: str, path: str, shape: tuple[int, ...], axes: tuple[str | None, ...]
 ) -> None:
-    """Refuses sharding metadata of another number of dims than the array.
+    """Raise if sharding metadata has another number of dims than the array.
 
     Raises:
         InputError: It has more, or fewer.
@@ -132,7 +131,7 @@ def check_axes(
 
 
 def _takes(function: Any, num_arguments: int) -> bool:
-    """Whether a function can be called with so many positional arguments."""
+    """Return True if a function can be called with this many positional arguments."""
     try:
         inspect.signature(function).bind(*range(num_arguments))
     except ValueError:  # some built-in functions have no signature
@@ -147,22 +146,23 @@ TRACED_NUMBER = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
-"""JAX's errors where Python asks for a number that is only known as a step runs."""
+"""JAX's errors if Python asks for a number that is unknown until a step runs."""
 
 _PACKAGES = ("jax", "jaxlib", "flax", "meshpar")
 
 
 def traced_number(called: str, error: Exception) -> InputError:
-    """The error of code that asks for a number which is not known as it is traced.
+    """Return the error of code that asks for a number which is unknown in a trace.
 
     Args:
         called: The method, in words.
-        error: JAX's, one of `TRACED_NUMBER`.
+        error: JAX's error, one of `TRACED_NUMBER`.
     """
     lines = [
         f" ({Path(frame.f_code.co_filename).name}:{line})"
         for frame, line in traceback.walk_tb(error.__traceback__)
-        if not _is_of_packages(frame)
+        # Not by its path: a user's folder may have the name of a package.
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _PACKAGES
     ]
     where = lines[-1] if lines else ""
     return InputError(
@@ -171,8 +171,3 @@ def traced_number(called: str, error: Exception) -> InputError:
         "blocks that differ a group of their own (groups=)",
         key="model.traced_number",
     )
-
-
-def _is_of_packages(frame: FrameType) -> bool:
-    """By the module's name: a user's folders may have the name of a package."""
-    return str(frame.f_globals.get("__name__")).partition(".")[0] in _PACKAGES

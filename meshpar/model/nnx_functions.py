@@ -1,4 +1,4 @@
-"""A Flax NNX module taken apart: its parameters, its state, and pure functions."""
+"""Split a Flax NNX module into parameters, state and pure functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flax import nnx
 from jax import lax
 
 from meshpar.errors import InputError
-from meshpar.model.nnx_builds import build, built, in_full, value_of
+from meshpar.model.nnx_builds import build, built, in_full, leaf_value
 from meshpar.model.nnx_checks import (
     TRACED_NUMBER,
     check_axes,
@@ -26,7 +26,7 @@ from meshpar.rules.sharding import axes_of, insert, path_name
 from meshpar.trace.dependence import arguments_read, passed_on
 
 _STATISTICS = "batch_norm."
-"""Begins the names of the sums that `nnx.BatchNorm` makes, before a state's path."""
+"""Prefix of the names of the sums that `nnx.BatchNorm` makes."""
 
 
 class Functional:
@@ -34,7 +34,7 @@ class Functional:
 
     Args:
         builder: Builds it.
-        argument: Of `from_nnx`, that gave the builder.
+        argument: Argument of `from_nnx` that gave the builder.
 
     Raises:
         InputError: As for `built`; or the module names no logical axis for each dim.
@@ -50,11 +50,11 @@ class Functional:
         self._roles = {leaf.name: leaf.role for leaf in self._leaves}
 
     def has(self, method: str) -> bool:
-        """Whether the module has a method of that name."""
+        """Return True if the module has a method of that name."""
         return hasattr(self.built.kind, method)
 
     def check_method(self, method: str, *arguments: str) -> None:
-        """Refuses a module that lacks a method, or one of other arguments.
+        """Raise if the module lacks a method, or has one with other arguments.
 
         Raises:
             InputError: It does.
@@ -62,11 +62,11 @@ class Functional:
         check_method(self.built.kind, self.what, method, arguments)
 
     def parameters(self, num_layers: int | None) -> Params:
-        """Tree of `Parameter`, without those of integers and booleans."""
+        """Return the tree of `Parameter`, without those of integers and booleans."""
         return self._tree(("param",), num_layers)
 
     def state(self, num_layers: int | None) -> Params:
-        """Tree of `Parameter` of what is no parameter, or one that has no gradient."""
+        """Return the tree of `Parameter` of state and of integer parameters."""
         return self._tree(("state", "constant"), num_layers)
 
     @property
@@ -75,7 +75,7 @@ class Functional:
         return tuple(leaf.name for leaf in self._leaves if leaf.role == "constant")
 
     def check_parameters(self) -> None:
-        """Refuses a module that has nothing to train, of which there are to be layers.
+        """Raise if a block has nothing to train.
 
         Raises:
             InputError: It has no parameter of real numbers, nor state alone.
@@ -89,7 +89,7 @@ class Functional:
             )
 
     def build(self, key: jax.Array) -> tuple[Params, Params]:
-        """Values of parameters and state as Flax makes them from `nnx.Rngs(key)`."""
+        """Return parameters and state as Flax makes them from `nnx.Rngs(key)`."""
         _, state = nnx.split(build(self._builder, key))
         params: Params = {}
         others: Params = {}
@@ -97,13 +97,13 @@ class Functional:
             self._leaves, nnx.to_flat_state(state), strict=True
         ):
             if leaf.role == "param":
-                insert(params, leaf.path, value_of(found))
+                insert(params, leaf.path, leaf_value(found))
             elif leaf.role in ("state", "constant"):
-                insert(others, leaf.path, jnp.asarray(value_of(found)))
+                insert(others, leaf.path, jnp.asarray(leaf_value(found)))
         return params, others
 
     def run(self, params: Params, scope: Scope, method: str, *args: Any) -> Any:
-        """A method of the module filled with these parameters and the scope's state.
+        """Return a method's result on these parameters and the scope's state.
 
         Raises:
             InputError: It assigns to the module's variables, or draws from its streams.
@@ -118,7 +118,7 @@ class Functional:
         return result
 
     def run_block(self, params: Params, stream: Any, scope: Scope) -> Any:
-        """The module called as a block; statistics of `nnx.BatchNorm` are sums of it.
+        """Call the module as a block; statistics of `nnx.BatchNorm` are among its sums.
 
         Raises:
             InputError: It assigns to a parameter, or to state that is of this device's
@@ -144,7 +144,7 @@ class Functional:
                 "norm of each example",
                 key="model.batch_norm_in_microbatches",
             )
-        # Every device has them whole: as many shares add up to one.
+        # Every device has the whole statistics: their shares add up to one.
         share = 1.0 / math.prod(map(lax.axis_size, scope.batch_axes))
         sums = {_STATISTICS + path: value * share for path, value in assigned.items()}
         if is_pair(result, stream):
@@ -153,11 +153,11 @@ class Functional:
 
     @property
     def changes_state(self) -> bool:
-        """Whether a step may change the module's state."""
+        """True if a step may change the module's state."""
         return self.has("update_state") or bool(self.built.batch_norms)
 
     def update_state(self, params: Params, state: Params, sums: Any) -> Params:
-        """State after a step, from sums over the global batch.
+        """Return the state after a step, from sums over the global batch.
 
         Raises:
             InputError: It assigns to a parameter.
@@ -205,7 +205,7 @@ class Functional:
     def _call(
         self, params: Params, scope: Scope, method: str, *args: Any
     ) -> tuple[Any, dict[str, Any]]:
-        """A method's result, and the state that it assigned to in training."""
+        """Return a method's result, and the state that it assigned to in training."""
 
         def called(module: nnx.Module) -> Any:
             for _, norm in nnx.iter_graph(module):
@@ -225,7 +225,7 @@ class Functional:
     def _run(
         self, known: dict[str, Any], method: str, call: Callable[[Any], Any]
     ) -> tuple[Any, dict[str, Any]]:
-        """What a filled module gives, and the arrays that it has in place of others.
+        """Return the result of a call on the module, and the arrays that it replaced.
 
         Raises:
             InputError: It draws from its streams, or asks for a number while traced.
@@ -238,7 +238,7 @@ class Functional:
                     result = call(module)
                 except TRACED_NUMBER as error:
                     raise traced_number(f"{self.what}: {method}", error) from error
-            return result, self._values_of(module)
+            return result, self._values(module)
 
         result, values = run(known)
         others = {
@@ -273,12 +273,12 @@ class Functional:
                 )
 
     def _is_statistic(self, path: str) -> bool:
-        """Whether an array is one of the running statistics of an `nnx.BatchNorm`."""
+        """Return True if an array is a running statistic of an `nnx.BatchNorm`."""
         is_state = self._roles[path] == "state"
         return is_state and path.rpartition(".")[0] in self.built.batch_norms
 
     def _known(self, params: Params, state: Params) -> dict[str, Any]:
-        """Name -> each array that a call may change."""
+        """Return name -> each array that a call may change."""
         known = {**_by_path(params), **_by_path(state)}
         return {
             leaf.name: leaf.initial if leaf.role == "random" else known[leaf.name]
@@ -294,10 +294,10 @@ class Functional:
             leaves.append((leaf.path, filled))
         return nnx.merge(self.built.graph, nnx.from_flat_state(leaves))
 
-    def _values_of(self, module: nnx.Module) -> dict[str, Any]:
+    def _values(self, module: nnx.Module) -> dict[str, Any]:
         found = dict(nnx.to_flat_state(nnx.split(module)[1]))
         return {
-            leaf.name: value_of(found[leaf.path])
+            leaf.name: leaf_value(found[leaf.path])
             for leaf in self._leaves
             if leaf.role != "fixed"
         }
@@ -306,9 +306,9 @@ class Functional:
 def _matter(
     run: Callable[[dict], tuple[Any, dict]], known: dict[str, Any], names: list[str]
 ) -> bool:
-    """Whether some arrays may change more than themselves.
+    """Return True if some arrays may change anything but themselves.
 
-    Flax draws a key for the first carry of an `nnx.RNN`, and then makes it of zeros.
+    Flax draws a key for the first carry of an `nnx.RNN` that it does not use.
     """
 
     def others(arrays: dict[str, Any]) -> Any:

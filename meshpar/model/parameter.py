@@ -1,4 +1,4 @@
-"""A parameter, or an array of state, before it exists."""
+"""Parameters, and arrays of state, before they exist; and parameters as matrices."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Params = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """What is known of one parameter, or of one array of state, before it exists.
+    """One parameter, or one array of state, before it exists.
 
     Args:
         shape: Global shape, of one layer where it belongs to blocks.
-        dtype: Of its initial value, which is rounded to it; how a training step stores
-            a parameter of real numbers is the layout's `param_dtype`.
+        dtype: Dtype of its initial value. A training step stores a parameter of real
+            numbers in the layout's `param_dtype`.
         logical_axes: A name, or None, for each dim.
         initial: Key -> the initial value, of `shape`; None where a module's build
             gives it with all others (`Model.build`).
@@ -68,13 +68,13 @@ class Parameter:
 
 
 def flat(tree: Any) -> dict[str, Parameter]:
-    """Path such as `blocks.mlp.down` -> what stands there, in tree order."""
+    """Return path such as `blocks.mlp.down` -> leaf, in tree order."""
     leaves = jax.tree.leaves_with_path(tree, is_leaf=is_parameter)
     return {path_name(path): leaf for path, leaf in leaves}
 
 
 def is_parameter(node: object) -> bool:
-    """Whether a node of the parameter tree is a `Parameter`."""
+    """Return True if a node of the parameter tree is a `Parameter`."""
     return isinstance(node, Parameter)
 
 
@@ -87,9 +87,9 @@ class Matrix:
     """A parameter as a matrix from some of its dims to the others.
 
     Args:
-        parameter: It.
-        num_batch: Leading dims that each have a matrix of their own: experts.
-        num_inputs: Dims after those that are inputs; what is left are outputs.
+        parameter: The parameter.
+        num_batch: Number of leading dims with a matrix for each place: experts.
+        num_inputs: Number of dims after those that are inputs; the rest are outputs.
     """
 
     parameter: Parameter
@@ -97,10 +97,10 @@ class Matrix:
     num_inputs: int
 
     @classmethod
-    def of(cls, parameter: Parameter) -> Matrix | None:
-        """The matrix that leads from the residual stream or to it; None if it is none.
+    def from_parameter(cls, parameter: Parameter) -> Matrix | None:
+        """Return the matrix from or to the residual stream; None if it is none.
 
-        What is used in fp32 whatever the layout, such as a router, stays as it is.
+        A parameter that is always used in fp32, such as a router, is none.
         """
         axes = parameter.logical_axes
         num_batch = int(bool(axes) and axes[0] == "experts")
@@ -111,17 +111,20 @@ class Matrix:
         return cls(parameter=parameter, num_batch=num_batch, num_inputs=num_inputs)
 
     def product(self, a: Any, b: Any) -> jax.Array:
-        """A B in fp32, in the parameter's shape."""
+        """Return A B in fp32, in the parameter's shape."""
         return jnp.einsum(self.formula(), a, b, preferred_element_type=jnp.float32)
 
     def formula(self, batch: str = "") -> str:
-        """Of `einsum`, with dims before those of the parameter.
+        """Return the formula of `einsum` for a product A B.
+
+        Args:
+            batch: Letters of dims before those of the parameter.
 
         Example:
             >>> one = Parameter(
             ...     shape=(4, 8, 32), dtype=float, logical_axes=("heads", None, "embed")
             ... )
-            >>> Matrix.of(one).formula()
+            >>> Matrix.from_parameter(one).formula()
             'abz,zc->abc'
         """
         dims = "abcdefgh"[: len(self.parameter.shape)]

@@ -1,4 +1,4 @@
-"""What the functions of a model may know of the place where they run."""
+"""`Scope`: the context of a model's functions (rules, batch, layer, random numbers)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from meshpar.model.token_order import TokenOrder, over_sequence, sequence_sum
 from meshpar.rules.rules import LogicalAxes, Rules, auto_mesh_shape, spec_axes
 
 SAVED_PREFIX = "meshpar."
-"""Begins the name of every residual that a block asked to keep."""
+"""Prefix of the name of every residual that a block asks to keep."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scope:
-    """What a model's function may know of the place where it runs.
+    """Context of a model's function: where it runs, and on which examples and tokens.
 
     Args:
         rules: How arrays are laid out; None outside any mesh.
@@ -44,12 +44,11 @@ class Scope:
         batch_axes: Manual mesh axes that split the examples of one microbatch.
         num_microbatches: Parts that the batch of a device is run in, one by one.
         platform: Kind of device the program is for: `cpu`, `gpu` or `tpu`.
-        recomputed: Whether the backward runs the function again, of which little more
-            than its input is kept.
-        batch_sums: Where `batch_sum` notes that it is called; None for nowhere.
-        sequence_sums: Where `sequence_sum` notes that it is called; None for nowhere.
-        exchanges: Where what sends tokens to their experts notes it; None for nowhere.
-        cache: What answers for the tokens gone by while a model generates; else None.
+        recomputed: Whether the backward runs the function again.
+        batch_sums: List that records calls of `batch_sum`; None for none.
+        sequence_sums: List that records calls of `sequence_sum`; None for none.
+        exchanges: List that records sends of tokens to experts; None for none.
+        cache: Cache of the earlier tokens while a model generates; else None.
     """
 
     rules: Rules | None = None
@@ -72,7 +71,7 @@ class Scope:
     cache: TokenCache | None = field(default=None, repr=False)
 
     def constrain(self, x: jax.Array, logical_axes: LogicalAxes) -> jax.Array:
-        """`x` laid out by the rules (`Rules.constrain`); `x` itself outside a mesh."""
+        """Return `x` laid out by the rules (`Rules.constrain`), if there is a mesh."""
         return x if self.rules is None else self.rules.constrain(x, logical_axes)
 
     def map_shards(
@@ -83,7 +82,7 @@ class Scope:
         *,
         whole_mesh: bool = False,
     ) -> Callable[..., jax.Array]:
-        """`function` of this device's shards, for work that needs no other shard.
+        """Return `function` mapped over shards, for work that needs no other shard.
 
         Args:
             function: Takes and returns arrays; sees local shapes.
@@ -123,7 +122,7 @@ class Scope:
         one_shape: Sequence[int],
         other_shape: Sequence[int],
     ) -> bool:
-        """Whether two arrays are split alike, dim by dim."""
+        """Return True if two arrays are split alike, dim by dim."""
         if self.rules is None:
             return True
         one = _spec(self.rules, one_axes, one_shape)
@@ -132,7 +131,7 @@ class Scope:
     def idle_axes(
         self, logical_axes: LogicalAxes, shape: Sequence[int]
     ) -> tuple[str, ...]:
-        """Mesh axes of several devices, left to XLA, that do not split an array."""
+        """Return the automatic mesh axes longer than 1 that do not split an array."""
         if self.rules is None:
             return ()
         split = set(spec_axes(_spec(self.rules, logical_axes, shape)))
@@ -140,7 +139,7 @@ class Scope:
         return tuple(axis for axis, size in sizes if size > 1 and axis not in split)
 
     def save(self, x: jax.Array, name: str) -> jax.Array:
-        """`x`, named: `remat=selective` keeps it instead of recomputing it.
+        """Return `x` with a name: `remat=selective` keeps it instead of recomputing it.
 
         `remat=save:NAME` keeps those named alone, `remat=offload:NAME` in the host's
         memory.
@@ -148,7 +147,7 @@ class Scope:
         return checkpoint_name(x, SAVED_PREFIX + name)
 
     def positions(self, seq: int) -> jax.Array:
-        """Positions in the sequence of the `seq` tokens at hand: (seq,).
+        """Return the positions in the sequence of the `seq` tokens at hand: (seq,).
 
         While a model generates every example has its own: (batch, seq).
         """
@@ -161,7 +160,7 @@ class Scope:
         return jnp.arange(seq, dtype=jnp.int32)
 
     def seq_length(self, seq: int) -> int:
-        """Tokens of the whole sequence, of which `seq` are at hand.
+        """Return the length of the whole sequence, of which `seq` tokens are at hand.
 
         Raises:
             InputError: Not `seq` are at hand; found out where a model is traced before
@@ -176,7 +175,7 @@ class Scope:
         return seq if self.order is None else self.order.length(seq)
 
     def key(self, name: str) -> jax.Array:
-        """A key for each example at hand: (examples,), for `jax.vmap` to draw with.
+        """Return a key for each example at hand: (examples,), for `jax.vmap`.
 
         A function of (seed, step, layer, `name`, example) alone, so that no layout
         changes what is drawn.
@@ -209,7 +208,7 @@ class Scope:
         return self._keys(name)
 
     def uniform(self, name: str) -> jax.Array:
-        """A number from 0 to below 1 of each example at hand: fp32 (examples,).
+        """Return a number in [0, 1) for each example at hand: fp32 (examples,).
 
         A function of (seed, step, layer, `name`, example) alone; devices that share the
         tokens of an example draw the same.
@@ -220,7 +219,7 @@ class Scope:
         return jax.vmap(jax.random.uniform)(self._keys(name))
 
     def normal(self, shape: tuple[int, ...], name: str) -> jax.Array:
-        """Standard normal numbers of each token at hand: fp32 of that shape.
+        """Return standard normal numbers for each token at hand: fp32 of that shape.
 
         A function of (seed, step, layer, `name`, example, token) alone: where devices
         share the tokens of an example, each draws all of them and takes its own.
@@ -254,7 +253,7 @@ class Scope:
         return drawn[:, self.positions(shape[1])] if shared else drawn
 
     def dropout(self, x: jax.Array, rate: float, name: str) -> jax.Array:
-        """`x` with a share `rate` of its values zeroed and the rest scaled up.
+        """Return `x` with a share `rate` of its values zeroed and the rest scaled up.
 
         The mask is a function of (seed, step, layer, `name`, example) only.
 
@@ -292,7 +291,7 @@ class Scope:
         return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
 
     def batch_sum(self, x: jax.Array) -> jax.Array:
-        """`x` summed over the devices that share the global batch, for its statistics.
+        """Return `x` summed over the devices that share the global batch.
 
         One all-reduce of `x` over the batch axes, and of its gradient in the backward.
 
@@ -326,7 +325,7 @@ class Scope:
             return summed(x, self.batch_axes, self.platform)
 
     def sequence_sum(self, x: jax.Array) -> jax.Array:
-        """`x` summed over the devices that share the tokens of each example.
+        """Return `x` summed over the devices that share the tokens of each example.
 
         One all-reduce of `x` over the mesh axis that splits sequences, and of its
         gradient in the backward. What it gives is alike on all of them: what is linear
@@ -346,7 +345,7 @@ class Scope:
     def over_sequence(
         self, function: Callable[[jax.Array], jax.Array], x: jax.Array
     ) -> jax.Array:
-        """`function` of whole sequences, and of its result the tokens at hand.
+        """Return the tokens at hand of a function of whole sequences.
 
         One all-gather of `x` over the mesh axis that splits sequences.
 
@@ -362,8 +361,10 @@ class Scope:
         """
         self._check_whole("over_sequence")
         if len(getattr(x, "shape", ())) < 2:
+            is_array = hasattr(x, "shape")
+            given = f"shape {x.shape}" if is_array else f"a {type(x).__name__}"
             raise InputError(
-                f"scope.over_sequence is given {_in_words(x)}, but takes one array of "
+                f"scope.over_sequence is given {given}, but takes one array of "
                 "(batch, tokens at hand, ...); join several along their last dim",
                 key="model.over_sequence_not_tokens",
             )
@@ -373,7 +374,7 @@ class Scope:
         return over_sequence(function, x, self.order)
 
     def at_layer(self, layer: jax.Array | int, state: Any = None) -> Scope:
-        """This scope inside block `layer`, with that layer's state."""
+        """Return this scope inside block `layer`, with that layer's state."""
         return replace(self, layer=layer, state={} if state is None else state)
 
     def _check_whole(self, name: str) -> None:
@@ -386,7 +387,7 @@ class Scope:
             )
 
     def _check_tokens(self, call: str, seq: int) -> None:
-        """Refuses a call for other tokens than those at hand, where it is known."""
+        """Raise if a call is for another number of tokens than this device has."""
         probing = self.order is not None and self.order.probing
         if self.token_positions is None and not probing:
             return
@@ -411,11 +412,6 @@ class Scope:
         key = jax.random.fold_in(key, jnp.asarray(self.layer).astype(jnp.uint32))
         examples = self.examples.astype(jnp.uint32)
         return jax.vmap(jax.random.fold_in, (None, 0))(key, examples)
-
-
-def _in_words(x: Any) -> str:
-    """The shape of an array, or what else it is."""
-    return f"shape {x.shape}" if hasattr(x, "shape") else f"a {type(x).__name__}"
 
 
 def _spec(

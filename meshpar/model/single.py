@@ -1,4 +1,4 @@
-"""A model on one device, layers in a plain loop: what every layout must equal."""
+"""Run a model on one device, layers in a plain loop: the reference of every layout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def loss(
     scope: Scope | None = None,
     state: Params | None = None,
 ) -> jax.Array:
-    """The mean loss on one device, without any layout."""
+    """Return the mean loss on one device, without any layout."""
     return loss_and_state(model, params, batch, scope, state)[0]
 
 
@@ -33,7 +33,7 @@ def loss_and_state(
     scope: Scope | None = None,
     state: Params | None = None,
 ) -> tuple[jax.Array, Params]:
-    """The mean loss, and the state after the step."""
+    """Return the mean loss, and the state after the step."""
     batch, state = Batch(batch), state or {}
     scope = replace(scope or Scope(), batch=batch)
     x, sums = _run(model, params, batch, scope, state)
@@ -55,7 +55,7 @@ def forward(
     scope: Scope | None = None,
     state: Params | None = None,
 ) -> Stream:
-    """The last block's output, layers in a plain loop."""
+    """Return the last block's output, layers in a plain loop."""
     scope = replace(scope or Scope(), batch=Batch(batch))
     return _run(model, params, Batch(batch), scope, state or {})[0]
 
@@ -63,7 +63,7 @@ def forward(
 def _run(
     model: Model, params: Params, batch: Batch, scope: Scope, state: Params
 ) -> tuple[Stream, list[list[Sums]]]:
-    """The last block's output, and the sums of every layer of every group."""
+    """Return the last block's output, and the sums of every layer of every group."""
     ends, groups = model.split(params)
     of_ends, of_groups = model.split(state)
     outside = replace(scope, state=of_ends)

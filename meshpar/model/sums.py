@@ -1,4 +1,4 @@
-"""What a block sums up beside its stream: auxiliary losses, and sums for state."""
+"""Check the results of a block and of the head: stream, sums, loss and weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Sums = dict[str, jax.Array]
 
 
 def is_pair(result: Any, stream: Any) -> bool:
-    """Whether a result is (stream, sums) and not a stream that is itself a pair."""
+    """Return True if a result is (stream, sums), not a stream that is itself a pair."""
     if not (isinstance(result, tuple) and len(result) == 2):
         return False
     if not isinstance(result[1], Mapping):
@@ -30,14 +30,14 @@ def check_sums(
     auxiliary: Mapping[str, float],
     keeps_state: bool,
 ) -> tuple[Any, Sums]:
-    """A block's result as (stream, sums), once it has what the group declares.
+    """Return a block's result as (stream, sums), with the sums that are declared.
 
     Args:
-        block: What the user calls the block.
-        result: What the block returned.
-        stream: What it was given, whose tree its own stream has.
+        block: Name of the block in errors.
+        result: Value that the block returned.
+        stream: Stream that it was given.
         auxiliary: The auxiliary losses that are declared.
-        keeps_state: Whether it may return sums by other names, for its state.
+        keeps_state: Whether it may return other sums too, for its state.
 
     Raises:
         InputError: It returns other sums than those declared.
@@ -65,17 +65,20 @@ def check_sums(
 
 
 def check_kept(block: str, y: Any, x: Any) -> None:
-    """Refuses a block that makes another stream than it was given.
+    """Raise if a block changes the tree, a shape or a dtype of its stream.
 
     Args:
-        block: What the user calls the block.
-        y: Its stream after the block.
-        x: And before.
+        block: Name of the block in errors.
+        y: Stream after the block.
+        x: Stream before the block.
 
     Raises:
-        InputError: Another tree, shape or dtype.
+        InputError: They differ.
     """
-    found, wanted = (jax.tree.map(_described, stream) for stream in (y, x))
+    found, wanted = (
+        jax.tree.map(lambda x: f"{jnp.result_type(x)}{jnp.shape(x)}", stream)
+        for stream in (y, x)
+    )
     if found != wanted:
         raise InputError(
             f"{block} maps {wanted} to {found}; blocks must keep shape and dtype of "
@@ -84,16 +87,12 @@ def check_kept(block: str, y: Any, x: Any) -> None:
         )
 
 
-def _described(array: Any) -> str:
-    return f"{jnp.result_type(array)}{jnp.shape(array)}"
-
-
 def check_head(found: Any, head: str = "head") -> tuple[jax.Array, jax.Array]:
-    """A head's loss and weights, summed, in fp32.
+    """Return the sums of a head's loss and weights in fp32.
 
     Args:
-        found: What it returned.
-        head: What the user calls it.
+        found: Value that the head returned.
+        head: Name of the head in errors.
 
     Raises:
         InputError: They are not two scalars of real numbers.
@@ -118,7 +117,7 @@ def check_head(found: Any, head: str = "head") -> tuple[jax.Array, jax.Array]:
 
 
 def _shape(value: Any) -> Any:
-    """Of an array or a number; of anything else the name of its type."""
+    """Return the shape of an array or a number; of anything else the type's name."""
     try:
         jnp.result_type(value)  # NumPy gives a dict the shape ()
         return jnp.shape(value)

@@ -1,8 +1,9 @@
-"""What blocks keep of the tokens gone by, so that the next one need not see them again.
+"""The protocol of a token cache: attention of new tokens to all tokens so far.
 
 Attention is the one place where a token meets others. While a model generates, its
 scope has a cache: attention gives it the new tokens' queries, keys and values, and it
-answers for all tokens so far. So a model is written once, for training and generation.
+returns the attention to all tokens so far. So a model is written once, for training and
+generation.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from meshpar.errors import InputError
 from meshpar.rules.rules import LogicalAxes
 
 SOURCE_KEYS, SOURCE_VALUES = "source_keys", "source_values"
-"""What is kept of the tokens of a source."""
+"""Names of the cached arrays of a source."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CachedArray:
-    """What one layer keeps of each token under one name.
+    """One array that a layer caches for each token.
 
     Args:
-        name: Unique in the layer, such as `keys`.
-        shape: Of one token, such as (kv_heads, head_dim).
-        dtype: Of its values.
+        name: Name, unique in the layer, such as `keys`.
+        shape: Shape for one token, such as (kv_heads, head_dim).
+        dtype: Dtype of its values.
         logical_axes: A name, or None, for each dim of `shape`.
-        window: Tokens after which it may be forgotten; None for never.
-        of_source: Whether those tokens are the source's, that a decoder reads.
+        window: Number of tokens after which it may be dropped; None for never.
+        of_source: Whether the tokens are those of the source that a decoder reads.
     """
 
     name: str
@@ -43,15 +44,15 @@ class CachedArray:
 
 
 class TokenCache(Protocol):
-    """What a scope has while its model generates."""
+    """Cache of a scope while its model generates."""
 
     @property
     def max_seq(self) -> int:
-        """Tokens that a sequence may have."""
+        """Largest number of tokens of a sequence."""
 
     @property
     def positions(self) -> jax.Array:
-        """(batch, new tokens) int32, the place of each in its sequence; -1 for none."""
+        """Positions in their sequences: (batch, new tokens) int32, -1 for no token."""
 
     def attend(
         self,
@@ -65,7 +66,7 @@ class TokenCache(Protocol):
         value_size: int | None = None,
         bias: jax.Array | None = None,
     ) -> jax.Array:
-        """Causal attention of the new tokens to all of their sequences so far.
+        """Return causal attention of the new tokens to their sequences so far.
 
         Args:
             q: (batch, new tokens, heads, head_dim).
@@ -85,7 +86,7 @@ class TokenCache(Protocol):
     def attend_to_source(
         self, q: jax.Array, k: jax.Array, v: jax.Array, scope: Any, *, scale: float
     ) -> jax.Array:
-        """Attention of the new tokens to all of the source, which is read once.
+        """Return attention of the new tokens to the whole source.
 
         Args:
             q: (batch, new tokens, heads, head_dim).
@@ -101,13 +102,13 @@ class TokenCache(Protocol):
 
 @dataclass
 class DeclaredCache:
-    """A cache that only notes what is kept: for tracing a block's function.
+    """A cache that only records the arrays of a block while it is traced.
 
     Args:
-        max_seq: Tokens that a sequence may have.
-        positions: As the protocol's.
-        head_shards: Parts that heads are split into.
-        arrays: Filled with what a layer keeps, in the order in which it asks.
+        max_seq: Largest number of tokens of a sequence.
+        positions: Positions as in `TokenCache`.
+        head_shards: Number of shards of the heads.
+        arrays: Filled with the arrays of a layer, in order of use.
     """
 
     max_seq: int
@@ -127,7 +128,7 @@ class DeclaredCache:
         value_size: int | None = None,
         bias: jax.Array | None = None,
     ) -> jax.Array:
-        """Zeros of the result's shape."""
+        """Return zeros in the shape of the result."""
         given = {"keys": k} if v is None else {"keys": k, "values": v}
         self._note(given, window)
         size = value_size if v is None else v.shape[-1]
@@ -163,7 +164,11 @@ class DeclaredCache:
 
 
 def array_name(name: str, asked: int) -> str:
-    """Of what a layer's attention keeps, where it had asked so often before.
+    """Return the name of a cached array of a layer's attention.
+
+    Args:
+        name: Name at the first call.
+        asked: Number of calls of the layer before.
 
     Example:
         >>> array_name("keys", 0), array_name("keys", 1)
@@ -173,9 +178,9 @@ def array_name(name: str, asked: int) -> str:
 
 
 def kept_heads(kv_heads: int, head_shards: int) -> int:
-    """Heads of keys that are kept: copies, where devices outnumber them.
+    """Return the number of cached key heads, with copies if there are more devices.
 
-    So that each device has those of its own queries. One head is whole on each.
+    Each device has the heads of its own queries. A single head is whole on each.
 
     Example:
         >>> kept_heads(8, 4), kept_heads(2, 4), kept_heads(1, 4)
@@ -185,15 +190,15 @@ def kept_heads(kv_heads: int, head_shards: int) -> int:
 
 
 def cached_axes(heads: int) -> LogicalAxes:
-    """Logical axes of what is kept of one token: as its heads lie, or whole if one."""
+    """Return the logical axes of a cached array, split by heads if it has several."""
     return (None if heads == 1 else "heads", "head_dim")
 
 
 def refuse_uncached(causal: bool, **given: Any) -> None:
-    """Refuses attention that no cache can answer.
+    """Raise if a cache cannot compute an attention.
 
     Raises:
-        InputError: A token sees what follows it, or an argument is given.
+        InputError: It is not causal, or an unsupported argument is given.
     """
     if not causal:
         raise InputError(

@@ -1,4 +1,4 @@
-"""Token order: which tokens of a sequence each device of a split sequence has.
+"""Token order: the tokens of a split sequence that each device has.
 
 In zigzag order a sequence is cut into 2n chunks, of which device r of n has the two
 r and 2n-1-r: one early, one late, so that under a causal mask all devices have as many
@@ -59,19 +59,19 @@ class TokenOrder:
 
     @property
     def num_trading(self) -> int:
-        """Devices of a group that split the heads while they attend."""
+        """Number of devices of a group that split the heads in attention."""
         return self.num_ranks if self.method == "ulysses" else self.heads
 
     @property
     def text(self) -> str:
-        """How attention crosses the mesh axis, as a layout says it."""
+        """Attention method as a layout writes it."""
         if self.heads == 1:
             return self.method
         groups = self.num_ranks // self.heads
         return f"ulysses:{self.heads}+{self.method}:{groups}"
 
-    def of_groups(self) -> TokenOrder:
-        """That of the groups, each of which has its tokens whole."""
+    def group_order(self) -> TokenOrder:
+        """Return the order of the groups, each of which has its tokens whole."""
         size = self.num_trading
         alone = self.method == "ulysses"
         return replace(
@@ -84,7 +84,7 @@ class TokenOrder:
         )
 
     def trading(self) -> list[list[int]] | None:
-        """Places along the mesh axis of each group's devices; None where it is one."""
+        """Return the ranks of each group's devices; None if there is one group."""
         size = self.num_trading
         if size == self.num_ranks:
             return None
@@ -93,9 +93,9 @@ class TokenOrder:
         ]
 
     def sharing(self) -> list[list[int]] | None:
-        """Places of the devices that share a sequence; None for all of the mesh axis.
+        """Return the ranks that share a sequence; None for all of the mesh axis.
 
-        One of each group, that has the same heads of other tokens.
+        One of each group, which has the same heads of other tokens.
         """
         if self.stride == 1:
             return None
@@ -103,7 +103,7 @@ class TokenOrder:
         return [list(range(first, whole, self.stride)) for first in range(self.stride)]
 
     def hop(self, distance: int) -> list[tuple[int, int]]:
-        """(source, target) along the mesh axis of what goes so many devices further."""
+        """Return the (source, target) ranks of a shift by `distance` devices."""
         groups = self.sharing() or [list(range(self.num_ranks))]
         return [
             (source, group[(at + distance) % len(group)])
@@ -113,35 +113,35 @@ class TokenOrder:
 
     @property
     def num_chunks(self) -> int:
-        """Equal chunks that a sequence is cut into."""
+        """Number of equal chunks of a sequence."""
         return self.num_ranks * (2 if self.zigzag else 1)
 
     def padded(self, num_tokens: int) -> int:
-        """The least number of tokens that divides into chunks, from `num_tokens` on."""
+        """Return `num_tokens` rounded up to a number that divides into chunks."""
         return math.ceil(num_tokens / self.num_chunks) * self.num_chunks
 
     def length(self, num_tokens: int) -> int:
-        """Tokens of the sequence that has `num_tokens` on each device, but padding."""
+        """Return the tokens of the sequence with `num_tokens` a device, unpadded."""
         whole = num_tokens * self.num_ranks
         return dict(self.lengths).get(whole, whole)
 
     def rank(self) -> jax.Array:
-        """This device's place along the mesh axis."""
+        """Return this device's index along the mesh axis."""
         if self.probing or self.num_ranks == 1:
             return jnp.int32(0)
         return lax.axis_index(self.mesh_axis)
 
     @property
     def probing(self) -> bool:
-        """Whether nothing runs, and nothing is to be sent."""
+        """True if a function is only traced, and nothing is to be sent."""
         return self.probe is not None
 
     def positions(self, num_tokens: int, rank: Any) -> Any:
-        """Where in the sequence the tokens of a device stand: (num_tokens,) int32.
+        """Return the positions of a device's tokens in a sequence: (num_tokens,) int32.
 
         Args:
-            num_tokens: Of one device.
-            rank: Its place; NumPy's result for an int, JAX's for an array.
+            num_tokens: Tokens of one device.
+            rank: Its index; an int gives a NumPy array, an array a JAX array.
         """
         if self.probing:
             return self.probe
@@ -151,9 +151,9 @@ class TokenOrder:
         return xp.concatenate([chunk * size + within for chunk in self._chunks(rank)])
 
     def own(self, array: jax.Array, dim: int) -> jax.Array:
-        """This device's tokens of an array that has the whole sequence as `dim`.
+        """Return this device's tokens of an array with the whole sequence along `dim`.
 
-        Moves nothing. The sequence divides into the chunks.
+        Nothing is communicated. The sequence must divide into the chunks.
         """
         size = array.shape[dim] // self.num_chunks
         chunks = [
@@ -162,18 +162,18 @@ class TokenOrder:
         ]
         return jnp.concatenate(chunks, dim) if len(chunks) > 1 else chunks[0]
 
-    def own_of(
+    def own_result(
         self,
         function: Callable[[jax.Array], jax.Array],
         array: jax.Array,
         num_tokens: int,
     ) -> jax.Array:
-        """This device's tokens of a function of whole sequences, without padding.
+        """Return this device's tokens of a function of whole sequences, unpadded.
 
         Args:
             function: (batch, seq, ...) -> (batch, seq, ...).
             array: (batch, seq and its padding, ...), in the sequence's order.
-            num_tokens: Of one device.
+            num_tokens: Tokens of one device.
         """
         padding = array.shape[1] - self.length(num_tokens)
         if not padding:
@@ -183,11 +183,11 @@ class TokenOrder:
         return self.own(jnp.pad(found, widths), 1)
 
     def natural(self, ranks: jax.Array, dim: int) -> jax.Array:
-        """The whole sequence in its own order, from what all devices have of it.
+        """Return the whole sequence in natural order, from the parts of all devices.
 
         Args:
             ranks: (ranks, ...), each device's array, as an all-gather stacks them.
-            dim: The dim of the tokens in one device's array.
+            dim: Dim of the tokens in one device's array.
         """
         order = np.argsort(
             np.concatenate(
@@ -222,7 +222,7 @@ Function = Callable[[jax.Array], jax.Array]
 
 
 def sequence_sum(x: jax.Array, order: TokenOrder, platform: str) -> jax.Array:
-    """`x`, of the tokens at hand, added up over the devices that share them."""
+    """Return the sum of `x` over the devices that share a sequence."""
     if order.probing:  # what no device has alone
         return _named(jnp.ones_like, SEQUENCE_SUM)(x)
     if order.num_ranks == 1:
@@ -232,12 +232,12 @@ def sequence_sum(x: jax.Array, order: TokenOrder, platform: str) -> jax.Array:
 
 
 def over_sequence(function: Function, x: jax.Array, order: TokenOrder) -> jax.Array:
-    """`function` of whole sequences, and of its result the tokens at hand.
+    """Return this device's tokens of a function of whole sequences.
 
     Args:
-        function: Of whole sequences.
+        function: Function of whole sequences.
         x: (batch, tokens at hand, ...).
-        order: Which tokens those are.
+        order: The order of the tokens.
 
     Raises:
         InputError: `function` gives another number of tokens.
@@ -250,13 +250,13 @@ def over_sequence(function: Function, x: jax.Array, order: TokenOrder) -> jax.Ar
         return function(x)
     with asked("sequence_gather"):
         ranks = lax.all_gather(x, order.mesh_axis)
-    return order.own_of(function, order.natural(ranks, 1), x.shape[1])
+    return order.own_result(function, order.natural(ranks, 1), x.shape[1])
 
 
 def _zeros_like_result(
     function: Function, x: jax.Array, order: TokenOrder
 ) -> jax.Array:
-    """Zeros like what a function of whole sequences gives the tokens at hand."""
+    """Return zeros in the shape of this device's tokens of a function's result."""
     seq = order.length(x.shape[1])
     whole = jnp.zeros((x.shape[0], seq, *x.shape[2:]), x.dtype)
     y = _named(function, WHOLE_SEQUENCE)(whole)
@@ -270,7 +270,7 @@ def _zeros_like_result(
 
 
 def _named(function: Function, name: str) -> Function:
-    """A function whose call a trace names."""
+    """Return a function whose call has a name in a trace."""
 
     def named(x: jax.Array) -> jax.Array:
         return function(x)

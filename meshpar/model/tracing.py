@@ -1,4 +1,4 @@
-"""Tracing a model on no device: the shapes it takes, and what to say when it fails."""
+"""Trace a model on no device: its shapes, its activations, and its errors."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from meshpar.model.inputs import (
     BATCH_DIM,
     Batch,
     default_inputs,
+    input_shapes,
     logical_sizes,
-    shapes_of,
 )
 from meshpar.model.parameter import Params, is_parameter
 from meshpar.model.scope import Scope
@@ -29,7 +29,7 @@ from meshpar.rules.rules import LogicalAxes
 def batch_shapes(
     model: Any, examples: int | None = None, **sizes: int
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of a batch of a model, for compiling without data.
+    """Return the shapes of a batch of a model, for compiling without data.
 
     Args:
         model: Whose declared inputs they are. Or two numbers, of examples and of
@@ -49,19 +49,19 @@ def batch_shapes(
         if size is not None:
             whole_number("examples" if name == BATCH_DIM else name, size)
     if isinstance(model, int):
-        return shapes_of(default_inputs(), {BATCH_DIM: model, "seq": examples or 0})
+        return input_shapes(default_inputs(), {BATCH_DIM: model, "seq": examples or 0})
     check_model(model)
     given = {} if examples is None else {BATCH_DIM: examples}
-    return shapes_of(model.known_inputs, {**given, **sizes})
+    return input_shapes(model.known_inputs, {**given, **sizes})
 
 
 def traced_batch(
     model: Model, examples: int, seq: int
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of a batch to trace with: `seq` for every size that nobody gives."""
+    """Return shapes of a batch to trace with: `seq` for every size left open."""
     inputs = model.known_inputs
     sizes = dict.fromkeys(logical_sizes(inputs), seq)
-    return shapes_of(inputs, {**sizes, BATCH_DIM: examples})
+    return input_shapes(inputs, {**sizes, BATCH_DIM: examples})
 
 
 def tracing_scope(
@@ -71,7 +71,7 @@ def tracing_scope(
     training: bool = True,
     **fields: Any,
 ) -> Scope:
-    """A scope for tracing: everything that a function may ask for is there."""
+    """Return a scope for tracing, with everything that a function may use."""
     if examples is None:
         num_examples = jax.tree.leaves(batch)[0].shape[0]
         examples = jnp.arange(num_examples, dtype=jnp.uint32)
@@ -96,17 +96,17 @@ def traced_forward(
     run: Callable[..., Any] = BlockGroup.run,
     **fields: Any,
 ) -> tuple[Any, ...]:
-    """A model's forward with one layer of each group, and the shapes it takes.
+    """Return a model's forward with one layer of each group, and its arguments' shapes.
 
     Args:
         model: The model.
         batch: Shapes of a batch.
-        rules: What stands in the scope; None outside any mesh.
-        head: Whether the head is run too: its sums, and each group's.
-        logits: Whether `logits` is run in its place.
-        ends_only: Whether the head is given what `embed` makes.
+        rules: Rules of the scope; None outside any mesh.
+        head: Whether to run the head too, and return its sums and each group's.
+        logits: Whether to run `logits` in its place.
+        ends_only: Whether to leave out the blocks.
         run: (group, layer, x, scope) -> (x, sums); `run_on` runs a layer several times.
-        fields: Of the scope, besides.
+        fields: Other fields of the scope.
     """
 
     def once(params: tuple, state: tuple, batch: Any) -> Any:
@@ -128,10 +128,9 @@ def traced_forward(
 
 
 def run_on(group: BlockGroup, layer: Any, x: Any, scope: Scope) -> tuple[Any, Any]:
-    """A group's layer on its own results, until every leaf has been through the others.
+    """Run a group's layer on its own results, until each leaf may reach every other.
 
-    What one layer makes of a leaf the next one may make another of. The layer is traced
-    once, and stands in the trace as often as it runs.
+    The layer is traced once, and called once for each leaf of the stream and once more.
     """
     block, of_layers = jax.jit(lambda layer, x: group.run(layer, x, scope)), []
     for _ in range(min(group.num_layers, 1 + len(jax.tree.leaves(x)))):
@@ -141,7 +140,7 @@ def run_on(group: BlockGroup, layer: Any, x: Any, scope: Scope) -> tuple[Any, An
 
 
 def traced_streams(model: Model, examples: int, seq: int) -> list[Any]:
-    """Shapes of each group's stream."""
+    """Return the shapes of each group's stream."""
 
     def streams(params: tuple, of_ends: Any, batch: Any) -> list[Any]:
         ends, _ = params
@@ -158,12 +157,12 @@ def traced_streams(model: Model, examples: int, seq: int) -> list[Any]:
 
 
 def one_layer_shapes(model: Model) -> tuple[Params, list[Params]]:
-    """Shapes of the parameters of the ends, and of one layer of each group."""
+    """Return shapes of the parameters of the ends, and of one layer of each group."""
     return model.split(_shapes(model.parameters))
 
 
 def one_layer_state(model: Model) -> tuple[Params, list[Params]]:
-    """Shapes of the state of the ends, and of one layer of each group."""
+    """Return shapes of the state of the ends, and of one layer of each group."""
     return model.split(_shapes(model.state))
 
 
@@ -177,11 +176,11 @@ def _shapes(tree: Params) -> Params:
 
 @contextlib.contextmanager
 def tracing(problem: str, way_out: str = "") -> Iterator[None]:
-    """Turns a model's failure on a batch of its inputs into an error that says so.
+    """Turn a model's failure while it is traced into an `InputError`.
 
     Args:
-        problem: What cannot be done.
-        way_out: What to do instead.
+        problem: The problem, in words.
+        way_out: Advice on what to do instead.
 
     Raises:
         InputError: Its functions raised a `KeyError`, `TypeError` or `ValueError`.
@@ -204,9 +203,9 @@ class Activation:
 
 @functools.lru_cache(maxsize=16)
 def traced_activations(model: Model, examples: int, seq: int) -> tuple[Activation, ...]:
-    """Every activation that `model` constrains, once each, and the batch itself.
+    """Return every activation that `model` constrains, once each, and the batch.
 
-    They depend on no layout: who tries many layouts of a model waits once.
+    They depend on no layout, and are cached.
 
     Args:
         model: The model; one layer of each group of blocks is traced.
@@ -226,7 +225,7 @@ def traced_activations(model: Model, examples: int, seq: int) -> tuple[Activatio
 
 
 class _Recorder:
-    """Stands in for `Rules` while a model is traced, and notes what it names."""
+    """Stand-in for `Rules` that records the arrays that a traced model constrains."""
 
     def __init__(self) -> None:
         self.activations: list[Activation] = []

@@ -1,7 +1,10 @@
 """Initial values: functions of (seed, group, layer), whatever the layout.
 
 A module is built once for all its parameters, from the key that a Flax user would give
-it: `initial_key(seed, group, layer)`.
+it: `initial_key(seed, group, layer)`. Values that are drawn and mapped one by one are
+partitioned: each device draws its own. A sum, a decomposition or a permutation would be
+rounded otherwise, or need the whole: then every device builds one layer after another
+and keeps its own part.
 """
 
 from __future__ import annotations
@@ -19,26 +22,27 @@ from jax.sharding import PartitionSpec
 from meshpar.model.parameter import Parameter, Params, is_parameter
 from meshpar.rules.rules import entry_axes
 from meshpar.rules.sharding import path_name
+from meshpar.trace.primitives import ELEMENTWISE, RANDOM
 from meshpar.trace.walk import equations
 
 if TYPE_CHECKING:
     from meshpar.model.contract import Model
 
 ENDS = "ends"
-"""What stands for the parameters outside the blocks, where a group's name does."""
+"""Name of the parameters outside the blocks, beside the names of groups."""
 
 
 def initial_key(
     seed: jax.Array | int, group: str, layer: jax.Array | int | None = None
 ) -> jax.Array:
-    """The key that one block, or the ends, start from.
+    """Return the key that one block, or the ends, start from.
 
         key = fold_in(fold_in(key(seed), crc32(group)), layer)
 
     Args:
-        seed: Of the run.
+        seed: Seed of the run.
         group: Name of the group of blocks, or `ends`.
-        layer: Of that group, counted from 0; None for the ends.
+        layer: Index in that group, counted from 0; None for the ends.
 
     Example:
         >>> from flax import nnx
@@ -59,31 +63,34 @@ Specs = tuple[Params, Params]
 def initial_values(
     model: Model, seed: jax.Array | int, specs: Specs | None = None
 ) -> tuple[Params, Params]:
-    """Parameters and state before the first step, stacked as the model lies.
+    """Return parameters and state before the first step, stacked over layers.
 
     Args:
         model: The model, arranged for stages or not.
-        seed: Of the run.
-        specs: How they lie over the mesh that is set; None without one.
+        seed: Seed of the run.
+        specs: Their specs over the mesh that is set; None without one.
     """
     params: Params = {}
     state: Params = {}
     for group in model.groups:
         name = group.name
-        params[name], state[name] = _of_group(model, name, seed, specs)
+        params[name], state[name] = _group_values(model, name, seed, specs)
     built: tuple[Params, Params] = ({}, {})
     if ENDS in model.build:
         of_ends = specs and (model.split(specs[0])[0], model.split(specs[1])[0])
         built = build_one(model.build[ENDS], initial_key(seed, ENDS), of_ends)
     params |= _drawn(model.split(model.parameters)[0], built[0], seed, ())
     state |= _drawn(model.split(model.state)[0], built[1], seed, ())
-    return _in_order_of(model.parameters, params), _in_order_of(model.state, state)
+    return (
+        {name: params[name] for name in model.parameters},
+        {name: state[name] for name in model.state},
+    )
 
 
-def _of_group(
+def _group_values(
     model: Model, name: str, seed: jax.Array | int, specs: Specs | None
 ) -> tuple[Params, Params]:
-    """A group's parameters and state, (places, ...) each."""
+    """Return a group's parameters and state, each (places, ...)."""
     trees = model.parameters[name], model.state.get(name, {})
     built: tuple[Params, Params] = ({}, {})
     if name in model.build:
@@ -101,20 +108,20 @@ def _of_group(
 
 
 def _drawn(tree: Params, built: Params, seed: jax.Array | int, at: tuple) -> Params:
-    """Values of a tree: those that were built, and the others each from its own key."""
+    """Return values of a tree, built or drawn from their own keys."""
     leaves = jax.tree.leaves_with_path(built)
-    known = {path_name((*at, *path)): value for path, value in leaves}
+    given = {path_name((*at, *path)): value for path, value in leaves}
 
     def value(path: tuple, parameter: Parameter) -> Any:
         name = path_name((*at, *path))
-        if name in known:
-            return _without_empty(known[name].astype(parameter.dtype), parameter)
-        return _of_its_own(name, parameter, seed)
+        if name in given:
+            return _without_empty(given[name].astype(parameter.dtype), parameter)
+        return _drawn_alone(name, parameter, seed)
 
     return jax.tree.map_with_path(value, tree, is_leaf=is_parameter)
 
 
-def _of_its_own(path: str, parameter: Parameter, seed: jax.Array | int) -> jax.Array:
+def _drawn_alone(path: str, parameter: Parameter, seed: jax.Array | int) -> jax.Array:
     if parameter.initial is None:
         raise KeyError(f"{path} has no initial value, and no build gives one")
     key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(path.encode()))
@@ -127,7 +134,7 @@ def _of_its_own(path: str, parameter: Parameter, seed: jax.Array | int) -> jax.A
 
 
 def _without_empty(values: jax.Array, parameter: Parameter) -> jax.Array:
-    """Zeros at the places that hold no layer."""
+    """Return the values with zeros at places without a layer."""
     order = parameter.layer_order
     if order is None or min(order) >= 0:
         return values
@@ -135,34 +142,26 @@ def _without_empty(values: jax.Array, parameter: Parameter) -> jax.Array:
     return jnp.where(filled, values, jnp.zeros((), values.dtype))
 
 
-def _in_order_of(tree: Params, values: Params) -> Params:
-    """The values under the keys that the tree has, in its order."""
-    return {name: values[name] for name in tree}
-
-
-_MAPPED = frozenset(
-    """
-    abs add and broadcast_in_dim bitcast_convert_type clamp concatenate copy
-    convert_element_type cos div eq erf erf_inv exp exp2 expm1 ge gt integer_pow
-    iota is_finite le log log1p logistic lt max min mul ne neg nextafter not or pow
-    pjit jit closed_call custom_jvp_call random_bits random_fold_in random_seed
-    random_split random_unwrap random_wrap rem reshape round rsqrt select_n shift_left
-    shift_right_arithmetic shift_right_logical sign sin slice split sqrt square stack
-    squeeze stop_gradient sub tan tanh threefry2x32 transpose xor
-    """.split()  # noqa: SIM905, a table
+_MAPPED = (
+    ELEMENTWISE
+    | (RANDOM - {"random_gamma", "random_gamma_grad"})
+    | {"jit", "pjit", "closed_call", "custom_jvp_call"}
+    | {"broadcast_in_dim", "concatenate", "reshape", "slice", "split", "squeeze"}
+    | {"stack", "transpose", "iota", "bitcast_convert_type"}
+    | {"random_split", "random_unwrap", "random_wrap"}
 )
-"""What partitions as it is, value by value."""
+"""Operations that are partitioned value by value."""
 
 Build = Callable[[jax.Array], Any]
 """Key -> tree of arrays."""
 
 
 def build_one(build: Build, key: jax.Array, specs: Any) -> Any:
-    """`build(key)`, laid out by the specs of its arrays.
+    """Return `build(key)`, laid out by the specs of its arrays.
 
     Args:
         build: Makes the arrays.
-        key: For it.
+        key: Its key.
         specs: Tree of `PartitionSpec` over the mesh that is set; None without one.
     """
     if specs is None or is_mapped(build, key):
@@ -171,7 +170,7 @@ def build_one(build: Build, key: jax.Array, specs: Any) -> Any:
 
 
 def build_layers(build: Build, keys: jax.Array, specs: Any) -> Any:
-    """`build` of every key, stacked; the specs have the leading dim too."""
+    """Return `build` of every key, stacked; the specs have the leading dim too."""
     if specs is None or is_mapped(build, keys[0]):
         return jax.vmap(build)(keys)
     of_layer = jax.tree.map(lambda spec: PartitionSpec(None, *spec[1:]), specs)
@@ -194,7 +193,7 @@ def _on_every_device(own: Build, keys: jax.Array, specs: Any) -> Any:
 
 
 def _own(tree: Any, specs: Any) -> Any:
-    """This device's part of arrays that it has whole."""
+    """Return this device's part of arrays that it has whole."""
 
     def own(spec: PartitionSpec, x: jax.Array) -> jax.Array:
         for dim, entry in enumerate(spec):
@@ -211,8 +210,6 @@ def _own(tree: Any, specs: Any) -> Any:
 
 
 def is_mapped(build: Build, key: jax.Array) -> bool:
-    """Whether every value is drawn and mapped by itself."""
+    """Return True if every value is drawn and mapped by itself."""
     program = jax.make_jaxpr(build)(key)
-    return all(
-        equation.primitive.name in _MAPPED for equation in equations(program.jaxpr)
-    )
+    return all(equation.primitive.name in _MAPPED for equation in equations(program))

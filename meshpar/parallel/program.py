@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from meshpar.model.contract import Stream
-from meshpar.model.inputs import apart
+from meshpar.model.inputs import split_gradient_inputs
 from meshpar.model.parameter import Params
 from meshpar.model.sums import Sums
 from meshpar.parallel import prefetch
@@ -250,7 +250,7 @@ class _Pass:
         own, order = own_tokens(placement, batch, natural=natural)
         scopes = placement.scopes(training=training, order=order)
         model = placement.model
-        own, inputs = apart(model.inputs, own)
+        own, inputs = split_gradient_inputs(model.inputs, own)
         known = {
             "batch": own,
             "examples": scopes.examples(batch),

@@ -25,7 +25,7 @@ from meshpar.layout import Layout
 from meshpar.machine.mesh import absent_mesh, mesh_hosts, mesh_platform, slow_mesh_axes
 from meshpar.machine.mesh_order import SlowAxis
 from meshpar.model.contract import Model
-from meshpar.model.inputs import open_size, shapes_of
+from meshpar.model.inputs import input_shapes, open_size
 from meshpar.model.parameter import is_parameter
 from meshpar.model.scope import Scope
 from meshpar.model.token_order import TokenOrder
@@ -210,7 +210,6 @@ def _residual_bytes(
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
-
 _EXAMPLE_BYTES = 2**33
 """Bytes of the logits of the traced tokens: more than a head makes at a time."""
 
@@ -342,7 +341,7 @@ def traced_volume(
     kernels = kernels_of(traced)
     value_bytes = 2 if precision == "bf16" else 4
     sums = [operation for operation in traced if _sums_space(operation)]
-    batch = shapes_of(inputs, {"batch": 1})
+    batch = input_shapes(inputs, {"batch": 1})
     return VolumeWorkload(
         name=name,
         precision=precision,
@@ -386,7 +385,7 @@ def _recomputed_flops(
 
 def _traced(model: Model, layout: Layout, examples: int) -> Any:
     step = make_train_step(model, optax.adamw(1e-3), layout, mesh=absent_mesh(layout))
-    batch: Mapping[str, Any] = shapes_of(model.inputs or {}, {"batch": examples})
+    batch: Mapping[str, Any] = input_shapes(model.inputs or {}, {"batch": examples})
     return step.audit_subject(batch).flat().jaxpr
 
 

@@ -15,7 +15,7 @@ from meshpar.hardware import device as matmul_time
 from meshpar.layout import MESH_AXES, Layout
 from meshpar.machine.mesh import absent_mesh
 from meshpar.model.contract import Model
-from meshpar.model.inputs import BATCH_DIM, shapes_of
+from meshpar.model.inputs import BATCH_DIM, input_shapes
 from meshpar.model.scope import Scope
 from meshpar.model.single import loss
 from meshpar.planner.cost.estimate import gigabytes
@@ -144,7 +144,7 @@ class TableRequest:
     def _kernels(self, examples: int) -> tuple[Kernel, ...]:
         """Matmuls of the model's forward and backward."""
         params = jax.eval_shape(self.model.init, 0)
-        batch = shapes_of(self.model.known_inputs, {BATCH_DIM: examples})
+        batch = input_shapes(self.model.known_inputs, {BATCH_DIM: examples})
 
         def both(params: Any, batch: Any) -> Any:
             return loss(self.model, params, batch, Scope())
@@ -156,7 +156,7 @@ class TableRequest:
         step = self._step(layout)
         device, devices = self.cluster.device, self.cluster.num_devices
         inputs = step.tables.batch_inputs(self.model.known_inputs)
-        batch = shapes_of(inputs, {BATCH_DIM: self.global_batch})
+        batch = input_shapes(inputs, {BATCH_DIM: self.global_batch})
         placements, memory = step.placements, step.predicted_memory(batch)
         traffic = table_traffic(step.functions.stores, placements, self.global_batch)
         run = TableRun(

@@ -28,7 +28,7 @@ from meshpar import (
 from meshpar.checks.sequences import context_errors
 from meshpar.errors import InputError, nearest, whole_number
 from meshpar.machine.emulate import DEFAULT_DEVICES
-from meshpar.model.inputs import shapes_of
+from meshpar.model.inputs import input_shapes
 from meshpar.parallel.grids.space import has_pairs, has_space, space_errors
 from meshpar.parallel.pipeline.program import arranged_for
 from meshpar.parallel.zero import parameter_specs
@@ -290,7 +290,7 @@ def _refused_trace(
     """Of a layout that has mesh axes alone: its trace takes seconds."""
     model, mesh = build(text), absent_mesh(layout)
     step = make_train_step(model, optax.sgd(1e-3), layout, rules=rules, mesh=mesh)
-    batch = shapes_of(model.inputs or {}, {"batch": layout.batch_shards})
+    batch = input_shapes(model.inputs or {}, {"batch": layout.batch_shards})
     try:
         step.audit_subject(batch).flat()
     except InputError as error:  # Kept without its frames.

@@ -1,1 +1,1 @@
-"""What a traced program does, read by one walker: dependence, tokens, bytes, splits."""
+"""Facts about traced programs, from one walker: dependence, tokens, bytes, splits."""

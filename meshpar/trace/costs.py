@@ -27,7 +27,7 @@ _CONVOLUTION = "conv_general_dilated"
 
 @dataclass(frozen=True)
 class Operand:
-    """What is known of an array.
+    """Facts about an operand that are known before a run.
 
     Args:
         value: Its value, such as a layer's index; None if it is not known.

@@ -1,6 +1,6 @@
-"""How an array is split: by its sharding, or as what an operation makes of others.
+"""Rules of how GSPMD splits the result of an operation, from the operands' splits.
 
-None stands for what is not known, and counts as whole.
+None stands for an unknown split, and counts as whole.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ Split = tuple[frozenset[str], ...]
 """The mesh axes that split each dim of an array."""
 
 Splits = tuple[Split | None, ...]
-"""Of an operation's operands."""
+"""Splits of the operands of an operation."""
 
 _WHOLE: frozenset[str] = frozenset()
 
 
 def split_of(sharding: Any, num_dims: int) -> Split | None:
-    """How a `NamedSharding` splits an array; None if that is not known."""
+    """Return the split by a `NamedSharding`; None for any other sharding."""
     if not isinstance(sharding, NamedSharding):
         return None
     return split_by(sharding.spec, num_dims, dict(sharding.mesh.shape))
 
 
 def split_by(spec: PartitionSpec, num_dims: int, sizes: Mapping[str, int]) -> Split:
-    """How a spec splits an array over those of its mesh axes that are longer than 1."""
+    """Return the split by a spec, over the mesh axes that are longer than 1."""
     named = [
         () if entry is PartitionSpec.UNCONSTRAINED else entry_axes(entry)
         for entry in spec
@@ -45,7 +45,7 @@ def split_by(spec: PartitionSpec, num_dims: int, sizes: Mapping[str, int]) -> Sp
 
 
 def elementwise(equation: JaxprEqn, operands: Splits) -> Split | None:
-    """Of a result that has an operand's shape, but for dims of 1: that operand's."""
+    """Return the split of the operands that broadcast to the result."""
     shape = getattr(equation.outvars[0].aval, "shape", None)
     if shape is None:
         return None
@@ -108,7 +108,7 @@ def _broadcast(equation: JaxprEqn, operands: Splits) -> Split | None:
 
 
 def _without(parameter: str, equation: JaxprEqn, operands: Splits) -> Split | None:
-    """Of a result that lacks the dims that a parameter names."""
+    """Return the split of a result that lacks the dims that a parameter names."""
     if operands[0] is None:
         return None
     gone = equation.params[parameter]
@@ -116,7 +116,7 @@ def _without(parameter: str, equation: JaxprEqn, operands: Splits) -> Split | No
 
 
 def _first(equation: JaxprEqn, operands: Splits) -> Split | None:
-    """Of a collective over manual mesh axes: a dim's size changes, not its split."""
+    """Return the split after a collective over manual mesh axes, which changes none."""
     shapes = (array_shape(equation.invars[0]), array_shape(equation.outvars[0]))
     return operands[0] if len(shapes[0]) == len(shapes[1]) else None
 
@@ -134,7 +134,7 @@ def _slice(equation: JaxprEqn, operands: Splits) -> Split | None:
 
 
 def _reshape(equation: JaxprEqn, operands: Splits) -> Split | None:
-    """Dims that stay keep their mesh axes; of what is cut or joined, the first does."""
+    """Keep the mesh axes of whole dims; of dims that are cut or joined, the first's."""
     if operands[0] is None:
         return None
     before = array_shape(equation.invars[0])
@@ -142,16 +142,16 @@ def _reshape(equation: JaxprEqn, operands: Splits) -> Split | None:
     if 0 in before:
         return None
     result = [_WHOLE] * len(after)
-    for olds, news in _alike(before, after):
+    for olds, news in _dim_groups(before, after):
         if olds and news:
             result[news[0]] = operands[0][olds[0]]
     return tuple(result)
 
 
-def _alike(
+def _dim_groups(
     before: Sequence[int], after: Sequence[int]
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Least groups of dims, but those of 1, whose sizes have the same product."""
+    """Yield the smallest groups of dims longer than 1 with equal products of sizes."""
     dims = [
         [dim for dim, size in enumerate(shape) if size > 1] for shape in (before, after)
     ]
@@ -183,7 +183,7 @@ def _concatenate(equation: JaxprEqn, operands: Splits) -> Split | None:
 
 
 def _convolution(equation: JaxprEqn, operands: Splits) -> Split | None:
-    """Space as the left operand's, where the result is not as small as a kernel."""
+    """Keep the split of space, unless the result is as small as a kernel."""
     if operands[0] is None:
         return None
     numbers = equation.params["dimension_numbers"]

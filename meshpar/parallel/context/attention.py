@@ -224,7 +224,7 @@ def _by_heads(
     sinks: jax.Array | None,
     kernel: Callable[..., jax.Array] | None,
 ) -> jax.Array:
-    heads, groups = q.shape[2] // order.num_trading, order.of_groups()
+    heads, groups = q.shape[2] // order.num_trading, order.group_order()
     q, k, v = heads_here(q, k, v, order)
     whole = functools.partial(_of_group, order=order)
     if kernel is not None and groups.num_ranks == 1 and not order.lengths:

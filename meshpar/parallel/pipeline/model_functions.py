@@ -9,7 +9,7 @@ from typing import Any, cast
 import jax
 
 from meshpar.model.contract import BlockGroup, Stream
-from meshpar.model.inputs import apart
+from meshpar.model.inputs import split_gradient_inputs
 from meshpar.model.parameter import Params
 from meshpar.model.scope import Scope
 from meshpar.parallel.blocks import Block, Known
@@ -110,7 +110,7 @@ class ModelFunctions:
 
     def differentiated(self, known: Known) -> Any:
         """The inputs that have a gradient."""
-        return apart(self.placement.model.inputs, known["batch"])[1]
+        return split_gradient_inputs(self.placement.model.inputs, known["batch"])[1]
 
     def with_differentiated(self, known: Known, part: Any) -> Known:
         """A microbatch with other values of them."""
@@ -130,7 +130,7 @@ class ModelFunctions:
 
     def _without_inputs(self, known: Known) -> Known:
         """What all but `embed` see."""
-        batch, _ = apart(self.placement.model.inputs, known["batch"])
+        batch, _ = split_gradient_inputs(self.placement.model.inputs, known["batch"])
         return {**known, "batch": batch}
 
     def _scope(self, known: Known, shares: Shares | None) -> Scope:

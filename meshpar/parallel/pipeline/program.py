@@ -17,7 +17,7 @@ import jax
 from meshpar.errors import InputError
 from meshpar.layout import BY_COST, Layout
 from meshpar.model.contract import Model
-from meshpar.model.inputs import apart
+from meshpar.model.inputs import split_gradient_inputs
 from meshpar.model.parameter import Params
 from meshpar.parallel.model_state import sum_statistics, updated_state
 from meshpar.parallel.pipeline.executor import Executor
@@ -77,7 +77,7 @@ class PipelineProgram:
             )
             new_state = updated_state(placement, of[0], of[1], statistics)
             metrics = loss_metrics(weight_sum, sums_by_name(auxiliary))
-            names = sorted(apart(model.inputs, of[2])[1])
+            names = sorted(split_gradient_inputs(model.inputs, of[2])[1])
             of_inputs = merge(dict(zip(names, found.input_gradients, strict=True)))
             of_inputs = summed_inputs(placement, of_inputs)
             return loss_sum * share, metrics, gradients, new_state, of_inputs
