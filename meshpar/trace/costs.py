@@ -63,19 +63,22 @@ class MatmulFlops:
         return MatmulFlops(times * self.with_weights, times * self.between_activations)
 
 
-def matmul_flops(program: Program, given: Sequence[Operand]) -> MatmulFlops:
+def matmul_flops(
+    program: Program, given: Sequence[Operand], *, while_length: int | None = None
+) -> MatmulFlops:
     """Return the FLOPs of a program's matmuls, those of loops as often as they run.
 
     Of branches whose index is not known, the most expensive counts.
 
     Args:
         program: The program.
-        given: What is known of its arguments.
+        given: Facts about its arguments.
+        while_length: Iterations to assume of a `while_loop`; None refuses matmuls in it.
 
     Raises:
-        InputError: A matmul runs in a `while_loop`.
+        InputError: A matmul runs in a `while_loop` of unknown length.
     """
-    return _counted(program, given)[0]
+    return _Counter(while_length).run(program, given)[0]
 
 
 def equation_flops(equation: JaxprEqn) -> float:
@@ -101,86 +104,88 @@ def equation_flops(equation: JaxprEqn) -> float:
     return 2.0 * math.prod(array_shape(equation.outvars[0])) * each
 
 
-def _counted(
-    program: Program, given: Sequence[Operand]
-) -> tuple[MatmulFlops, list[Operand]]:
-    """Return the FLOPs of a program, and what is known of its results.
+@dataclass(frozen=True)
+class _Counter:
+    """Counts FLOPs; `while_length` is that of `matmul_flops`."""
 
-    Nothing is computed unless the value of an argument is known.
-    """
-    counts = [MatmulFlops()]
-    evaluates = any(one.value is not None for one in given)
+    while_length: int | None
 
-    def apply(equation: JaxprEqn, operands: list[Operand]) -> list[Operand]:
-        flops, results = _equation(equation, operands)
-        counts.append(flops)
-        return results
+    def run(
+        self, program: Program, given: Sequence[Operand]
+    ) -> tuple[MatmulFlops, list[Operand]]:
+        """Return the FLOPs of a program, and facts about its results.
 
-    def literal(value: Any) -> Operand:
-        return Operand(value if evaluates else None, True)
+        Nothing is computed unless the value of an argument is known.
+        """
+        counts = [MatmulFlops()]
+        evaluates = any(one.value is not None for one in given)
 
-    results = walk(program, given, apply, literal)
-    return sum(counts[1:], counts[0]), results
+        def apply(equation: JaxprEqn, operands: list[Operand]) -> list[Operand]:
+            flops, results = self._equation(equation, operands)
+            counts.append(flops)
+            return results
 
+        def literal(value: Any) -> Operand:
+            return Operand(value if evaluates else None, True)
 
-def _equation(
-    equation: JaxprEqn, operands: list[Operand]
-) -> tuple[MatmulFlops, list[Operand]]:
-    loop, branches = Loop.parse(equation), programs_in(equation)
-    if loop is not None:
-        return _loop(loop, operands)
-    if equation.primitive.name == "cond":
-        index, *others = operands
-        if index.value is not None:
-            return _counted(branches[int(index.value)], others)
-        counts, results = zip(
-            *(_counted(branch, others) for branch in branches), strict=True
+        results = walk(program, given, apply, literal)
+        return sum(counts[1:], counts[0]), results
+
+    def _equation(
+        self, equation: JaxprEqn, operands: list[Operand]
+    ) -> tuple[MatmulFlops, list[Operand]]:
+        loop, inside = Loop.parse(equation), programs_in(equation)
+        if loop is not None:
+            return self._loop(loop, operands)
+        if equation.primitive.name == "cond":
+            index, *others = operands
+            if index.value is not None:
+                return self.run(inside[int(index.value)], others)
+            counts, results = zip(
+                *(self.run(branch, others) for branch in inside), strict=True
+            )
+            flops = max(counts, key=lambda one: one.total)
+            return flops, [_unknown(*each) for each in zip(*results, strict=True)]
+        inner = called_program(equation)
+        if inner is not None:
+            return self.run(inner, operands)
+        own = equation_flops(equation)
+        with_weights = any(one.is_weight for one in operands[:2])
+        flops = MatmulFlops(own, 0.0) if with_weights else MatmulFlops(0.0, own)
+        for program in inside:
+            unknown = [Operand()] * len(without_constants(program).invars)
+            flops += self.run(program, unknown)[0]
+        return flops, _evaluated(equation, operands)
+
+    def _loop(
+        self, loop: Loop, operands: list[Operand]
+    ) -> tuple[MatmulFlops, list[Operand]]:
+        consts, carried, slices = loop.split([_unknown(one) for one in operands])
+        carried, made = loop.carried(
+            lambda carried: self.run(loop.body, [*consts, *carried, *slices])[1],
+            carried,
+            lambda one, other: list(map(_unknown, one, other)),
         )
-        flops = max(counts, key=lambda one: one.total)
-        return flops, [_unknown(*each) for each in zip(*results, strict=True)]
-    inner = called_program(equation)
-    if inner is not None:
-        return _counted(inner, operands)
-    flops = equation_flops(equation)
-    counted = (
-        MatmulFlops(with_weights=flops)
-        if any(one.is_weight for one in operands[:2])
-        else MatmulFlops(between_activations=flops)
-    )
-    for program in branches:
-        unknown = [Operand()] * len(without_constants(program).invars)
-        counted += _counted(program, unknown)[0]
-    return counted, _evaluated(equation, operands)
-
-
-def _loop(loop: Loop, operands: list[Operand]) -> tuple[MatmulFlops, list[Operand]]:
-    consts, carried, slices = loop.split([_unknown(one) for one in operands])
-    carried, made = loop.carried(
-        lambda carried: _counted(loop.body, [*consts, *carried, *slices])[1],
-        carried,
-        lambda one, other: list(map(_unknown, one, other)),
-    )
-    flops, _ = _counted(loop.body, [*consts, *carried, *slices])
-    if loop.length is None and flops.total:
-        raise InputError(
-            "a layer has matmuls in a while_loop, whose number of iterations the trace "
-            "does not know",
-            key="model.unknown_trip_count",
-        )
-    results = [*carried, *map(_unknown, made)]
-    return flops * (loop.length or 0), results
+        flops, _ = self.run(loop.body, [*consts, *carried, *slices])
+        length = self.while_length if loop.length is None else loop.length
+        if length is None and flops.total:
+            raise InputError(
+                "a layer has matmuls in a while_loop, whose number of iterations the "
+                "trace does not know",
+                key="model.unknown_trip_count",
+            )
+        return flops * (length or 0), [*carried, *map(_unknown, made)]
 
 
 def _unknown(*operands: Operand) -> Operand:
-    """Return what holds for each of several arrays of unknown values."""
+    """Return the facts that hold for each of several arrays of unknown values."""
     return Operand(None, all(one.is_weight for one in operands))
 
 
 def _evaluated(equation: JaxprEqn, operands: list[Operand]) -> list[Operand]:
-    """Return what is known of the results of an operation that runs no program.
+    """Return facts about the results of an operation that runs no program.
 
-    They are computed where all operands are known, as is what becomes of the index of
-    a layer.
+    They are computed if all operands are known, as those of a layer's index are.
     """
     values = [one.value for one in operands]
     weights = all(one.is_weight for one in operands)
