@@ -73,7 +73,7 @@ def matmul_flops(
     Args:
         program: The program.
         given: Facts about its arguments.
-        while_length: Iterations to assume of a `while_loop`; None refuses matmuls in it.
+        while_length: Iterations of a `while_loop`; None refuses matmuls in it.
 
     Raises:
         InputError: A matmul runs in a `while_loop` of unknown length.
