@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding
 
 from meshpar.audit.collectives import Collective
-from meshpar.trace.operations import Operation, Value, shape_of
+from meshpar.trace.operations import Operation, Value, shape_or_none
 from meshpar.trace.splits import Split, split_by
 from meshpar.trace.walk import Loop, array_shape
 
@@ -214,7 +214,7 @@ class Evidence:
             if not axes & frozenset().union(*split):
                 return False
             split = tuple(split_dim - axes for split_dim in split)
-        shape = local_shape(shape_of(atom), split, self.mesh_shape)
+        shape = local_shape(shape_or_none(atom), split, self.mesh_shape)
         return sizes_of(shape) in map(sizes_of, row.dims)
 
     def moved_weight(self, row: Collective) -> str:

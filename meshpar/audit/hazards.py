@@ -35,7 +35,7 @@ from meshpar.collective_kinds import KINDS, WRITTEN_AS
 from meshpar.errors import InputError
 from meshpar.layout import Layout
 from meshpar.parallel.grids.convolution_gradients import OWN_SCOPE
-from meshpar.trace.operations import Operation, operations, source_of
+from meshpar.trace.operations import Operation, operation_line, operations
 from meshpar.trace.splits import Split
 from meshpar.trace.walk import (
     array_dtype,
@@ -129,7 +129,7 @@ def _divergent_collectives(operation: Operation) -> list[Hazard]:
     return [
         Hazard(
             kind="divergent_collective",
-            source=source_of(equation) or operation.source,
+            source=operation_line(equation) or operation.source,
             message=(
                 f"{equation.primitive.name} over {_axes(collective_axes(equation))} in "
                 f"a {operation.name} that devices along {_axes(sorted(differs))} may "

@@ -19,8 +19,8 @@ from meshpar.trace.splits import (
     RULES,
     Split,
     elementwise,
+    sharding_split,
     split_by,
-    split_of,
 )
 from meshpar.trace.walk import (
     Loop,
@@ -130,7 +130,7 @@ def operations(
     found: list[Operation] = []
     none = (None,) * len(program.jaxpr.invars)
     values = [
-        Value(split_of(sharding, len(array_shape(var))), weight)
+        Value(sharding_split(sharding, len(array_shape(var))), weight)
         for sharding, weight, var in zip(
             arguments or none, weights or none, program.jaxpr.invars, strict=True
         )
@@ -139,19 +139,19 @@ def operations(
     return found
 
 
-def shape_of(atom: Any) -> tuple[int, ...] | None:
+def shape_or_none(atom: Any) -> tuple[int, ...] | None:
     """Return the shape of an array; None of what is none, such as a token."""
     return getattr(atom.aval, "shape", None)
 
 
-def source_of(equation: JaxprEqn) -> str:
+def operation_line(equation: JaxprEqn) -> str:
     """Return `file:line` of the innermost frame outside of installed packages."""
     return source_line(equation, _LIBRARIES)
 
 
 def _walk(program: Program, arguments: Sequence[Value], around: _Place) -> list[Value]:
     def apply(equation: JaxprEqn, operands: list[Value]) -> Sequence[Value]:
-        source = source_of(equation) or around.source
+        source = operation_line(equation) or around.source
         path = f"{around.path}/{equation.source_info.name_stack}"
         here = replace(around, source=source, path=path)
         results = _results(equation, tuple(operands), here)
@@ -206,7 +206,7 @@ def _computed(
         return ()
     if equation.primitive.name == "sharding_constraint":
         num_dims = len(array_shape(equation.outvars[0]))
-        split = split_of(equation.params["sharding"], num_dims)
+        split = sharding_split(equation.params["sharding"], num_dims)
     else:
         rule = RULES.get(equation.primitive.name, elementwise)
         split = rule(equation, tuple(operand.split for operand in operands))
@@ -219,7 +219,7 @@ def _weight(equation: JaxprEqn, operands: tuple[Value, ...]) -> str | None:
     """Return the path of the one weight that all operands are made of (`Value`)."""
     found: set[str] = set()
     for operand, atom in zip(operands, equation.invars, strict=True):
-        weight = "" if shape_of(atom) == () else operand.weight
+        weight = "" if shape_or_none(atom) == () else operand.weight
         if weight is None:
             return None
         found.add(weight)
@@ -232,7 +232,7 @@ def _given(
     """Return the operands of a call, split by its `in_shardings` where it has some."""
     variables = without_constants(program).invars
     splits = [
-        split_of(sharding, len(array_shape(var)))
+        sharding_split(sharding, len(array_shape(var)))
         for var, sharding in zip(variables, shardings, strict=True)
     ]
     return [

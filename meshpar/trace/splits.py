@@ -25,7 +25,7 @@ Splits = tuple[Split | None, ...]
 _WHOLE: frozenset[str] = frozenset()
 
 
-def split_of(sharding: Any, num_dims: int) -> Split | None:
+def sharding_split(sharding: Any, num_dims: int) -> Split | None:
     """Return the split by a `NamedSharding`; None for any other sharding."""
     if not isinstance(sharding, NamedSharding):
         return None
