@@ -1,4 +1,4 @@
-"""FSDP's prefetch: loops over blocks whose communication runs beside another block.
+"""FSDP's prefetch: loops over blocks whose communication overlaps with another block.
 
 A layer's weights are gathered while the layer before it in the pass computes, and its
 gradients are reduce-scattered while the layer after it does; for L layers
@@ -108,7 +108,7 @@ def run_backward(
 ) -> tuple[Stream, Any, Any]:
     """Run the backward of `run_keeping`, as `blocks.run_backward`, with prefetch.
 
-    Communication of `overlapped` runs beside the last layer and ends before the others.
+    Communication of `overlapped` overlaps with the last layer, and ends before others.
 
     Returns:
         The gradient of its `x`, the totals, and `overlapped`.

@@ -2,7 +2,7 @@
 
 Each expert's rows are cut into tiles of a fixed number of rows. The last tile may
 reach into the rows of the next expert; what it writes there is overwritten by that
-expert's own tiles, which follow. So at most one tile an expert is wasted, beside rows /
+expert's own tiles, which follow. So at most one tile an expert is wasted, for rows /
 experts / tile useful ones, and an expert without rows costs nothing. The number of
 tiles depends on the data: the loop ends after the last one that is needed.
 """
