@@ -343,6 +343,7 @@ class _Pass:
         x, vjps, stacks, sums, kept, checked = self.inputs, [], [], [], [], []
         early, overlapped = self.ends.gather_early(), self.ends.late_shards
         weights = self.ends.joined(early)
+        residuals: Any
         for at, stack in enumerate(self._stacks()):
             x, vjp = jax.vjp(self._entered(at), weights, x)
             checked.append((stack, x))
