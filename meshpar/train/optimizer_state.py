@@ -46,7 +46,7 @@ def map_states(
     known = {tuple(path): (leaf, *rest) for (path, leaf), *rest in rows}
 
     def value(path: tuple, array: Any) -> Any:
-        owner = path_of_owner(path, known)
+        owner = owned_path(path, known)
         if owner is None:
             return other
         return of_parameter(array, *known[owner.path])
@@ -69,7 +69,7 @@ class OwnedPath:
     after: tuple
 
 
-def path_of_owner(path: Sequence[Any], known: Container[tuple]) -> OwnedPath | None:
+def owned_path(path: Sequence[Any], known: Container[tuple]) -> OwnedPath | None:
     """The parts of a state's path that holds a parameter's; None if it holds none.
 
     Behind a parameter's path there may be places in a list or tuple, as SM3 keeps one

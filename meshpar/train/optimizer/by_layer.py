@@ -8,22 +8,26 @@ weight decay by `ndim`), and the trace is run for all layers at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from meshpar.errors import InputError
 from meshpar.layout import Layout
 from meshpar.model.contract import Model
 from meshpar.model.parameter import Parameter, is_parameter
-from meshpar.train.optimizer.flow import Value, run
-from meshpar.train.optimizer.layers import Layers
-from meshpar.train.optimizer.proof import refusal
-from meshpar.train.optimizer.stacked import refusal_of_stacked
-from meshpar.train.optimizer.traced import Traced, traced, update_of
+from meshpar.train.optimizer.flow import SUMS, Value, run, single_owner
+from meshpar.train.optimizer.proof import by_layer_refusal
+from meshpar.train.optimizer.stacked import stacked_refusal
+from meshpar.train.optimizer.traced import Traced, traced, update_with_loss
 from meshpar.train.optimizer_state import full_dtype
 
 _WAY_OUT = (
@@ -35,41 +39,43 @@ _WAY_OUT = (
 def by_layer(
     optimizer: optax.GradientTransformation, model: Model, layout: Layout
 ) -> optax.GradientTransformationExtraArgs:
-    """The optimizer of stacked parameters; nothing is computed.
+    """Return the optimizer of stacked parameters; nothing is computed.
 
     Its update takes the loss as `value`. Updates are 0 at places without a layer. An
     optimizer that is made for the stacked arrays, as it raises on one layer's shapes,
-    is given those where they hold the layers first to last, if it treats each value by
+    gets those where they hold the layers first to last, if it treats each value by
     itself.
 
     Args:
         optimizer: As for a tree in which every parameter is one layer's.
         model: Arranged for its stages.
-        layout: Whose they are, for messages.
+        layout: The step's layout, for messages.
 
     Raises:
-        InputError: What it does to each layer cannot be told, with the reason.
+        InputError: Its effect on each layer cannot be told, with the reason.
     """
     parameters = model.flat_parameters()
     stacked = [path for path, one in parameters.items() if one.num_layers is not None]
+    as_given = optax.GradientTransformationExtraArgs(
+        optimizer.init, update_with_loss(optimizer)
+    )
     if not stacked:
-        return _as_given(optimizer)
+        return as_given
     shapes = _shapes(model, lambda one: one.shape)
     try:
         trace = traced(optimizer, shapes)
     except Exception as error:  # whatever it raises: it may be made for stacked arrays
         _refuse_for_stacked(optimizer, model, layout, stacked, error)
-        return _as_given(optimizer)
-    reason = refusal(optimizer, shapes, trace, stacked)
+        return as_given
+    reason = by_layer_refusal(optimizer, shapes, trace, stacked)
     if reason is not None:
         raise InputError(
             f"the optimizer cannot be run on each layer by itself: {reason}; "
             f"{_WAY_OUT}",
             key="optimizer.not_by_layer",
         )
-    return _of_trace(
-        trace, Layers({path: _filled(parameters[path]) for path in stacked})
-    )
+    filled = {path: np.asarray(parameters[path].places) >= 0 for path in stacked}
+    return _optimizer(trace, _Layers(filled))
 
 
 def _refuse_for_stacked(
@@ -79,17 +85,9 @@ def _refuse_for_stacked(
     stacked: Collection[str],
     error: Exception,
 ) -> None:
-    """Refuses an optimizer made for stacked arrays that these would lead astray.
+    """Refuse an optimizer made for stacked arrays that these would lead astray.
 
-    Args:
-        optimizer: The optimizer.
-        model: Arranged for its stages.
-        layout: Whose they are, for messages.
-        stacked: Paths of the stacked parameters.
-        error: What it raised on one layer's shapes.
-
-    Raises:
-        InputError: They would.
+    `error` is what it raised on one layer's shapes.
     """
     raised = (
         "the optimizer raises on arrays of one layer's shape "
@@ -97,14 +95,19 @@ def _refuse_for_stacked(
     )
     for path in stacked:
         parameter = model.flat_parameters()[path]
-        if parameter.places != tuple(range(parameter.num_layers or 0)):
-            raise InputError(
-                f"{raised}, so it is taken to be made for arrays of all layers first "
-                f"to last, but layout {str(layout)!r} stacks {path} rank by rank, "
-                f"{_places(parameter)}; make it for one layer's shapes, or take a "
-                "layout with stages of even size and no chunks",
-                key="optimizer.stacked_out_of_order",
-            ) from error
+        layers, places = parameter.num_layers or 0, len(parameter.places)
+        if parameter.places == tuple(range(layers)):
+            continue
+        order = "in another order"
+        if layers < places:
+            order = f"in {places} places, {places - layers} of them empty"
+        raise InputError(
+            f"{raised}, so it is taken to be made for arrays of all layers first "
+            f"to last, but layout {str(layout)!r} stacks {path} rank by rank, "
+            f"{layers} layers {order}; make it for one layer's shapes, or take a "
+            "layout with stages of even size and no chunks",
+            key="optimizer.stacked_out_of_order",
+        ) from error
     shapes = _shapes(model, lambda one: one.stacked_shape)
     try:
         trace = traced(optimizer, shapes)
@@ -115,55 +118,12 @@ def _refuse_for_stacked(
             f"({type(of_stacked).__name__}: {of_stacked})",
             key=own or "optimizer.raises",
         ) from of_stacked
-    reason = refusal_of_stacked(trace, shapes, stacked)
+    reason = stacked_refusal(trace, shapes, stacked)
     if reason is not None:
         raise InputError(
             f"{raised}, and on arrays of all layers {reason}",
             key="optimizer.joins_stacked_layers",
         ) from error
-
-
-def _of_trace(trace: Traced, layers: Layers) -> optax.GradientTransformationExtraArgs:
-    in_params = [slot.owner for slot in trace.params]
-    in_state = [slot.owner for slot in trace.state]
-
-    def values(owners: list[str | None], tree: Any) -> list[Value]:
-        leaves = jax.tree.leaves(tree)
-        return [Value(*one) for one in zip(owners, leaves, strict=True)]
-
-    def stacked(owners: list[str | None], results: list[Value]) -> list[jax.Array]:
-        pairs = zip(owners, results, strict=True)
-        return [layers.stacked(owner, value) for owner, value in pairs]
-
-    def init(params: Any) -> Any:
-        results = run(trace.init, values(in_params, params), layers)
-        return _tree_like(trace.state_shapes, stacked(in_state, results))
-
-    def update(
-        gradients: Any, state: Any, params: Any, *, value: jax.Array
-    ) -> tuple[Any, Any]:
-        inputs = [
-            *values(in_params, gradients),
-            *values(in_state, state),
-            *values(in_params, params),
-            Value(None, value),
-        ]
-        results = run(trace.update, inputs, layers)
-        arrays = stacked([*in_params, *in_state], results)
-        updates = [
-            layers.without_empty(owner, array)
-            for owner, array in zip(in_params, arrays, strict=False)
-        ]
-        new_state = _tree_like(trace.state_shapes, arrays[len(in_params) :])
-        return _tree_like(params, updates), new_state
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _as_given(
-    optimizer: optax.GradientTransformation,
-) -> optax.GradientTransformationExtraArgs:
-    return optax.GradientTransformationExtraArgs(optimizer.init, update_of(optimizer))
 
 
 def _shapes(model: Model, shape: Callable[[Parameter], tuple[int, ...]]) -> Any:
@@ -174,17 +134,140 @@ def _shapes(model: Model, shape: Callable[[Parameter], tuple[int, ...]]) -> Any:
     )
 
 
-def _filled(parameter: Parameter) -> np.ndarray:
-    """For each place of the leading dim, whether it holds a layer."""
-    return np.asarray(parameter.places) >= 0
+def _optimizer(trace: Traced, layers: _Layers) -> optax.GradientTransformationExtraArgs:
+    """Return the optimizer that runs a trace of one layer for all layers."""
+    in_params = [slot.owner for slot in trace.params]
+    in_state = [slot.owner for slot in trace.state]
+
+    def values(owners: list[str | None], tree: Any) -> list[Value]:
+        pairs = zip(owners, jax.tree.leaves(tree), strict=True)
+        return [Value(owner, leaf) for owner, leaf in pairs]
+
+    def outputs(
+        program: ClosedJaxpr, inputs: list[Value], owners: list[str | None]
+    ) -> list[jax.Array]:
+        results = run(program, inputs, layers)
+        return [layers.stacked(*one) for one in zip(owners, results, strict=True)]
+
+    def init(params: Any) -> Any:
+        arrays = outputs(trace.init, values(in_params, params), in_state)
+        return jax.tree.unflatten(jax.tree.structure(trace.state_shapes), arrays)
+
+    def update(
+        gradients: Any, state: Any, params: Any, *, value: jax.Array
+    ) -> tuple[Any, Any]:
+        inputs = [
+            *values(in_params, gradients),
+            *values(in_state, state),
+            *values(in_params, params),
+            Value(None, value),
+        ]
+        arrays = outputs(trace.update, inputs, [*in_params, *in_state])
+        updates = [
+            layers.without_empty(owner, array)
+            for owner, array in zip(in_params, arrays, strict=False)
+        ]
+        new_state = arrays[len(in_params) :]
+        return jax.tree.unflatten(jax.tree.structure(params), updates), (
+            jax.tree.unflatten(jax.tree.structure(trace.state_shapes), new_state)
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _places(parameter: Parameter) -> str:
-    layers, places = parameter.num_layers or 0, len(parameter.places)
-    if layers == places:
-        return f"{layers} layers in another order"
-    return f"{layers} layers in {places} places, {places - layers} of them empty"
+@dataclass(frozen=True)
+class _Layers:
+    """The domain of arrays, stacked over the places of layers where they have them.
+
+    `filled` has, for each parameter with layers, which places of its leading dim hold
+    one.
+    """
+
+    filled: Mapping[str, np.ndarray]
+
+    def constant(self, value: Any) -> Any:
+        return value
+
+    def apply(self, equation: JaxprEqn, operands: Sequence[Value]) -> list[Any]:
+        primitive = equation.primitive
+
+        def bind(*contents: Any) -> list[Any]:
+            results = primitive.bind(*contents, **equation.params)
+            return list(results) if primitive.multiple_results else [results]
+
+        contents = [operand.content for operand in operands]
+        dims = [0 if operand.owner in self.filled else None for operand in operands]
+        return jax.vmap(bind, dims)(*contents) if 0 in dims else bind(*contents)
+
+    def total(self, name: str, terms: Sequence[Value]) -> jax.Array:
+        add = SUMS[name]
+
+        def summed(term: Value) -> jax.Array:
+            if term.owner not in self.filled:
+                return jnp.asarray(term.content)
+            neutral = _neutral(name, term.content.dtype)
+            array = _masked(term.content, self.filled[term.owner], neutral)
+            return lax.reduce(array, neutral, add, (0,))
+
+        return functools.reduce(add, map(summed, terms))
+
+    def choose(
+        self, index: Value, inputs: Sequence[Value], branches: Sequence[ClosedJaxpr]
+    ) -> list[Value]:
+        owners: list[str | None] = []
+
+        def results(branch: ClosedJaxpr, contents: Sequence[Any]) -> list[Value]:
+            pairs = zip(inputs, contents, strict=True)
+            return run(branch, [Value(one.owner, it) for one, it in pairs], self)
+
+        def note_owners(*contents: Any) -> None:
+            by_branch = (results(branch, contents) for branch in branches)
+            for options in zip(*by_branch, strict=True):
+                owners.append(single_owner("cond", options))
+
+        def stacked(branch: ClosedJaxpr, *contents: Any) -> list[jax.Array]:
+            pairs = zip(owners, results(branch, contents), strict=True)
+            return [self.stacked(*one) for one in pairs]
+
+        contents = [one.content for one in inputs]
+        jax.eval_shape(note_owners, *contents)
+        arrays = lax.switch(
+            jnp.int32(index.content),
+            [functools.partial(stacked, branch) for branch in branches],
+            *contents,
+        )
+        return [Value(*one) for one in zip(owners, arrays, strict=True)]
+
+    def stacked(self, owner: str | None, value: Value) -> jax.Array:
+        """Return a value's array, once for each place if its owner has layers."""
+        if owner not in self.filled or value.owner == owner:
+            return jnp.asarray(value.content)
+        shape = (len(self.filled[owner]), *jnp.shape(value.content))
+        return jnp.broadcast_to(value.content, shape)
+
+    def without_empty(self, owner: str | None, array: jax.Array) -> jax.Array:
+        """Return the array, 0 at places without a layer."""
+        if owner not in self.filled:
+            return array
+        return _masked(array, self.filled[owner], 0)
 
 
-def _tree_like(tree: Any, leaves: list[jax.Array]) -> Any:
-    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+def _masked(array: jax.Array, filled: np.ndarray, neutral: Any) -> jax.Array:
+    if filled.all():
+        return array
+    return jnp.where(filled.reshape(-1, *(1,) * (array.ndim - 1)), array, neutral)
+
+
+def _neutral(name: str, dtype: Any) -> np.ndarray:
+    """Return the value that changes no sum by a primitive of `SUMS`."""
+    if name in ("add", "add_any", "or"):
+        return np.zeros((), dtype)
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return np.asarray(name in ("and", "min"))
+    if name == "and":
+        return ~np.zeros((), dtype)
+    sign = -1 if name == "max" else 1
+    if jnp.issubdtype(dtype, jnp.floating):
+        return np.asarray(sign * np.inf, dtype)
+    limits = jnp.iinfo(dtype)
+    return np.asarray(limits.min if name == "max" else limits.max, dtype)

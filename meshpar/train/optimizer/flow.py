@@ -1,20 +1,33 @@
-"""A traced function run while it is known which parameter each value comes from.
+"""A traced optimizer, run while it is known which parameter each value is made of.
 
-The function was traced with one layer in the place of each stacked parameter. So a
-value made of one parameter alone exists once for each layer; where values of several
-parameters meet in a sum over terms (a global norm, a test that all is finite), the sum
-runs over the layers too. Anything else that mixes parameters has no meaning for layers
-and is refused. What a value is, arrays or names of what computes them, is the domain's.
+The trace has one layer in the place of each stacked parameter, so that a value made of
+one parameter exists once for each of its layers. Where values of several parameters
+meet in a sum (a global norm, a test that all is finite), the sum runs over the layers
+too. Any other mix of parameters has no meaning for layers. A domain says what a value
+is: arrays, their shapes, or digests of what computes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from jax import lax
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
 from meshpar.trace.primitives import ELEMENTWISE
-from meshpar.train.optimizer.program import Operation, Program, Reference, Sum
+from meshpar.trace.walk import called_program, walk
+
+SUMS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": lax.add,
+    "add_any": lax.add,
+    "max": lax.max,
+    "min": lax.min,
+    "and": lax.bitwise_and,
+    "or": lax.bitwise_or,
+}
+"""Primitives whose two operands may come in any order and grouping."""
 
 REDUCTIONS = {
     "reduce_sum": "add",
@@ -23,21 +36,18 @@ REDUCTIONS = {
     "reduce_and": "and",
     "reduce_or": "or",
 }
-"""Reductions of an array -> the primitive that does so with two terms."""
+"""Reductions of an array -> the primitive of `SUMS` that reduces two values."""
 
 
 class NotByLayer(Exception):
-    """What an optimizer does has no meaning for each layer; the reason is its text."""
+    """An optimizer mixes parameters, or their layers, as its text says."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """A value while a function runs.
+    """A value and the path of the one parameter that it is made of.
 
-    Args:
-        owner: Path of the one parameter that it is made from; None if from none, or
-            from all.
-        content: The domain's.
+    The owner is None for a value made of no parameter, or of a sum over all.
     """
 
     owner: str | None
@@ -45,200 +55,178 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Stack:
-    """Values of several parameters, one after another along the leading dim.
+class _Terms:
+    """A sum by a primitive of `SUMS`; `joined` if all terms are of one parameter."""
 
-    Args:
-        parts: The values.
-        dim_is_new: Whether the parts lack that dim.
-    """
+    name: str
+    parts: tuple[Value, ...]
+    joined: Value | None = None
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """Values of several parameters along the leading dim, which they may lack."""
 
     parts: tuple[Value, ...]
     dim_is_new: bool
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A `cond` on values, whose branches give results of the same owners.
+class _Mixed:
+    """A value that is an error if an output needs it."""
 
-    Args:
-        index: Which branch is taken; made from no one parameter.
-        inputs: What each branch is given.
-        branches: What is chosen from.
-        owners: Whose the results are, whatever branch is taken.
-    """
+    reason: str
 
-    index: Value
-    inputs: Sequence[Value]
-    branches: tuple[Program, ...]
-    owners: Sequence[str | None]
 
-    def results(self, domain: Domain) -> Iterator[tuple[str | None, tuple[Value, ...]]]:
-        """Of each result the owner, and what it is by each branch."""
-        of_branches = [run(branch, self.inputs, domain) for branch in self.branches]
-        return zip(self.owners, zip(*of_branches, strict=True), strict=True)
+_Any = Value | _Terms | _Stack | _Mixed
 
 
 class Domain(Protocol):
-    """What values are, and how they are made."""
+    """The meaning of values and operations."""
 
     def constant(self, value: Any) -> Any:
-        """A constant."""
+        """Return the content of a constant."""
 
-    def apply(self, operation: Operation, operands: Sequence[Value]) -> list[Any]:
-        """The results of an operation on values of one parameter at most."""
+    def apply(self, equation: JaxprEqn, operands: Sequence[Value]) -> list[Any]:
+        """Return the results of an operation on values of one parameter at most."""
 
     def total(self, name: str, terms: Sequence[Value]) -> Any:
-        """The sum of terms, and over the layers of those that have them.
+        """Return the sum of terms of several parameters, and over their layers."""
 
-        Args:
-            name: Of the primitive that adds two terms.
-            terms: Values of several parameters.
-        """
-
-    def choose(self, choice: Choice) -> list[Any]:
-        """The results of `cond`."""
+    def choose(
+        self, index: Value, inputs: Sequence[Value], branches: Sequence[ClosedJaxpr]
+    ) -> list[Value]:
+        """Return the results of `cond` by an index that is made of no parameter."""
 
 
-def run(program: Program, inputs: Sequence[Value], domain: Domain) -> list[Value]:
-    """The outputs of a function.
-
-    Args:
-        program: The function.
-        inputs: As many values as it has inputs.
-        domain: What values are.
+def run(program: ClosedJaxpr, inputs: Sequence[Value], domain: Domain) -> list[Value]:
+    """Return the outputs of a traced function in a domain.
 
     Raises:
-        NotByLayer: It mixes values of several parameters other than by a sum.
+        NotByLayer: An output mixes values of several parameters other than by a sum.
     """
-    known: dict[Reference, Value | Stack] = dict(enumerate(inputs))
+    outputs = []
+    for value in _outputs(program, inputs, domain):
+        whole = _joined(value, domain)
+        if isinstance(whole, _Mixed):
+            raise NotByLayer(whole.reason)
+        if isinstance(whole, _Stack):
+            raise NotByLayer(_mixing("concatenate", _owners([whole])))
+        outputs.append(whole)
+    return outputs
 
-    def read(references: Sequence[Reference]) -> list[Value | Stack]:
-        return [
-            known[one]
-            if isinstance(one, int)
-            else Value(None, domain.constant(one.value))
-            for one in references
-        ]
 
-    for step in program.steps:
-        operations: tuple[Operation, ...]
-        if isinstance(step, Sum):
-            terms = read(step.terms)
-            if len(_owners(terms)) > 1:
-                known[step.result] = _total(step.name, terms, domain)
-                continue
-            operations = step.operations
-        else:
-            operations = (step,)
-        for operation in operations:
-            results = _results(operation, read(operation.inputs), domain)
-            known.update(zip(operation.outputs, results, strict=True))
-    return _without_stacks("concatenate", read(program.outputs))
+def single_owner(name: str, values: Sequence[Any]) -> str | None:
+    """Return the owner that values have in common, if any has one.
+
+    Raises:
+        NotByLayer: They have several.
+    """
+    owners = _owners(values)
+    if len(owners) > 1:
+        raise NotByLayer(_mixing(name, owners))
+    return owners[0] if owners else None
+
+
+def _outputs(program: Any, inputs: Sequence[_Any], domain: Domain) -> list[_Any]:
+    def apply(equation: JaxprEqn, operands: list[_Any]) -> Sequence[_Any]:
+        called = called_program(equation)
+        if called is not None:
+            return _outputs(called, operands, domain)
+        try:
+            return _results(equation, operands, domain)
+        except NotByLayer as reason:
+            return [_Mixed(str(reason))] * len(equation.outvars)
+
+    return walk(
+        program, inputs, apply, lambda value: Value(None, domain.constant(value))
+    )
 
 
 def _results(
-    operation: Operation, operands: list[Value | Stack], domain: Domain
-) -> list[Value | Stack]:
-    if operation.name in ("concatenate", "stack") and len(_owners(operands)) > 1:
-        return [_one_after_another(operation, operands)]
-    if len(operands) == 1 and isinstance(operands[0], Stack):
-        return [_of_stack(operation, operands[0], domain)]
-    values = _without_stacks(operation.name, operands)
-    if operation.branches and values[0].owner is None:
-        owners_of_results = _owners_of_choice(operation, values)
-        choice = Choice(values[0], values[1:], operation.branches, owners_of_results)
-        contents = domain.choose(choice)
-        return [Value(*one) for one in zip(owners_of_results, contents, strict=True)]
-    owners = _owners(values)
+    equation: JaxprEqn, operands: list[_Any], domain: Domain
+) -> Sequence[_Any]:
+    name = equation.primitive.name
+    for one in operands:
+        if isinstance(one, _Mixed):
+            raise NotByLayer(one.reason)
+    if name in SUMS and not any(isinstance(one, _Stack) for one in operands):
+        return [_added(equation, operands, domain)]
+    wholes = [_joined(one, domain) for one in operands]
+    if name in ("concatenate", "stack") and len(_owners(wholes)) > 1:
+        return [_stacked(equation, wholes)]
+    if len(wholes) == 1 and isinstance(wholes[0], _Stack):
+        return [_of_stack(equation, wholes[0], domain)]
+    values = [one for one in wholes if isinstance(one, Value)]
+    if len(values) < len(wholes):
+        raise NotByLayer(_mixing(name, _owners(wholes)))
+    if name == "cond" and values[0].owner is None:
+        return domain.choose(values[0], values[1:], equation.params["branches"])
+    owner = single_owner(name, values)
+    return [Value(owner, content) for content in domain.apply(equation, values)]
+
+
+def _joined(value: _Any, domain: Domain) -> Any:
+    """Return the value itself, the sum where it is terms."""
+    if not isinstance(value, _Terms):
+        return value
+    return value.joined or Value(None, domain.total(value.name, value.parts))
+
+
+def _added(equation: JaxprEqn, operands: list[_Any], domain: Domain) -> _Any:
+    name, parts = equation.primitive.name, []
+    for one in operands:
+        is_sum = isinstance(one, _Terms) and one.name == name
+        parts += one.parts if is_sum else [_joined(one, domain)]
+    owners = _owners(parts)
     if len(owners) > 1:
-        raise NotByLayer(_mixing(operation.name, owners))
-    owner = owners[0] if owners else None
-    return [Value(owner, content) for content in domain.apply(operation, values)]
+        return _Terms(name, tuple(parts))
+    values = [_joined(one, domain) for one in operands]
+    if not owners:
+        return Value(None, domain.apply(equation, values)[0])
+    joined = Value(owners[0], domain.apply(equation, values)[0])
+    return _Terms(name, tuple(parts), joined)
 
 
-def _total(name: str, terms: Sequence[Value | Stack], domain: Domain) -> Value:
-    return Value(None, domain.total(name, _without_stacks(name, terms)))
-
-
-def _one_after_another(operation: Operation, operands: list[Value | Stack]) -> Stack:
-    dim_is_new = operation.name == "stack"
-    if operation.params["axis" if dim_is_new else "dimension"] != 0:
-        raise NotByLayer(_mixing(operation.name, _owners(operands)))
+def _stacked(equation: JaxprEqn, operands: list[Any]) -> _Stack:
+    name = equation.primitive.name
+    dim_is_new = name == "stack"
     parts: list[Value] = []
-    for operand in operands:
-        if not isinstance(operand, Stack):
-            parts.append(operand)
-        elif operand.dim_is_new or dim_is_new:
-            raise NotByLayer(_mixing(operation.name, _owners(operands)))
+    for one in operands:
+        if isinstance(one, Value):
+            parts.append(one)
+        elif one.dim_is_new or dim_is_new:
+            raise NotByLayer(_mixing(name, _owners(operands)))
         else:
-            parts += operand.parts
-    return Stack(tuple(parts), dim_is_new)
+            parts += one.parts
+    if equation.params["axis" if dim_is_new else "dimension"] != 0:
+        raise NotByLayer(_mixing(name, _owners(operands)))
+    return _Stack(tuple(parts), dim_is_new)
 
 
-def _of_stack(operation: Operation, stack: Stack, domain: Domain) -> Value | Stack:
-    """An operation on each part, and the total if it reduces the leading dim."""
-
-    def of_parts() -> tuple[Value, ...]:
-        return tuple(
-            Value(part.owner, domain.apply(operation, [part])[0])
-            for part in stack.parts
+def _of_stack(equation: JaxprEqn, stack: _Stack, domain: Domain) -> _Any:
+    """Apply an operation to each part; add the parts if it reduces the leading dim."""
+    name = equation.primitive.name
+    reduces = name in REDUCTIONS and tuple(equation.params["axes"]) == (0,)
+    if not reduces and name not in ELEMENTWISE:
+        raise NotByLayer(_mixing(name, _owners([stack])))
+    parts = stack.parts
+    if not (reduces and stack.dim_is_new):
+        parts = tuple(
+            Value(part.owner, domain.apply(equation, [part])[0]) for part in parts
         )
-
-    if operation.name in ELEMENTWISE:
-        return Stack(of_parts(), stack.dim_is_new)
-    if operation.name in REDUCTIONS and tuple(operation.params["axes"]) == (0,):
-        terms = stack.parts if stack.dim_is_new else of_parts()
-        return _total(REDUCTIONS[operation.name], terms, domain)
-    raise NotByLayer(_mixing(operation.name, _owners([stack])))
+    if reduces:
+        return _Terms(REDUCTIONS[name], parts)
+    return _Stack(parts, stack.dim_is_new)
 
 
-def _owners_of_choice(operation: Operation, operands: list[Value]) -> list[str | None]:
-    """Whose the results of `cond` are, whatever branch is taken."""
-    inputs = [Value(operand.owner, None) for operand in operands[1:]]
-    of_branches = [run(branch, inputs, _Nothing()) for branch in operation.branches]
-    owners = []
-    for results in zip(*of_branches, strict=True):
-        found = _owners(results)
-        if len(found) > 1:
-            raise NotByLayer(_mixing(operation.name, found))
-        owners.append(found[0] if found else None)
-    return owners
-
-
-class _Nothing:
-    """The domain in which only the owners of values are known."""
-
-    def constant(self, value: Any) -> None:
-        return None
-
-    def apply(self, operation: Operation, operands: Sequence[Value]) -> list[None]:
-        return [None] * len(operation.outputs)
-
-    def total(self, name: str, terms: Sequence[Value]) -> None:
-        return None
-
-    def choose(self, choice: Choice) -> list[None]:
-        return [None] * len(choice.owners)
-
-
-def _owners(values: Sequence[Value | Stack]) -> list[str]:
-    """The different owners, in order."""
+def _owners(values: Sequence[Any]) -> list[str]:
+    """Return the different owners, in order."""
     owners: dict[str, None] = {}
     for value in values:
-        parts = value.parts if isinstance(value, Stack) else (value,)
+        parts = value.parts if isinstance(value, _Stack) else (value,)
         owners.update((part.owner, None) for part in parts if part.owner is not None)
     return list(owners)
-
-
-def _without_stacks(name: str, values: Sequence[Value | Stack]) -> list[Value]:
-    """The values, of which none may be a stack."""
-    each: list[Value] = []
-    for value in values:
-        if isinstance(value, Stack):
-            raise NotByLayer(_mixing(name, _owners([value])))
-        each.append(value)
-    return each
 
 
 def _mixing(name: str, owners: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""An optimizer's functions traced on shapes, and whose each array of its state is."""
+"""Traces of the functions of an optimizer, and the owner of each array of its state."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend.core import ClosedJaxpr
 
 from meshpar.errors import InputError
 from meshpar.rules.sharding import path_name
 from meshpar.train.optimizer.flow import NotByLayer, Value
-from meshpar.train.optimizer.program import Program, program_of
-from meshpar.train.optimizer_state import path_of_owner
-
-_LOSS = jax.ShapeDtypeStruct((), jnp.float32)
+from meshpar.train.optimizer_state import owned_path
 
 
 @dataclass(frozen=True)
@@ -26,30 +24,30 @@ class Slot:
     """One array of the parameters or of an optimizer's state.
 
     Args:
-        path: What it is called.
-        owner: Path of the parameter that it belongs to; None for no one's.
-        copy: Which layer's it is, where layers are parameters of their own.
+        path: Its name.
+        owner: Path of the parameter that it belongs to; None if it belongs to none.
+        layer: Its layer, where layers are parameters of their own.
     """
 
     path: str
     owner: str | None
-    copy: int | None = None
+    layer: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traced:
-    """What an optimizer does with a tree of parameters.
+    """The traces of an optimizer on a tree of parameters.
 
     Args:
         init: Parameters -> state.
         update: Gradients, state, parameters and loss -> updates and state.
-        params: What each parameter is.
-        state: What each array of the state is.
+        params: A slot for each parameter.
+        state: A slot for each array of the state.
         state_shapes: The state's shapes.
     """
 
-    init: Program
-    update: Program
+    init: ClosedJaxpr
+    update: ClosedJaxpr
     params: tuple[Slot, ...]
     state: tuple[Slot, ...]
     state_shapes: Any
@@ -60,20 +58,23 @@ def traced(
     params: Any,
     slots: Sequence[Slot] | None = None,
 ) -> Traced:
-    """The trace of an optimizer on parameters of these shapes; nothing is computed.
+    """Return the traces of an optimizer on parameters of these shapes.
 
-    What the optimizer itself raises is passed on.
+    Nothing is computed. Errors of the optimizer itself are passed on.
 
     Args:
         optimizer: The optimizer.
         params: Shapes.
-        slots: What each parameter is; what its path says when absent.
+        slots: A slot for each parameter; named by their paths when absent.
     """
     paths = [tuple(path) for path, _ in jax.tree.leaves_with_path(params)]
     if slots is None:
         slots = [Slot(path_name(path), path_name(path)) for path in paths]
-    init, state = program_of(optimizer.init, params)
-    update, returned = program_of(update_of(optimizer), params, state, params, _LOSS)
+    init, state = jax.make_jaxpr(optimizer.init, return_shape=True)(params)
+    loss = jax.ShapeDtypeStruct((), jnp.float32)
+    update, returned = jax.make_jaxpr(update_with_loss(optimizer), return_shape=True)(
+        params, state, params, loss
+    )
     _check_returned(returned, (params, state))
     return Traced(
         init=init,
@@ -84,8 +85,8 @@ def traced(
     )
 
 
-def update_of(optimizer: optax.GradientTransformation) -> Callable[..., Any]:
-    """The update as a function of gradients, state, parameters and the loss.
+def update_with_loss(optimizer: optax.GradientTransformation) -> Callable[..., Any]:
+    """Return the update as a function of gradients, state, parameters and the loss.
 
     Optimizers that can take it get the loss as `value`.
     """
@@ -102,8 +103,14 @@ def update_of(optimizer: optax.GradientTransformation) -> Callable[..., Any]:
     return with_loss
 
 
+def check_owner(slot: Slot, value: Value, stacked: frozenset[str]) -> None:
+    """Raise NotByLayer if an array is made of the layers of another parameter."""
+    other = value.owner
+    if other not in (None, slot.owner) and stacked.intersection((other, slot.owner)):
+        raise NotByLayer(f"{slot.path} is made of values of {other}")
+
+
 def _check_returned(returned: Any, wanted: Any) -> None:
-    """Refuses an update that returns other trees than it was given."""
     if jax.tree.structure(returned) != jax.tree.structure(wanted):
         raise InputError(
             "its update returns other trees than the gradients and the state that it "
@@ -122,44 +129,23 @@ def _check_returned(returned: Any, wanted: Any) -> None:
             )
 
 
-def check_owner(slot: Slot, value: Value, stacked: frozenset[str]) -> None:
-    """Refuses an array of one parameter that is made of another's layers.
-
-    Args:
-        slot: What the array is.
-        value: What it is made of.
-        stacked: Paths of the parameters that have layers.
-
-    Raises:
-        NotByLayer: It is.
-    """
-    if value.owner == slot.owner or not stacked.intersection((value.owner, slot.owner)):
-        return
-    if value.owner is not None:
-        raise NotByLayer(f"{slot.path} is made of values of {value.owner}")
-
-
 def _state_slots(
     state: Any, paths: Sequence[tuple], slots: Sequence[Slot]
 ) -> tuple[Slot, ...]:
-    """Of each array of a state, whose paths hold a parameter's; copies are in order."""
+    """Return a slot for each array of a state; arrays of one path in order of layers."""
     known: dict[tuple, list[Slot]] = {}
     for path, slot in zip(paths, slots, strict=True):
         known.setdefault(path, []).append(slot)
     seen: Counter[tuple] = Counter()
     found = []
     for path, _ in jax.tree.leaves_with_path(state):
-        owner = path_of_owner(path, known)
-        if owner is None:
+        owned = owned_path(path, known)
+        if owned is None:
             found.append(Slot(path_name(path), None))
             continue
-        of_path, at = known[owner.path], seen[tuple(path)]
+        layers, at = known[owned.path], seen[tuple(path)]
         seen[tuple(path)] += 1
-        slot = of_path[min(at, len(of_path) - 1)]
-        name = ".".join(
-            part
-            for part in (path_name(owner.before), slot.path, path_name(owner.after))
-            if part
-        )
-        found.append(Slot(name, slot.owner, slot.copy))
+        slot = layers[min(at, len(layers) - 1)]
+        parts = path_name(owned.before), slot.path, path_name(owned.after)
+        found.append(Slot(".".join(filter(None, parts)), slot.owner, slot.layer))
     return tuple(found)

@@ -49,7 +49,7 @@ MUTANTS = (
     Mutant(
         name="empty-places-are-updated",
         effect="padding of uneven stages receives updates",
-        file="meshpar/train/optimizer/layers.py",
+        file="meshpar/train/optimizer/by_layer.py",
         old="return _masked(array, self.filled[owner], 0)",
         new="return array",
         tests=(
