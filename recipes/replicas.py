@@ -5,9 +5,9 @@ from __future__ import annotations
 from meshpar import TrainState
 from meshpar.recipes.run import Run
 from meshpar.train.replica_metrics import (
-    num_replicas_here,
-    of_processes,
-    of_replicas_here,
+    combined_metrics,
+    local_replica_metrics,
+    num_local_replicas,
 )
 
 
@@ -18,9 +18,9 @@ def mean_over_replicas(
     processes = run.processes
     if not run.step.is_local or processes.num_processes == 1:
         return row
-    here = num_replicas_here(state.skipped)
+    here = num_local_replicas(state.skipped)
     rows, numbers = zip(*processes.gather((row, here)), strict=True)
-    return of_processes(rows, numbers, run.step.layout.data)
+    return combined_metrics(rows, numbers, run.step.layout.data)
 
 
 def num_replicas(run: Run) -> int:
@@ -32,6 +32,6 @@ def skipped_in(run: Run, state: TrainState) -> float:
     """Steps that changed nothing, of all replicas."""
     if not run.step.is_local:
         return float(state.skipped)
-    here = of_replicas_here({"skipped": state.skipped})
+    here = local_replica_metrics({"skipped": state.skipped})
     row = {name: float(value) for name, value in here.items()}
     return mean_over_replicas(run, state, row)["skipped"]

@@ -123,7 +123,7 @@ def test_logits_under_a_ring_run_in_tiles_where_training_runs_the_kernel():
 
     def has_kernel(program, batch):
         with use_mesh(step.mesh):
-            traced = jax.make_jaxpr(program)(programs.shapes_to_use, batch)
+            traced = jax.make_jaxpr(program)(programs.reading_shapes, batch)
         return "pallas_call" in str(traced)
 
     assert has_kernel(programs.gradients, batch)

@@ -19,7 +19,7 @@ from meshpar.rules.presets import DATA_PARALLEL
 from meshpar.testing.batches import random_batch
 from meshpar.testing.equivalence import quick_compile_options
 from meshpar.train.checkpoint import CheckpointError, Checkpoints
-from meshpar.train.local_steps import nesterov, outer_of
+from meshpar.train.local_steps import common_state, nesterov
 from tests.marks import slow
 from tests.states import zeros_of
 
@@ -371,7 +371,7 @@ def test_what_a_replica_is_split_over_changes_nothing(make, line):
 def test_masters_start_an_interval_from_the_common_parameters():
     step = step_of("data=2,precision=bf16,param_dtype=bf16,sync_every=2")
     state, _ = trained(step, step.init(seed=0), 0, EVERY)
-    common = jax.tree.leaves(outer_of(state).start)
+    common = jax.tree.leaves(common_state(state).start)
     for masters, start in zip(
         jax.tree.leaves(state.opt_state.master), common, strict=True
     ):
@@ -386,7 +386,7 @@ def test_parameters_of_16_bits_start_an_interval_from_the_common_ones(param_dtyp
     step = step_of(line)
     state, losses = trained(step, step.init(seed=0), 0, 2 * EVERY)
     np.testing.assert_allclose(losses, by_hand(2 * EVERY)[1], rtol=0.05)
-    common = outer_of(state).start
+    common = common_state(state).start
     for array, start in zip(
         jax.tree.leaves(state.params), jax.tree.leaves(common), strict=True
     ):

@@ -21,7 +21,7 @@ from meshpar.recipes.resume import refuse_other_replicas
 from meshpar.recipes.step import check_intervals, make_step
 from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.checkpoint.contents import read_arrays
-from meshpar.train.replica_metrics import of_processes
+from meshpar.train.replica_metrics import combined_metrics
 from tests.conftest import rows
 from tests.marks import slow
 from tests.multiprocess.test_train import train
@@ -141,7 +141,10 @@ def test_two_processes_have_the_losses_of_one(uninterrupted, small_text, tmp_pat
 def test_the_rows_of_processes_count_each_replica_once():
     # Replicas 0 and 1 on two processes each.
     losses = [{"loss": loss, "weight_sum": 8.0} for loss in (1.0, 1.0, 3.0, 3.0)]
-    assert of_processes(losses, [1, 1, 1, 1], 2) == {"loss": 2.0, "weight_sum": 16.0}
+    assert combined_metrics(losses, [1, 1, 1, 1], 2) == {
+        "loss": 2.0,
+        "weight_sum": 16.0,
+    }
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from meshpar.model.contract import Model
 from meshpar.parallel.pipeline.program import arranged_for
 from meshpar.parallel.resharding import ParameterPlacement, moved
 from meshpar.rules.rules import Rules
-from meshpar.train.state import TrainState, take_out
+from meshpar.train.state import TrainState, split_constants
 
 Prompt = str | Sequence[int]
 
@@ -256,7 +256,7 @@ def placed(
     """
     state: Any = None
     if isinstance(params, TrainState):
-        apart = take_out(model, params)
+        apart = split_constants(model, params)
         params, state = apart.params, apart.model_state
     elif jax.tree.leaves(model.state) and model_state is None:
         raise InputError(

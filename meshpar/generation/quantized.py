@@ -24,7 +24,7 @@ from meshpar.model.lora import rebuilt
 from meshpar.model.parameter import Matrix, Parameter, Params, flat
 from meshpar.parallel.placement import DTYPES
 from meshpar.rules.sharding import insert, path_name
-from meshpar.train.state import TrainState, put_in, take_out
+from meshpar.train.state import TrainState, join_constants, split_constants
 
 KINDS = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 _FP8_CAPABILITY = 8.9
@@ -77,9 +77,9 @@ def with_weights(
     over = quantized(model, kind, DTYPES[layout.precision])
     if not isinstance(params, TrainState):
         return over, quantize(model, params, kind)
-    apart = take_out(model, params)
+    apart = split_constants(model, params)
     values = quantize(model, apart.params, kind)
-    return over, put_in(over, replace(apart, params=values))
+    return over, join_constants(over, replace(apart, params=values))
 
 
 def _check_whole(params: Any) -> None:

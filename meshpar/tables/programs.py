@@ -73,7 +73,7 @@ class TableFunctions:
             for store in self.stores
         }
 
-    def born(self, seed: jax.Array) -> TrainState:
+    def initial_state(self, seed: jax.Array) -> TrainState:
         """Return the first state, each device making its own part."""
 
         def local(seed: jax.Array) -> Tables:
@@ -85,7 +85,7 @@ class TableFunctions:
             }
 
         tables = self.on_shards(local, (_WHOLE,), self.specs)(seed)
-        return with_arrays(self.dense.born(seed), tables)
+        return with_arrays(self.dense.initial_state(seed), tables)
 
     def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Return the next state, and scalars.

@@ -22,7 +22,7 @@ from meshpar.tables.tables import EmbeddingTables, check_arrays, check_ids
 from meshpar.train.batch_placement import BatchPlacement, batch_structs
 from meshpar.train.layer_order import check_seed
 from meshpar.train.refusals import check_logits
-from meshpar.train.state import TrainState, check_state, to_use
+from meshpar.train.state import TrainState, check_state, checked_without_optimizer
 from meshpar.train.step import StepPrograms, TrainStep
 from meshpar.train.step_functions import StepFunctions
 
@@ -162,14 +162,14 @@ class TableStep:
 
     def evaluate(self, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Summed loss and weights of a batch, which `__call__` takes too."""
-        state = to_use(state, self.state_shapes, self.mesh)
+        state = checked_without_optimizer(state, self.state_shapes, self.mesh)
         with self._mesh_set():
             return self._programs.evaluate(state, self.place(batch))
 
     def logits(self, state: TrainState, batch: Batch) -> Any:
         """What the model's `logits` gives; the batch is whole, labels included."""
         check_logits(self.dense.model)
-        state = to_use(state, self.state_shapes, self.mesh)
+        state = checked_without_optimizer(state, self.state_shapes, self.mesh)
         with self._mesh_set():
             return self._programs.logits(state, self.place(batch, 1))
 
@@ -195,7 +195,7 @@ class TableStep:
 
     def host_tables(self, state: TrainState) -> dict[str, dict[str, np.ndarray]]:
         """Table -> its `rows`, and its optimizer's state of each, whole on the host."""
-        state = to_use(state, self.state_shapes, self.mesh)
+        state = checked_without_optimizer(state, self.state_shapes, self.mesh)
         return host_tables(self.functions.stores, state.model_state[TABLES])
 
     def rows_looked_up(self, batch: Batch) -> np.ndarray:

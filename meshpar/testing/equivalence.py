@@ -45,7 +45,7 @@ from meshpar.testing.reference import (
     single_device,
 )
 from meshpar.testing.report import Report, Result, shrink
-from meshpar.train.state import take_out
+from meshpar.train.state import split_constants
 
 DEFAULT_SEQ = 16
 DEFAULT_BATCH = 8
@@ -310,7 +310,7 @@ def _laid_out(
 
 def _trained(step: TrainStep, state: TrainState) -> tuple[Any, Any]:
     """Parameters, and all that no gradient reaches, layers first to last."""
-    apart = take_out(step.model, state)
+    apart = split_constants(step.model, state)
     return step.in_layer_order(apart.params), step.in_layer_order(apart.model_state)
 
 

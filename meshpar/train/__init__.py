@@ -9,12 +9,10 @@ What a model computes, and how it is split, is `meshpar.model`'s and
 from __future__ import annotations
 
 import importlib
-import importlib.abc
-import importlib.machinery
 import sys
 import warnings
-from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 _MOVED = {
     "meshpar.train.interrupt": "meshpar.train.faults",
@@ -24,25 +22,20 @@ _MOVED = {
 """Documented modules of the last release -> where their names are now."""
 
 
-class _MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Import a moved module by its former name, with a DeprecationWarning."""
+class _MovedModule(ModuleType):
+    """A module by its former name, which warns that it has moved."""
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        return importlib.machinery.ModuleSpec(name, self) if name in _MOVED else None
-
-    def exec_module(self, module: ModuleType) -> None:
-        home = importlib.import_module(_MOVED[module.__name__])
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        home = _MOVED[self.__name__]
         warnings.warn(
-            f"{module.__name__} has moved to {home.__name__}; its former name goes "
-            "with the next release",
+            f"{self.__name__} has moved to {home}; its former name goes with the next "
+            "release",
             DeprecationWarning,
             stacklevel=2,
         )
-        vars(module).update(
-            {name: it for name, it in vars(home).items() if name[0] != "_"}
-        )
+        return getattr(importlib.import_module(home), name)
 
 
-sys.meta_path.append(_MovedModules())
+sys.modules.update({name: _MovedModule(name) for name in _MOVED})

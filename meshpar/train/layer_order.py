@@ -20,7 +20,7 @@ from meshpar.model.parameter import Parameter, Params, flat, is_parameter
 from meshpar.parallel.remat import HOST_MEMORY
 from meshpar.rules.sharding import insert, path_name
 from meshpar.train.optimizer_state import map_states
-from meshpar.train.state import TrainState, take_out
+from meshpar.train.state import TrainState, split_constants
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,15 @@ class LayerOrder:
         return tuple(places.index(layer) for layer in range(self.num_layers))
 
 
-def layer_orders(model: Model, state: TrainState) -> TrainState:
-    """A `LayerOrder` for every array of a state.
+def layer_orders(
+    model: Model, state: TrainState, *, unrolled: bool = False
+) -> TrainState:
+    """Return a `LayerOrder` for every array of a state.
 
     Args:
-        model: Whose parameters it has, arranged for its stages.
+        model: The model, arranged for its stages.
         state: The state or its shapes.
+        unrolled: The optimizer's state has each layer's arrays alone, first to last.
     """
     in_order = LayerOrder()
 
@@ -67,8 +70,8 @@ def layer_orders(model: Model, state: TrainState) -> TrainState:
         skipped=in_order,
         params=params,
         opt_state=map_states(
-            # All that is a parameter's has a leading dim of the places of its layers.
-            lambda _, param, order: order,
+            # A parameter's state has the leading dim of its layers' places.
+            lambda _, param, order: in_order if unrolled else order,
             in_order,
             state.opt_state,
             state.params,
@@ -258,9 +261,9 @@ def placed_start(
     Raises:
         InputError: What is given is not of this model.
     """
-    shardings = take_out(model, shardings)
+    shardings = split_constants(model, shardings)
     values = replace(shardings, params=dict(params or {}), model_state=model_state)
-    given = take_out(model, values)
+    given = split_constants(model, values)
     drawn = params is None
     return placed_values(
         given.params, model.parameters, shardings.params, partly=drawn

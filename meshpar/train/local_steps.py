@@ -42,14 +42,19 @@ from meshpar.model.contract import Model
 from meshpar.train.layer_order import LayerOrder
 from meshpar.train.optimizer_state import (
     Mastered,
-    follow_sharding,
+    StateSharding,
     in_full,
     inner_state,
     map_states,
     master_values,
     with_inner,
 )
-from meshpar.train.state import TrainState, put_in, take_out, without_optimizer
+from meshpar.train.state import (
+    TrainState,
+    join_constants,
+    split_constants,
+    without_optimizer,
+)
 from meshpar.train.step_functions import Batch, Metrics, StepFunctions
 
 REPLICA_AXES = ("data",)
@@ -59,10 +64,10 @@ REPLICA_AXES = ("data",)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class WithOuter:
-    """Optimizer state of replicas, beside the outer optimizer's.
+    """Optimizer state of replicas, and of the outer optimizer.
 
     Args:
-        inner: Of the replicas' own optimizer, a leading dim of all of them.
+        inner: State of the replicas' own optimizer, a leading dim of all of them.
         start: Parameters that all replicas last had in common, fp32.
         outer: The outer optimizer's state.
     """
@@ -72,36 +77,30 @@ class WithOuter:
     outer: Any
 
 
-def outer_of(state: TrainState) -> WithOuter:
-    """What the replicas have in common."""
+def common_state(state: TrainState) -> WithOuter:
+    """Return the state that the replicas have in common."""
     return inner_state(state.opt_state)
 
 
-def replica_specs(state: TrainState) -> TrainState:
-    """What the replicas have each of their own, without what is in common."""
-    inner = with_inner(state.opt_state, outer_of(state).inner)
+def replica_states(state: TrainState) -> TrainState:
+    """Return the state that each replica has of its own."""
+    inner = with_inner(state.opt_state, common_state(state).inner)
     return dataclasses.replace(state, opt_state=inner)
 
 
 def joined(own: TrainState, start: Any, outer: Any) -> TrainState:
-    """Undoes `replica_specs`.
-
-    Args:
-        own: What the replicas have each of their own.
-        start: Parameters in common.
-        outer: The outer optimizer's state.
-    """
+    """Undo `replica_states`, with the parameters and the outer state in common."""
     common = WithOuter(inner_state(own.opt_state), start, outer)
     opt_state = with_inner(own.opt_state, common)
     return dataclasses.replace(own, opt_state=opt_state)
 
 
 def lifted(state: TrainState, lift: Callable[[Any], Any]) -> TrainState:
-    """A state of one replica, or a tree like it, each array of its own lifted.
+    """Return the state of all replicas for that of one, or for a tree like it.
 
     Args:
-        state: What one has of its own.
-        lift: Array -> an array, or what stands for it, with a dim of all replicas.
+        state: The state of one replica.
+        lift: Leaf of one replica -> leaf with a leading dim of all replicas.
     """
     return dataclasses.replace(
         state,
@@ -113,12 +112,12 @@ def lifted(state: TrainState, lift: Callable[[Any], Any]) -> TrainState:
 
 
 def repeated(num_replicas: int) -> Callable[[jax.Array], jax.Array]:
-    """An array -> the same for every replica."""
+    """Return the function that repeats an array for every replica."""
     return lambda array: jnp.broadcast_to(array, (num_replicas, *array.shape))
 
 
 def lifted_sharding(sharding: NamedSharding) -> NamedSharding:
-    """The sharding of an array of one replica -> of all of them."""
+    """Return the sharding of an array of all replicas for that of one."""
     return NamedSharding(
         sharding.mesh,
         PartitionSpec(REPLICA_AXES, *sharding.spec),
@@ -127,7 +126,7 @@ def lifted_sharding(sharding: NamedSharding) -> NamedSharding:
 
 
 def lifted_order(order: LayerOrder) -> LayerOrder:
-    """Where layers lie in an array of one replica -> in that of all of them."""
+    """Return the layer order of an array of all replicas for that of one."""
     return dataclasses.replace(order, dim=order.dim + 1)
 
 
@@ -139,7 +138,7 @@ MAPPED: TrainState[int | None] = TrainState(
     opt_state=0,
     model_state=0,
 )
-"""The leading dims of `replica_specs`, as `jax.vmap` takes them."""
+"""The leading dims of `replica_states`, as `jax.vmap` takes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,9 +146,9 @@ class LocalStepFunctions:
     """The functions of replicas that train by themselves, and of their average.
 
     Args:
-        replica: Of one replica; its placement has `REPLICA_AXES` apart.
-        whole: The same model under plain data parallel.
-        outer_optimizer: What updates the common parameters (`optimizer.by_layer`).
+        replica: Functions of one replica, whose placement keeps `REPLICA_AXES` apart.
+        whole: Functions of the same model under plain data parallel.
+        outer_optimizer: Optimizer of the common parameters (`optimizer.by_layer`).
     """
 
     replica: StepFunctions
@@ -158,86 +157,87 @@ class LocalStepFunctions:
 
     @property
     def model(self) -> Model:
-        """As it is arranged for its stages."""
+        """The model arranged for its stages."""
         return self.replica.model
 
     @property
     def num_replicas(self) -> int:
-        """Replicas of the parameters."""
+        """Number of replicas of the parameters."""
         return self.replica.placement.mesh.shape[REPLICA_AXES[0]]
 
     @cached_property
     def state_shapes(self) -> TrainState:
         """Shape and dtype of every array of the state."""
-        return jax.eval_shape(lambda: self.born(jnp.uint32(0)))
+        return jax.eval_shape(lambda: self.initial_state(jnp.uint32(0)))
 
     @cached_property
     def shardings(self) -> TrainState:
         """The sharding of every array of the state."""
-        outer = map_states(
-            follow_sharding,
-            self.replica.shardings.step,
+        outer = StateSharding().shardings(
             self._outer_shapes,
-            self._apart_shapes.params,
-            self.replica.of_states,
+            self._split_shapes.params,
+            self.replica.gradient_shardings,
+            self.replica.has_layers,
         )
-        return self._lifted_beside(
-            self.replica.shardings, lifted_sharding, self.replica.of_states, outer
+        return self._with_common(
+            self.replica.shardings,
+            lifted_sharding,
+            self.replica.gradient_shardings,
+            outer,
         )
 
     @cached_property
     def layer_orders(self) -> TrainState:
-        """Where the layers of every array of the state lie."""
-        orders = take_out(self.model, self.replica.layer_orders)
+        """A `LayerOrder` for every array of the state."""
+        orders = split_constants(self.model, self.replica.layer_orders)
         outer = map_states(
             lambda _, param, order: order,
             LayerOrder(),
             self._outer_shapes,
-            self._apart_shapes.params,
+            self._split_shapes.params,
             orders.params,
         )
-        return self._lifted_beside(
+        return self._with_common(
             self.replica.layer_orders, lifted_order, orders.params, outer
         )
 
-    def born(self, seed: jax.Array) -> TrainState:
-        """The first state: all replicas start alike."""
-        state = take_out(self.model, self.replica.born(seed))
-        # Beside the parameters that a replica stores, which may be of fewer bits.
+    def initial_state(self, seed: jax.Array) -> TrainState:
+        """Return the first state, in which all replicas are equal."""
+        state = split_constants(self.model, self.replica.initial_state(seed))
         start = self._start(state)
         outer = self.outer_optimizer.init(start)
         lift = repeated(self.num_replicas)
-        return self._lifted_beside(state, lift, start, outer)
+        return self._with_common(state, lift, start, outer)
 
     def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Each replica's own next state, and its metrics, (replicas,) each.
+        """Return each replica's next state, and its metrics, (replicas,) each.
 
-        Nothing crosses `REPLICA_AXES`.
+        It communicates nothing over `REPLICA_AXES`.
         """
         self.replica.check_examples(batch)
-        apart = take_out(self.model, state)
+        state = split_constants(self.model, state)
         loss, more, gradients, found, _ = self.replica.program.loss_and_gradients(
-            apart.params, apart.model_state, batch, state.step, state.seed
+            state.params, state.model_state, batch, state.step, state.seed
         )
         own, norm = jax.vmap(
             self.replica.apply_gradients,
             in_axes=(MAPPED, 0, 0, 0),
             out_axes=(MAPPED, 0),
             spmd_axis_name=REPLICA_AXES,
-        )(replica_specs(apart), loss, gradients, found, counts=more["weight_sum"] != 0)
-        common = outer_of(apart)
-        apart = joined(own, common.start, common.outer)
+        )(replica_states(state), loss, gradients, found, counts=more["weight_sum"] != 0)
+        common = common_state(state)
+        state = joined(own, common.start, common.outer)
         metrics = {"loss": loss, "grad_norm": norm, **more}
-        return put_in(self.model, apart), {**metrics, "skipped": own.skipped}
+        return join_constants(self.model, state), {**metrics, "skipped": own.skipped}
 
     def sync(self, state: TrainState) -> TrainState:
-        """The state after the outer optimizer's step.
+        """Return the state after the outer optimizer's step.
 
         Communicates over `REPLICA_AXES`: one all-reduce of this device's part of all
         parameters in fp32, and of the model's state, which is averaged.
         """
-        apart = take_out(self.model, state)
-        own, common = replica_specs(apart), outer_of(apart)
+        state = split_constants(self.model, state)
+        own, common = replica_states(state), common_state(state)
         values = master_values(own.params, own.opt_state)
         gradients, model_state = self._averaged(common.start, values, own.model_state)
         with asked("optimizer"):
@@ -248,30 +248,30 @@ class LocalStepFunctions:
         start = jax.tree.map(
             lax.with_sharding_constraint,
             optax.apply_updates(common.start, updates),
-            self.replica.of_states,
+            self.replica.gradient_shardings,
         )
         own = self._restarted(own, start, model_state)
-        apart = joined(own, start, outer)
-        return put_in(self.model, apart)
+        state = joined(own, start, outer)
+        return join_constants(self.model, state)
 
-    def agreed(self, state: TrainState) -> TrainState:
-        """The common parameters as a state of `whole`, without an optimizer's.
+    def common_reading_state(self, state: TrainState) -> TrainState:
+        """Return a state of `whole` with the common parameters, and no optimizer state.
 
-        The model's state is the mean of the replicas' as they are.
+        Its model state is the mean of the replicas'.
         """
-        apart = take_out(self.model, state)
-        params = self.whole.apply_gradients.at_rest(apart, outer_of(apart).start)
+        state = split_constants(self.model, state)
+        params = self.whole.at_rest(state, common_state(state).start)
         skipped = jnp.zeros((), jnp.int32)
-        apart = dataclasses.replace(
-            apart,
+        state = dataclasses.replace(
+            state,
             params=params,
             skipped=skipped,
-            model_state=jax.tree.map(_mean, apart.model_state),
+            model_state=jax.tree.map(_mean, state.model_state),
         )
-        return without_optimizer(put_in(self.model, apart))
+        return without_optimizer(join_constants(self.model, state))
 
     def _averaged(self, start: Any, values: Any, model_state: Any) -> tuple[Any, Any]:
-        """`start` less the mean of all replicas' values, laid out as states.
+        """Return `start` less the mean of the replicas' values, sharded as states.
 
         And the mean of each floating-point array of the model's state; others stay.
         """
@@ -296,14 +296,14 @@ class LocalStepFunctions:
         return averaged(start, values, model_state)
 
     def _restarted(self, own: TrainState, start: Any, model_state: Any) -> TrainState:
-        """Every replica at the common parameters."""
+        """Return the replicas' state at the common parameters."""
         lift = repeated(self.num_replicas)
         opt_state = own.opt_state
         if isinstance(opt_state, Mastered):
             opt_state = Mastered(jax.tree.map(lift, start), opt_state.inner)
         return dataclasses.replace(
             own,
-            params=jax.tree.map(lift, self.replica.apply_gradients.at_rest(own, start)),
+            params=jax.tree.map(lift, self.replica.at_rest(own, start)),
             opt_state=opt_state,
             model_state=model_state,
         )
@@ -312,23 +312,23 @@ class LocalStepFunctions:
         values = master_values(state.params, state.opt_state)
         return jax.tree.map(in_full, values)
 
-    def _lifted_beside(
+    def _with_common(
         self, state: TrainState, lift: Callable[[Any], Any], start: Any, outer: Any
     ) -> TrainState:
-        """A replica's state, or a tree like it, lifted, with what is common beside."""
-        own = lifted(take_out(self.model, state), lift)
-        return put_in(self.model, joined(own, start, outer))
+        """Return the state of all replicas for that of one and the common state."""
+        own = lifted(split_constants(self.model, state), lift)
+        return join_constants(self.model, joined(own, start, outer))
 
     @cached_property
-    def _apart_shapes(self) -> TrainState:
-        return take_out(self.model, self.replica.state_shapes)
+    def _split_shapes(self) -> TrainState:
+        return split_constants(self.model, self.replica.state_shapes)
 
     @cached_property
     def _outer_shapes(self) -> Any:
         def outer(shapes: TrainState) -> Any:
             return self.outer_optimizer.init(self._start(shapes))
 
-        return jax.eval_shape(outer, self._apart_shapes)
+        return jax.eval_shape(outer, self._split_shapes)
 
 
 def _is_real(array: jax.Array) -> bool:
@@ -336,7 +336,7 @@ def _is_real(array: jax.Array) -> bool:
 
 
 def _mean(array: jax.Array) -> jax.Array:
-    """Of all replicas; the first one's where it counts."""
+    """Return the mean over replicas; the first one's value of a counter."""
     if not _is_real(array):
         return array[0]
     return jnp.mean(array.astype(jnp.float32), 0).astype(array.dtype)
@@ -347,8 +347,8 @@ class SyncPrograms:
     """The average of replicas; nothing is compiled before its first call.
 
     Args:
-        functions: What they compute.
-        compiler_options: XLA's, of every program.
+        functions: The functions that they compute.
+        compiler_options: XLA's options for every program.
     """
 
     functions: LocalStepFunctions
@@ -367,10 +367,10 @@ class SyncPrograms:
         )
 
     @cached_property
-    def agreed(self) -> Any:
-        """State -> what the programs that update nothing take."""
+    def common_reading_state(self) -> Any:
+        """State -> state for programs that update nothing."""
         return jax.jit(
-            self.functions.agreed,
+            self.functions.common_reading_state,
             in_shardings=(self.functions.shardings,),
             out_shardings=without_optimizer(self.functions.whole.shardings),
             compiler_options=self.compiler_options,
@@ -378,10 +378,12 @@ class SyncPrograms:
 
 
 def sync_notes(functions: LocalStepFunctions, layout: Layout) -> tuple[str, ...]:
-    """What a reader of a local step's audit should know of the average."""
-    common = outer_of(functions.state_shapes).start, functions.replica.of_states
+    """Return notes for the audit of a local step: the cost of the average."""
+    shapes = common_state(functions.state_shapes).start
     parts = jax.tree.map(
-        lambda shape, sharding: math.prod(sharding.shard_shape(shape.shape)), *common
+        lambda shape, sharding: math.prod(sharding.shard_shape(shape.shape)),
+        shapes,
+        functions.replica.gradient_shardings,
     )
     num_bytes = 4 * sum(jax.tree.leaves(parts))
     return (
@@ -392,22 +394,22 @@ def sync_notes(functions: LocalStepFunctions, layout: Layout) -> tuple[str, ...]
 
 
 class StepCount:
-    """The number of the last state that was noted; of others it is read.
+    """The number of steps of a state, without waiting for the last one noted.
 
-    Reading it waits until the device has made the state, so that steps would no longer
-    be sent ahead.
+    For any other state the number is read, which waits until the device has made it, so
+    that steps are no longer dispatched ahead.
     """
 
     def __init__(self) -> None:
         self._noted: Any = None
         self._steps = 0
 
-    def of(self, state: TrainState) -> int:
-        """Steps that a state has done."""
+    def steps(self, state: TrainState) -> int:
+        """Return the number of steps that a state has done."""
         return self._steps if state.step is self._noted else int(state.step)
 
     def note(self, state: TrainState, steps: int) -> None:
-        """Remembers a state's."""
+        """Note the number of steps of a state."""
         self._noted, self._steps = state.step, steps
 
 
@@ -419,10 +421,5 @@ MOMENTUM = 0.9
 def nesterov(
     learning_rate: float = LEARNING_RATE, momentum: float = MOMENTUM
 ) -> optax.GradientTransformation:
-    """SGD with Nesterov momentum (Sutskever et al. 2013).
-
-    Args:
-        learning_rate: What the outer gradient is multiplied by.
-        momentum: What is kept of the earlier ones.
-    """
+    """Return SGD with Nesterov momentum (Sutskever et al. 2013)."""
     return optax.sgd(learning_rate, momentum=momentum, nesterov=True)

@@ -14,7 +14,7 @@ SUMMED = ("weight_sum", "skipped")
 loss among it, a mean weighted by `weight_sum`, as of one batch."""
 
 
-def of_replicas_here(metrics: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+def local_replica_metrics(metrics: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Scalars of (replicas,) arrays: means and sums (`SUMMED`) over replicas here.
 
     Nothing crosses the link between processes; of one process they are of all replicas.
@@ -25,12 +25,12 @@ def of_replicas_here(metrics: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     return dict(zip(metrics, found, strict=True))
 
 
-def num_replicas_here(metric: jax.Array) -> int:
+def num_local_replicas(metric: jax.Array) -> int:
     """Replicas that this process holds devices of, by a (replicas,) array."""
     return len(_parts(metric))
 
 
-def of_processes(
+def combined_metrics(
     rows: Sequence[Mapping[str, float]], here: Sequence[int], num_replicas: int
 ) -> dict[str, float]:
     """One row of metrics of those of all processes.
@@ -42,7 +42,7 @@ def of_processes(
 
     Example:
         >>> rows = [{"loss": 1.0, "weight_sum": 30}, {"loss": 2.0, "weight_sum": 10}]
-        >>> of_processes(rows, [1, 1], 2)
+        >>> combined_metrics(rows, [1, 1], 2)
         {'loss': 1.25, 'weight_sum': 40.0}
     """
     seen = sum(here)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh
 
 from meshpar.errors import InputError
 from meshpar.model.contract import Model
@@ -19,11 +19,8 @@ from meshpar.model.values import Specs, initial_values
 from meshpar.parallel.remat import HOST_MEMORY
 from meshpar.rules.sharding import insert, path_name
 from meshpar.train.optimizer_state import (
-    check_unowned,
-    follow_sharding,
     in_full,
     initial_optimizer_state,
-    map_states,
     stored,
 )
 
@@ -65,17 +62,17 @@ def initial_state(
     specs: Specs | None = None,
     given: tuple[Params, Params] = ({}, {}),
 ) -> TrainState:
-    """The state before the first step.
+    """Return the state before the first step.
 
-    Updates are made in fp32, so that is what optimizer state and master copy start in,
-    whatever the dtype of a model's initial values.
+    Updates are made in fp32, so optimizer state and master copy start in fp32, whatever
+    the dtype of a model's initial values.
 
     Args:
         model: The model, arranged for its stages.
-        optimizer: What updates it.
-        seed: Of the run.
+        optimizer: The optimizer of the stacked parameters.
+        seed: Seed of the run.
         param_dtype: As in `Layout`.
-        specs: How parameters and state lie over the mesh that is set.
+        specs: Specs of parameters and model state on the mesh that is set.
         given: Parameters and state in place of those that would be drawn.
     """
     drawn = initial_values(model, seed, specs)
@@ -92,89 +89,44 @@ def initial_state(
 
 
 def _with_given(drawn: Params, given: Params) -> Params:
-    """A tree with given values in the place of those at the same paths."""
-    known = {path_name(path): value for path, value in jax.tree.leaves_with_path(given)}
-    return jax.tree.map_with_path(
-        lambda path, value: (
-            known[path_name(path)].astype(value.dtype)
-            if path_name(path) in known
-            else value
-        ),
-        drawn,
-    )
+    """Return a tree with given values in the place of those at the same paths."""
+    values = {
+        path_name(path): value for path, value in jax.tree.leaves_with_path(given)
+    }
+
+    def one(path: tuple, value: jax.Array) -> jax.Array:
+        return values.get(path_name(path), value).astype(value.dtype)
+
+    return jax.tree.map_with_path(one, drawn)
 
 
-def state_shardings(
-    state: TrainState,
-    at_rest: Params,
-    of_states: Params,
-    of_model: Params,
-    memory: str = "device",
-) -> TrainState:
-    """A sharding for every array of the state; optimizer state follows its parameter.
-
-    Args:
-        state: The state or its shapes.
-        at_rest: Sharding of each parameter between steps.
-        of_states: Sharding of each parameter's gradient and optimizer state.
-        of_model: Of the model's own state.
-        memory: Where optimizer state lies, `device` or `host`.
-
-    Raises:
-        InputError: Optimizer state of a parameter has dims that the parameter has not,
-            or there is large state of no parameter while states are split.
-    """
-    check_unowned(state.opt_state, state.params, of_states)
-    mesh = jax.tree.leaves(at_rest)[0].mesh
-    replicated = NamedSharding(mesh, PartitionSpec())
-    return TrainState(
-        step=replicated,
-        seed=replicated,
-        skipped=replicated,
-        params=at_rest,
-        opt_state=_in_memory(
-            memory,
-            map_states(
-                follow_sharding,
-                replicated,
-                state.opt_state,
-                state.params,
-                of_states,
-            ),
-        ),
-        model_state=of_model,
-    )
-
-
-def _in_memory(memory: str, shardings: Any) -> Any:
+def in_memory(memory: str, shardings: Any) -> Any:
+    """Return shardings in a memory, `device` or `host`; whole arrays stay."""
     if memory == "device":
         return shardings
     return jax.tree.map(
-        lambda sharding: (
-            sharding.with_memory_kind(HOST_MEMORY) if sharding.spec else sharding
-        ),
-        shardings,
+        lambda one: one.with_memory_kind(HOST_MEMORY) if one.spec else one, shardings
     )
 
 
 def without_optimizer(state: TrainState) -> TrainState:
-    """A state, or a tree like it, as programs take it that update nothing."""
+    """Return a state, or a tree like it, for programs that update nothing."""
     return dataclasses.replace(state, opt_state=())
 
 
 def check_state(
     state: TrainState, shapes: TrainState, mesh: Mesh | AbstractMesh | None = None
 ) -> None:
-    """Refuses a state that a step cannot take: one that is gone, or another step's.
+    """Refuse a state that a step cannot take: one that is gone, or another step's.
 
     Args:
-        state: What was given.
+        state: The state that was given.
         shapes: Shape and dtype of every array that the step keeps.
-        mesh: That the step runs on; None where it may be any.
+        mesh: The step's mesh; None for any.
 
     Raises:
-        InputError: As of `check_not_donated`; or an array is missing, or one too many,
-            or of another shape or dtype; or the state lies on another mesh.
+        InputError: Its arrays are gone, or it is no state; or an array is missing,
+            unknown, or of another shape or dtype; or the state is on another mesh.
     """
     check_not_donated(state)
     has, its_tree = jax.tree.flatten(state)
@@ -201,10 +153,10 @@ def check_state(
         )
 
 
-def to_use(
+def checked_without_optimizer(
     state: TrainState, shapes: TrainState, mesh: Mesh | AbstractMesh | None = None
 ) -> TrainState:
-    """`without_optimizer` of a state, what is left refused as by `check_state`."""
+    """Return a state without optimizer state, once `check_state` has passed it."""
     _check_kind(state)
     state = without_optimizer(state)
     check_state(state, without_optimizer(shapes), mesh)
@@ -238,10 +190,10 @@ def _paths(state: TrainState) -> set[str]:
 
 
 def check_not_donated(state: TrainState) -> None:
-    """Refuses a state that an earlier step has taken: XLA would end the process.
+    """Refuse a state that an earlier step has taken: XLA would end the process.
 
     Raises:
-        InputError: Its arrays are gone, or it is something else.
+        InputError: Its arrays are gone, or it is no `TrainState`.
     """
     _check_kind(state)
     if not any(map(_is_gone, jax.tree.leaves(state))):
@@ -269,21 +221,25 @@ def _is_gone(array: Any) -> bool:
     return is_here and array.is_deleted()
 
 
-def take_out(model: Model, state: TrainState) -> TrainState:
-    """A state with its constants among the model's state."""
-    trained, constants = _parted(state.params, set(model.constants))
-    others = merged(state.model_state, constants)
+def split_constants(model: Model, state: TrainState) -> TrainState:
+    """Return a state with its constants moved from parameters to the model's state.
+
+    Constants are parameters of integers and booleans: never trained, and for a program
+    a part of the model's state, which no gradient reaches.
+    """
+    trained, constants = _partition(state.params, set(model.constants))
+    others = _merged(state.model_state, constants)
     return replace(state, params=trained, model_state=others)
 
 
-def put_in(model: Model, state: TrainState) -> TrainState:
-    """Undoes `take_out`; the arrays may be anything, shapes and shardings too."""
-    others, constants = _parted(state.model_state, set(model.constants))
-    return replace(state, params=merged(state.params, constants), model_state=others)
+def join_constants(model: Model, state: TrainState) -> TrainState:
+    """Undo `split_constants`; leaves may be arrays, shapes or shardings."""
+    others, constants = _partition(state.model_state, set(model.constants))
+    return replace(state, params=_merged(state.params, constants), model_state=others)
 
 
-def merged(one: Params, other: Params) -> Params:
-    """The arrays of two nested dicts that share no path."""
+def _merged(one: Params, other: Params) -> Params:
+    """Return the union of two nested dicts that share no path."""
     if not other:
         return one
     both: Params = {}
@@ -293,8 +249,8 @@ def merged(one: Params, other: Params) -> Params:
     return both
 
 
-def _parted(tree: Params, paths: set[str]) -> tuple[Params, Params]:
-    """What is not at the paths, and what is."""
+def _partition(tree: Params, paths: set[str]) -> tuple[Params, Params]:
+    """Return the leaves that are not at the paths, and those that are."""
     if not paths:
         return tree, {}
     parts: tuple[Params, Params] = ({}, {})

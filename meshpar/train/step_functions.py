@@ -1,10 +1,9 @@
-"""Functions of a training step on global arrays, for jax.jit to trace."""
+"""Functions of a training step on global arrays, and their programs under `jax.jit`."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
 from typing import Any
@@ -15,32 +14,41 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshpar.audit.hazards import PlainConvolutions
 from meshpar.checks.examples import check_examples_apart, check_examples_first
 from meshpar.checks.sequences import check_logits_tokens
 from meshpar.collectives import asked
 from meshpar.layout import BATCH_AXES
 from meshpar.model.contract import Model
-from meshpar.model.parameter import Params
+from meshpar.model.parameter import Params, is_parameter
+from meshpar.parallel.grids.space import space_axes, space_dims
 from meshpar.parallel.placement import Placement
 from meshpar.parallel.reduction import global_norm, scaled
+from meshpar.rules.sharding import born_sharded
 from meshpar.train.layer_order import layer_orders
 from meshpar.train.optimizer_state import (
+    StateSharding,
     in_full,
     inner_state,
     master_values,
     stored,
-    with_updated,
+    whole_states,
+    with_inner,
 )
 from meshpar.train.state import (
     TrainState,
+    in_memory,
     initial_state,
-    put_in,
-    state_shardings,
-    take_out,
+    join_constants,
+    split_constants,
+    without_optimizer,
 )
 
 Batch = Mapping[str, Any]
 Metrics = dict[str, jax.Array]
+
+_ROUNDING = 0x50
+"""Tells the keys of random rounding from those of dropout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +57,11 @@ class StepFunctions:
 
     Args:
         model_as_given: The model before it was arranged for its stages.
-        placement: Where every parameter, gradient and state lies.
-        program: What computes loss and gradients: `LocalProgram` or the pipeline's.
-        optimizer: What updates the stacked parameters (`optimizer.by_layer`).
-        max_grad_norm: Global norm that gradients are scaled down to; None for none.
+        placement: Specs of every parameter, gradient and state.
+        program: Loss and gradients: a `LocalProgram` or the pipeline's program.
+        optimizer: Optimizer of the stacked parameters (`optimizer.by_layer`).
+        max_grad_norm: Gradients are scaled down to this global norm; None for none.
+        state_sharding: Rule by which optimizer state is sharded.
         check: Whether a model that may join examples is refused.
     """
 
@@ -61,75 +70,120 @@ class StepFunctions:
     program: Any
     optimizer: optax.GradientTransformationExtraArgs
     max_grad_norm: float | None
+    state_sharding: StateSharding = StateSharding()
     check: bool = True
 
     @property
     def model(self) -> Model:
-        """As it is arranged for its stages."""
+        """The model arranged for its stages."""
         return self.placement.model
 
     @cached_property
     def state_shapes(self) -> TrainState:
         """Shape and dtype of every array of the state."""
-        return put_in(self.model, self._shapes_apart)
+        return join_constants(self.model, self._split_shapes)
 
     @cached_property
     def layer_orders(self) -> TrainState:
-        """Where the layers of every array of the state lie."""
-        return put_in(self.model, layer_orders(self.model, self._shapes_apart))
+        """A `LayerOrder` for every array of the state."""
+        orders = layer_orders(
+            self.model, self._split_shapes, unrolled=self.state_sharding.unrolled
+        )
+        return join_constants(self.model, orders)
 
     @cached_property
     def shardings(self) -> TrainState:
         """The sharding of every array of the state."""
-        at_rest = self._shardings_of(self.placement.specs(attrgetter("spec")))
-        of_model = self._shardings_of(self.placement.model_state_specs)
-        memory = self.placement.layout.optimizer_memory
-        return put_in(
-            self.model,
-            state_shardings(
-                self._shapes_apart, at_rest, self.of_states, of_model, memory
-            ),
+        shapes, layout = self._split_shapes, self.placement.layout
+        gradients = self.gradient_shardings
+        inner = self.state_sharding.shardings(
+            inner_state(shapes.opt_state), shapes.params, gradients, self.has_layers
         )
+        whole = NamedSharding(self.placement.mesh, PartitionSpec())
+        opt_state = with_inner(shapes.opt_state, inner, gradients)
+        shardings = TrainState(
+            step=whole,
+            seed=whole,
+            skipped=whole,
+            params=self._shardings(self.placement.specs(attrgetter("spec"))),
+            opt_state=in_memory(layout.optimizer_memory, opt_state),
+            model_state=self._shardings(self.placement.model_state_specs),
+        )
+        return join_constants(self.model, shardings)
 
     @cached_property
-    def of_states(self) -> Params:
+    def gradient_shardings(self) -> Params:
         """The sharding of each parameter's gradient and optimizer state."""
-        return self._shardings_of(self.placement.specs(attrgetter("state_spec")))
+        return self._shardings(self.placement.specs(attrgetter("state_spec")))
 
-    def born(
+    def whole_states(self) -> Iterator[tuple[str, int]]:
+        """Yield path and bytes of large optimizer state that no device shares."""
+        shapes = self._split_shapes
+        yield from whole_states(
+            shapes.opt_state,
+            self.shardings.opt_state,
+            shapes.params,
+            self.gradient_shardings,
+        )
+
+    def initial_state(
         self, seed: jax.Array, given: tuple[Params, Params] = ({}, {})
     ) -> TrainState:
-        """The first state, each device making its own part.
+        """Return the first state, each device making its own part.
 
         Args:
-            seed: Of the run.
+            seed: Seed of the run.
             given: Parameters and state in place of those that would be drawn.
         """
         placement = self.placement
         specs = placement.specs(attrgetter("state_spec")), placement.model_state_specs
-        state = self._first_state(seed, specs=specs, given=given)
-        return put_in(self.model, state)
+        state = self._initial(seed, specs=specs, given=given)
+        return join_constants(self.model, state)
 
     def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """The next state, and scalars."""
+        """Return the next state, and scalars."""
         return self.update_and_inputs(state, batch)[:2]
 
     def update_and_inputs(
         self, state: TrainState, batch: Batch
     ) -> tuple[TrainState, Metrics, Batch]:
-        """`update`, and the gradient of each input that has one."""
+        """Return the results of `update`, and the gradient of each input with one."""
         self.check_examples(batch)
-        apart = take_out(self.model, state)
+        state = split_constants(self.model, state)
         loss, more, gradients, model_state, of_inputs = self.program.loss_and_gradients(
-            apart.params, apart.model_state, batch, state.step, state.seed
+            state.params, state.model_state, batch, state.step, state.seed
         )
-        counts = self._all_finite(of_inputs) & (more["weight_sum"] != 0)
-        apart, norm = self.apply_gradients(
-            apart, loss, gradients, model_state, counts=counts
+        counts: Any = more["weight_sum"] != 0
+        if of_inputs:  # One all-reduce of a number.
+            mesh = self.placement.mesh
+            examples = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+            norm = global_norm(of_inputs, dict.fromkeys(of_inputs, examples), mesh)
+            counts &= jnp.isfinite(norm)
+        state, norm = self.apply_gradients(
+            state, loss, gradients, model_state, counts=counts
         )
-        state = put_in(self.model, apart)
+        state = join_constants(self.model, state)
         metrics = {"loss": loss, "grad_norm": norm, **more}
         return state, {**metrics, "skipped": state.skipped}, of_inputs
+
+    def loss_and_gradients(self, state: TrainState, batch: Batch) -> tuple:
+        """Return loss, more metrics and gradients."""
+        self._check_examples_apart(batch)
+        return self.program.loss_and_gradients(*self._arguments(state, batch))[:3]
+
+    def evaluated(self, state: TrainState, batch: Batch) -> Any:
+        """Return summed loss and weights, without dropout and auxiliary losses."""
+        self._check_examples_apart(batch)
+        return self.program.loss_sums(*self._arguments(state, batch))
+
+    def logits(self, state: TrainState, batch: Batch) -> Any:
+        """Return the model's `logits`."""
+        placement, model = self.placement, self.model_as_given
+        layout = placement.layout
+        check_logits_tokens(model, layout, placement.rules, tuple(batch))
+        if self.check and layout.batch_shards * layout.stage > 1:
+            check_examples_apart(model, batch, str(layout), logits=True)
+        return self.program.logits(*self._arguments(state, batch))
 
     def check_examples(self, batch: Batch) -> None:
         """Refuse a model that takes the examples of a batch otherwise than layouts do.
@@ -140,92 +194,7 @@ class StepFunctions:
         check_examples_first(self.model_as_given, batch)
         self._check_examples_apart(batch)
 
-    def loss_and_gradients(self, state: TrainState, batch: Batch) -> tuple:
-        """Loss, more metrics and gradients."""
-        self._check_examples_apart(batch)
-        return self.program.loss_and_gradients(*self._given(state, batch))[:3]
-
-    def evaluated(self, state: TrainState, batch: Batch) -> Any:
-        """Summed loss and weights, without dropout and auxiliary losses."""
-        self._check_examples_apart(batch)
-        return self.program.loss_sums(*self._given(state, batch))
-
-    def logits(self, state: TrainState, batch: Batch) -> Any:
-        """What the model's `logits` gives."""
-        self._check_logits(batch)
-        return self.program.logits(*self._given(state, batch))
-
-    @cached_property
-    def _shapes_apart(self) -> TrainState:
-        return jax.eval_shape(lambda: self._first_state(jnp.uint32(0)))
-
-    @cached_property
-    def apply_gradients(self) -> Update:
-        """(state, loss, gradients, model state) -> the next state, and their norm."""
-        return Update(
-            placement=self.placement,
-            optimizer=self.optimizer,
-            max_grad_norm=self.max_grad_norm,
-            of_states=self.of_states,
-        )
-
-    def _all_finite(self, of_inputs: Batch) -> jax.Array | bool:
-        """Whether the inputs' gradients are: one all-reduce of a number, if any."""
-        if not of_inputs:
-            return True
-        mesh = self.placement.mesh
-        lie = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
-        return jnp.isfinite(global_norm(of_inputs, dict.fromkeys(of_inputs, lie), mesh))
-
-    def _check_examples_apart(self, batch: Batch) -> None:
-        layout = self.placement.layout
-        parts = layout.batch_shards * layout.microbatches * layout.stage
-        if self.check and parts > 1:
-            check_examples_apart(self.model_as_given, batch, str(layout))
-
-    def _check_logits(self, batch: Batch) -> None:
-        placement, model = self.placement, self.model_as_given
-        layout = placement.layout
-        check_logits_tokens(model, layout, placement.rules, tuple(batch))
-        if self.check and layout.batch_shards * layout.stage > 1:
-            check_examples_apart(model, batch, str(layout), logits=True)
-
-    def _given(self, state: TrainState, batch: Batch) -> tuple[Any, ...]:
-        """What a program takes."""
-        apart = take_out(self.model, state)
-        return apart.params, apart.model_state, batch, state.step, state.seed
-
-    def _first_state(self, seed: jax.Array, **more: Any) -> TrainState:
-        param_dtype = self.placement.layout.param_dtype
-        return initial_state(self.model, self.optimizer, seed, param_dtype, **more)
-
-    def _shardings_of(self, specs: Any) -> Params:
-        return jax.tree.map(
-            lambda spec: NamedSharding(self.placement.mesh, spec), specs
-        )
-
-
-_ROUNDING = 0x50
-"""Tells the keys of random rounding from those of dropout."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Update:
-    """What a step does with its gradients.
-
-    Args:
-        placement: Where parameters, gradients and states lie.
-        optimizer: What updates the stacked parameters (`optimizer.by_layer`).
-        max_grad_norm: Gradients are scaled down to this global norm; None for none.
-        of_states: Sharding of each parameter's gradient and optimizer state.
-    """
-
-    placement: Placement
-    optimizer: optax.GradientTransformationExtraArgs
-    max_grad_norm: float | None
-    of_states: Any
-
-    def __call__(
+    def apply_gradients(
         self,
         state: TrainState,
         loss: jax.Array,
@@ -242,11 +211,13 @@ class Update:
         placement = self.placement
         norm = global_norm(
             gradients,
-            self.of_states,
+            self.gradient_shardings,
             placement.mesh,
             replica_axes=placement.replica_axes,
         )
-        state = self._on_device(state)
+        if placement.layout.optimizer_memory != "device":
+            moved = jax.device_put(state.opt_state, jax.memory.Space.Device)
+            state = replace(state, opt_state=moved)
         counts = jnp.isfinite(norm) & jnp.isfinite(loss) & counts
         if self.max_grad_norm is not None:
             scale = jnp.minimum(1.0, self.max_grad_norm / (norm + 1e-6))
@@ -254,13 +225,19 @@ class Update:
         values = jax.tree.map(
             lax.with_sharding_constraint,
             master_values(state.params, state.opt_state),
-            self.of_states,
+            self.gradient_shardings,
         )
-        new_values, new_opt_state = self._updated(
-            values, gradients, state.opt_state, loss
-        )
+        with asked("optimizer"):
+            updates, inner = self.optimizer.update(
+                jax.tree.map(in_full, gradients),
+                inner_state(state.opt_state),
+                values,
+                value=loss,
+            )
+        new_values = optax.apply_updates(values, updates)
+        new_opt_state = with_inner(state.opt_state, inner, new_values)
         keep = lambda new, old: jnp.where(counts, new, old)  # noqa: E731
-        new_state = dataclasses.replace(
+        new_state = replace(
             state,
             step=state.step + 1,
             skipped=state.skipped + jnp.where(counts, 0, 1),
@@ -271,11 +248,11 @@ class Update:
         return new_state, norm
 
     def at_rest(self, state: TrainState, values: Any) -> Any:
-        """Values of parameters as they lie between steps, rounded if they are to be.
+        """Return parameters as stored between steps, rounded if the layout rounds.
 
         Args:
-            state: Its seed and step are what random rounding derives from.
-            values: fp32, laid out as states.
+            state: Random rounding derives from its seed and step.
+            values: fp32, sharded as states.
         """
         placement = self.placement
         key = jax.random.fold_in(jax.random.key(state.seed), jnp.uint32(_ROUNDING))
@@ -288,19 +265,189 @@ class Update:
             )
         )
 
-    def _on_device(self, state: TrainState) -> TrainState:
-        if self.placement.layout.optimizer_memory == "device":
-            return state
-        moved = jax.device_put(state.opt_state, jax.memory.Space.Device)
-        return dataclasses.replace(state, opt_state=moved)
+    @cached_property
+    def _split_shapes(self) -> TrainState:
+        """Shapes of the state, its constants among the model's state."""
+        return jax.eval_shape(lambda: self._initial(jnp.uint32(0)))
 
-    def _updated(
-        self, values: Any, gradients: Any, opt_state: Any, loss: jax.Array
-    ) -> tuple[Any, Any]:
-        gradients = jax.tree.map(in_full, gradients)
-        with asked("optimizer"):
-            updates, inner = self.optimizer.update(
-                gradients, inner_state(opt_state), values, value=loss
+    @property
+    def has_layers(self) -> Params:
+        """For each parameter whether its first dim is one of layers."""
+        return jax.tree.map(
+            lambda one: one.num_layers is not None,
+            self.model.parameters,
+            is_leaf=is_parameter,
+        )
+
+    def _check_examples_apart(self, batch: Batch) -> None:
+        layout = self.placement.layout
+        parts = layout.batch_shards * layout.microbatches * layout.stage
+        if self.check and parts > 1:
+            check_examples_apart(self.model_as_given, batch, str(layout))
+
+    def _arguments(self, state: TrainState, batch: Batch) -> tuple[Any, ...]:
+        """Return the arguments of a function of `program`."""
+        state = split_constants(self.model, state)
+        return state.params, state.model_state, batch, state.step, state.seed
+
+    def _initial(self, seed: jax.Array, **more: Any) -> TrainState:
+        param_dtype = self.placement.layout.param_dtype
+        return initial_state(self.model, self.optimizer, seed, param_dtype, **more)
+
+    def _shardings(self, specs: Any) -> Params:
+        return jax.tree.map(
+            lambda spec: NamedSharding(self.placement.mesh, spec), specs
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPrograms:
+    """One program for each function; none is compiled before its first call.
+
+    Args:
+        functions: Functions that make and update a state (`initial_state`, `update`,
+            `shardings`): `StepFunctions`, local steps', or those of a step with tables.
+        reading: Functions that update nothing: the same, or, of local steps, those of
+            the common parameters.
+        batch_sharding: Sharding of batch arrays without split space.
+        split_space: Placement of batch arrays with split space; None without any.
+        compiler_options: XLA's options for every program.
+    """
+
+    functions: Any
+    reading: Any
+    batch_sharding: NamedSharding
+    split_space: Placement | None
+    compiler_options: dict[str, Any]
+
+    @cached_property
+    def init(self) -> Callable[..., Any]:
+        """Seed -> the first state."""
+        return born_sharded(
+            self.functions.initial_state,
+            self.functions.shardings,
+            compiler_options=self.compiler_options,
+        )
+
+    @cached_property
+    def init_from(self) -> Callable[..., Any]:
+        """(seed, (parameters, state)) -> the first state; those given are donated."""
+        return jax.jit(
+            self.functions.initial_state,
+            out_shardings=self.functions.shardings,
+            donate_argnums=1,
+            compiler_options=self.compiler_options,
+        )
+
+    @cached_property
+    def update(self) -> Any:
+        """(state, batch) -> the next state and metrics; the state is donated."""
+        shardings = self.functions.shardings
+        # Metrics are sharded as `skipped`, which is one of them.
+        results = shardings, shardings.skipped
+        return self._program(
+            self.functions.update, shardings, results, donated=0, trains=True
+        )
+
+    @cached_property
+    def gradients(self) -> Any:
+        """(state without the optimizer's, batch) -> loss, metrics, gradients.
+
+        Only of a model alone: a step with tables updates their rows in place.
+        """
+        whole = self.reading.shardings.step
+        return self._program(
+            self.reading.loss_and_gradients,
+            without_optimizer(self.reading.shardings),
+            (whole, whole, self.reading.gradient_shardings),
+            trains=True,
+        )
+
+    @cached_property
+    def evaluate(self) -> Any:
+        """(state without the optimizer's, batch) -> summed loss and weights."""
+        shardings = without_optimizer(self.reading.shardings)
+        return self._program(self.reading.evaluated, shardings, shardings.step)
+
+    @cached_property
+    def logits(self) -> Any:
+        """(state without the optimizer's, batch) -> logits."""
+        # The model shards those of volumes; nothing gathers them.
+        results = self.batch_sharding if self.split_space is None else None
+        shardings = without_optimizer(self.reading.shardings)
+        return self._program(self.reading.logits, shardings, results)
+
+    @property
+    def reading_shapes(self) -> TrainState:
+        """Shape and dtype of the state for programs that update nothing."""
+        return without_optimizer(self.reading.state_shapes)
+
+    def _program(
+        self,
+        function: Callable[..., Any],
+        state: TrainState,
+        results: Any,
+        *,
+        donated: int | tuple[int, ...] = (),
+        trains: bool = False,
+    ) -> Any:
+        """Return a function of (state, batch) under `jax.jit`, with these shardings."""
+
+        def program(batch: Any) -> Any:
+            return jax.jit(
+                function,
+                in_shardings=(state, batch),
+                out_shardings=results,
+                donate_argnums=donated,
+                compiler_options=self.compiler_options,
             )
-        values = optax.apply_updates(values, updates)
-        return values, with_updated(opt_state, inner, values)
+
+        space = self.split_space
+        if space is None:
+            return program(self.batch_sharding)
+        plain = PlainConvolutions(
+            layout=space.layout,
+            space_axes=space_axes(space.model, space.rules),
+            space_dims=space_dims(space.model),
+        )
+        check = plain.check if trains else None
+        return _BatchProgram(program, space.batch_sharding, check)
+
+
+class _BatchProgram:
+    """`jax.jit` of (state, batch) for batches whose arrays are sharded one by one.
+
+    Args:
+        make: Shardings of a batch's arrays -> the jitted function.
+        sharding_of: (name, array or its shape) -> its sharding.
+        check: Refuses the trace of a program before it first runs; None for no check.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Any], Any],
+        sharding_of: Callable[[str, Any], Any],
+        check: Callable[[Any], None] | None = None,
+    ) -> None:
+        self._make, self._sharding_of, self._check = make, sharding_of, check
+        self._checked: set[tuple] = set()
+        self._made: dict[tuple, Any] = {}
+
+    def __call__(self, state: Any, batch: Mapping[str, Any]) -> Any:
+        return self._program(state, batch)(state, batch)
+
+    def lower(self, state: Any, batch: Mapping[str, Any]) -> jax.stages.Lowered:
+        """Return the lowered program for these shapes."""
+        return self._program(state, batch).lower(state, batch)
+
+    def _program(self, state: Any, batch: Mapping[str, Any]) -> Any:
+        shardings = {name: self._sharding_of(name, it) for name, it in batch.items()}
+        key = tuple(sorted(shardings.items(), key=lambda item: item[0]))
+        if key not in self._made:
+            self._made[key] = self._make(shardings)
+        program = self._made[key]
+        shapes = tuple(sorted((name, array.shape) for name, array in batch.items()))
+        if self._check is not None and (key, shapes) not in self._checked:
+            self._check(program.trace(state, batch))
+            self._checked.add((key, shapes))
+        return program

@@ -163,7 +163,7 @@ class StoredArray:
         folder: Of the checkpoint's state.
         path: Of the array, such as `("params", "blocks", "mlp", "down")`.
         shape: Global, layers first to last.
-        replica_specs: Whether the file has one of each replica of local steps, of which
+        per_replica: Whether the file has one of each replica of local steps, of which
             this is the mean, or the first one's where it counts.
         cache: Keeps chunks that were read; None for none.
     """
@@ -171,7 +171,7 @@ class StoredArray:
     folder: Path
     path: tuple[str, ...]
     shape: tuple[int, ...]
-    replica_specs: bool = False
+    per_replica: bool = False
     cache: Any = field(default=None, compare=False, repr=False)
 
     def __getitem__(self, index: Any) -> np.ndarray:
@@ -184,11 +184,11 @@ class StoredArray:
         index = tuple(one for one in index if one is not Ellipsis)
         parts = zip(index, self.shape, strict=False)
         spans = [slice(*one.indices(size)[:2]) for one, size in parts]
-        if self.replica_specs:
+        if self.per_replica:
             spans = [slice(None), *spans]
         with self._explained():
             found = np.asarray(self._source[tuple(spans)].read().result())
-        return _mean(found) if self.replica_specs else found
+        return _mean(found) if self.per_replica else found
 
     @cached_property
     def _source(self) -> Any:

@@ -132,7 +132,7 @@ def _check_returned(returned: Any, wanted: Any) -> None:
 def _state_slots(
     state: Any, paths: Sequence[tuple], slots: Sequence[Slot]
 ) -> tuple[Slot, ...]:
-    """Return a slot for each array of a state; arrays of one path in order of layers."""
+    """Return a slot for each array of a state; those of one path in layer order."""
     known: dict[tuple, list[Slot]] = {}
     for path, slot in zip(paths, slots, strict=True):
         known.setdefault(path, []).append(slot)
