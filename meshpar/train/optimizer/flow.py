@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from meshpar.trace.primitives import ELEMENTWISE
-from meshpar.trace.walk import called_program, walk
+from meshpar.trace.walk import programs_in, without_constants
 
 SUMS: dict[str, Callable[[Any, Any], Any]] = {
     "add": lax.add,
@@ -130,7 +130,7 @@ def single_owner(name: str, values: Sequence[Any]) -> str | None:
 
 def _outputs(program: Any, inputs: Sequence[_Any], domain: Domain) -> list[_Any]:
     def apply(equation: JaxprEqn, operands: list[_Any]) -> Sequence[_Any]:
-        called = called_program(equation)
+        called = _called_program(equation)
         if called is not None:
             return _outputs(called, operands, domain)
         try:
@@ -138,9 +138,31 @@ def _outputs(program: Any, inputs: Sequence[_Any], domain: Domain) -> list[_Any]
         except NotByLayer as reason:
             return [_Mixed(str(reason))] * len(equation.outvars)
 
-    return walk(
+    return _walk(
         program, inputs, apply, lambda value: Value(None, domain.constant(value))
     )
+
+
+def _walk(program: Any, given: Any, apply: Any, literal: Any) -> list[Any]:
+    jaxpr = without_constants(program)
+    known = dict(zip(jaxpr.invars, given, strict=True))
+    constants = map(literal, getattr(program, "consts", ()))
+    known.update(zip(jaxpr.constvars, constants, strict=True))
+
+    def read(atom: Any) -> Any:
+        return literal(atom.val) if isinstance(atom, Literal) else known[atom]
+
+    for equation in jaxpr.eqns:
+        results = apply(equation, [read(atom) for atom in equation.invars])
+        known.update(zip(equation.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _called_program(equation: JaxprEqn) -> Any:
+    calls = "jit pjit closed_call core_call checkpoint remat custom_jvp_call"
+    if equation.primitive.name in (*calls.split(), "custom_vjp_call"):
+        return next(iter(programs_in(equation)), None)
+    return None
 
 
 def _results(
