@@ -15,7 +15,7 @@ from typing import Any
 from meshpar import InputError, Layout
 from meshpar.layout import BATCH_AXES, MESH_AXES
 from meshpar.recipes.config import RunConfig
-from meshpar.train.checkpoint.contents import check_description, steps_of
+from meshpar.train.checkpoint.contents import check_description, saved_steps
 from meshpar.train.checkpoint.files import read_run
 
 
@@ -145,7 +145,7 @@ def newest_description(directory: Path) -> dict[str, Any]:
     that.
     """
     try:
-        found = read_run(directory / str(steps_of(directory)[-1]))
+        found = read_run(directory / str(saved_steps(directory)[-1]))
         check_description(found, f"the newest checkpoint in {str(directory)!r}")
         return found
     except (OSError, ValueError, IndexError):

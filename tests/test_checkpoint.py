@@ -28,7 +28,7 @@ from meshpar.train.checkpoint import (
     UncheckedCheckpointWarning,
 )
 from meshpar.train.checkpoint import checkpoints as module
-from meshpar.train.checkpoint.choice import reason_of
+from meshpar.train.checkpoint.choice import error_reason
 from meshpar.train.checkpoint.contents import read_arrays, read_contents
 from meshpar.train.layer_order import model_order_structs
 from tests import warm
@@ -756,7 +756,7 @@ def test_what_a_killed_run_has_left_half_written_is_deleted_by_the_next(tmp_path
 
 
 def test_a_folder_that_is_gone_is_told_as_the_reason(tmp_path, snapshot):
-    told = reason_of(OSError("no such thing"), tmp_path / "gone")
+    told = error_reason(OSError("no such thing"), tmp_path / "gone")
     assert names(told, tmp_path / "gone") and told.endswith(os.strerror(2))
     assert neutral(told) == snapshot
 

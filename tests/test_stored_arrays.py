@@ -12,7 +12,7 @@ import tensorstore
 
 from meshpar import Layout, make_mesh
 from meshpar.train.checkpoint import stored_arrays
-from meshpar.train.checkpoint.stored_arrays import blocks_of, handler, read, save_args
+from meshpar.train.checkpoint.stored_arrays import cut_box, handler, read, save_args
 
 SHAPE = (6, 8, 12)
 VALUES = np.arange(math.prod(SHAPE), dtype=np.float32).reshape(SHAPE)
@@ -123,7 +123,7 @@ def test_an_array_more_or_less_is_named(mesh, folder, snapshot):
 def test_blocks_cover_a_box_once_and_are_cut_between_chunks(most):
     box, chunk = ((1, 7), (0, 5), (2, 12)), (2, 5, 4)
     seen = np.zeros((8, 8, 16), int)
-    for block in blocks_of(box, chunk, most):
+    for block in cut_box(box, chunk, most):
         seen[tuple(slice(*bounds) for bounds in block)] += 1
         size = math.prod(stop - start for start, stop in block)
         assert size <= max(most, math.prod(chunk))

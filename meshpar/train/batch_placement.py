@@ -1,6 +1,6 @@
-"""A batch checked against what the model declares, and put on the devices.
+"""A batch checked against the model's inputs, and put on the devices.
 
-Of several processes each gives the rows that its own devices hold, and no others.
+Each of several processes gives the rows that its own devices hold, and no others.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from meshpar.train.refusals import batch_refusal
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlacement:
-    """Where batches lie, and what they are.
+    """The checks and shardings of batches.
 
     Args:
-        inputs: What the model declares.
+        inputs: The inputs that the model declares.
         check_sequences: Refuses sequences of a batch, whole or `partly`, that cannot be
             split.
-        layout: Whose batch axes and microbatches a batch divides over.
-        sharding: How examples lie.
-        sharding_of: (name, global array or its shape) -> how it lies, where that is
-            not for all arrays alike.
+        layout: The layout, over whose batch axes and microbatches a batch divides.
+        sharding: Sharding of examples.
+        sharding_of: (name, global array or its shape) -> sharding, where arrays differ
+            in it.
     """
 
     inputs: Mapping[str, Input]
@@ -50,13 +50,13 @@ class BatchPlacement:
         partly: bool = False,
         global_batch: int | None = None,
     ) -> dict[str, jax.Array]:
-        """The batch on the devices; as it is where it lies so.
+        """Put a batch on the devices; arrays that are there already stay.
 
         Args:
             batch: Arrays by name; of several processes the rows of this one.
-            microbatches: Parts that it is cut into; the layout's when absent.
-            partly: Whether it may be without arrays that are declared.
-            global_batch: Examples of all processes, where they are to be counted.
+            microbatches: Number of parts that it is cut into; the layout's when absent.
+            partly: Whether declared arrays may be missing.
+            global_batch: Examples of all processes, to check the number of rows.
 
         Raises:
             InputError: It is not as declared, does not divide, or has not as many rows
@@ -73,7 +73,7 @@ class BatchPlacement:
         return jax.device_put(dict(batch), lie)
 
     def rows_here(self, global_batch: int) -> np.ndarray:
-        """Numbers of the rows that this process's devices hold, in order.
+        """Return the numbers of the rows that this process's devices hold, in order.
 
         Raises:
             InputError: The global batch does not divide over the batch axes.
@@ -90,7 +90,7 @@ class BatchPlacement:
         *,
         partly: bool = False,
     ) -> None:
-        """Refuses a batch that `place` refuses."""
+        """Refuse a batch that `place` refuses."""
         inputs = self.inputs
         if partly:
             inputs = {name: one for name, one in inputs.items() if name in batch}
@@ -102,20 +102,20 @@ class BatchPlacement:
     def check_examples(
         self, num_examples: int, name: str = "", microbatches: int | None = None
     ) -> None:
-        """Refuses a global batch that does not divide over the batch axes."""
+        """Refuse a global batch that does not divide over the batch axes."""
         refused = batch_refusal(self.layout, num_examples, name, microbatches)
         if refused is not None:
             raise refused
 
     @property
     def _is_shared(self) -> bool:
-        """Whether other processes hold a part of each batch."""
+        """True if other processes hold a part of each batch."""
         mesh = self.sharding.mesh
         return isinstance(mesh, Mesh) and not self.sharding.is_fully_addressable
 
     @cached_property
     def _shards_here(self) -> tuple[int, ...]:
-        """Which of the batch axes' parts lie on this process's devices."""
+        """Numbers of the batch axes' parts on this process's devices."""
         if not self._is_shared:
             return tuple(range(self.layout.batch_shards))
         places = self.sharding.addressable_devices_indices_map(
@@ -131,7 +131,7 @@ class BatchPlacement:
         return tuple(sorted(shards))
 
     def _num_examples(self, name: str, array: Any, num_rows: int) -> int:
-        """Examples of the global batch that an array belongs to."""
+        """Return the number of examples of the global batch of an array."""
         is_whole = isinstance(array, jax.Array | jax.ShapeDtypeStruct)
         if is_whole or not self._is_shared:
             return num_rows
@@ -161,7 +161,7 @@ class BatchPlacement:
             )
 
     def _joined(self, name: str, array: Any) -> jax.Array:
-        """The global array of which this process gives its rows."""
+        """Return the global array for this process's rows."""
         if isinstance(array, jax.Array) and not array.is_fully_addressable:
             return jax.device_put(array, self._sharding(name, array))
         rows = np.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype))
@@ -189,7 +189,7 @@ class BatchPlacement:
     def _check_once(
         self, batch: Mapping[str, Any], microbatches: int | None, *, partly: bool
     ) -> None:
-        """`check`; of shapes and dtypes that have passed it the values alone."""
+        """`check` a batch; only its values if its shapes and dtypes have passed."""
         try:
             shapes = tuple(
                 (name, array.shape, array.dtype) for name, array in batch.items()
@@ -205,7 +205,7 @@ class BatchPlacement:
 
 
 def batch_structs(batch: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape and dtype of every array, as the devices will hold it."""
+    """Return shape and dtype of every array, as the devices will hold it."""
     return jax.tree.map(
         lambda array: jax.ShapeDtypeStruct(
             array.shape, jax.dtypes.canonicalize_dtype(array.dtype)

@@ -35,8 +35,8 @@ class TokenWindows:
     Args:
         tokens: (number of tokens,), whole numbers.
         seq: Tokens of a window.
-        names: What a batch calls the tokens, their successors and the weights; as a
-            language model's inputs do when absent.
+        names: Names of tokens, successors and weights in a batch; those of a language
+            model's inputs when absent.
 
     Raises:
         DataError: Fewer tokens than one window needs.
@@ -74,15 +74,14 @@ def shuffled_batches(
     skip: int = 0,
     rows: Sequence[int] | None = None,
 ) -> Callable[[int], HostBatch]:
-    """The global batch of any step: every window once an epoch, in an order of its own.
+    """Return the global batch of any step: every window once an epoch, shuffled.
 
     Args:
-        windows: What to draw from.
+        windows: The windows.
         global_batch: Windows in a batch.
-        seed: Of the order.
-        skip: Windows before the first batch: what a run has trained on in batches of
-            another size.
-        rows: Those of each batch that are read, a process's own; all when absent.
+        seed: Seed of the order.
+        skip: Windows before the first batch, trained on in batches of another size.
+        rows: Rows of each batch that are read, a process's own; all when absent.
 
     Returns:
         Step -> the windows' arrays, each (number of rows, seq). A step can be asked for
@@ -99,13 +98,13 @@ def ordered_batches(
     skip: int = 0,
     rows: Sequence[int] | None = None,
 ) -> Callable[[int], HostBatch]:
-    """The global batch of any step, of rows that come in an endless order.
+    """Return the global batch of any step, of rows that come in an endless order.
 
     Args:
         order: Number -> row, such as `meshpar.data.mixture.mixed` returns.
         global_batch: Rows in a batch.
         skip: Rows before the first batch.
-        rows: Those of each batch that are read, a process's own; all when absent.
+        rows: Rows of each batch that are read, a process's own; all when absent.
 
     Returns:
         Step -> the rows' arrays. A step can be asked for in any order: where a run
@@ -120,12 +119,12 @@ def ordered_batches(
 def padded_batches(
     windows: Any, global_batch: int, rows: Sequence[int] | None = None
 ) -> Iterator[HostBatch]:
-    """All windows once and in order; the last batch is filled with weights of 0.
+    """Yield all windows once and in order; the last batch is filled with weights of 0.
 
     Args:
         windows: Rows by number, such as `TokenWindows`.
         global_batch: Windows in a batch.
-        rows: Those of each batch that are read, a process's own; all when absent.
+        rows: Rows of each batch that are read, a process's own; all when absent.
     """
     blank = {key: np.zeros_like(value) for key, value in windows[0].items()}
     rows = range(global_batch) if rows is None else rows
@@ -141,12 +140,12 @@ def _stacked(rows: Sequence[HostBatch]) -> HostBatch:
 
 
 def byte_tokens(text: str) -> np.ndarray:
-    """The UTF-8 bytes of a text, as tokens below 256."""
+    """Return the UTF-8 bytes of a text, as tokens below 256."""
     return np.frombuffer(text.encode(), np.uint8)
 
 
 def read_texts(path: Path) -> dict[str, str]:
-    """Name -> text of a file, or of every `.txt` file of a folder, in order of name.
+    """Return name -> text of a file, or of every `.txt` file of a folder.
 
     Raises:
         DataError: There is no such file, it is empty, or it is not UTF-8 text.

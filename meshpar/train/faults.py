@@ -1,4 +1,4 @@
-"""What can go wrong in a run: bad steps, hanging or slow devices, a request to stop."""
+"""Faults of a run: bad steps, hanging or slow devices, a request to stop."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class BadStepError(InputError):
 
 
 def check_spike(policy: Policy, spike: float | None) -> None:
-    """Refuses a `spike` that is no limit, or that nothing would follow.
+    """Refuse a `spike` that is no limit, or that nothing would follow.
 
     Raises:
         InputError: It is not above 1, or the policy is to go on.
@@ -62,7 +62,7 @@ def check_spike(policy: Policy, spike: float | None) -> None:
 
 
 class StepWatch:
-    """Says which steps are bad, and ends what the policy does not let go on.
+    """Find bad steps, and raise where the policy does not let the run go on.
 
     A step whose gradients are not finite has changed nothing: that is "skip", which
     goes on until `patience` of them come in a row. A spike has been learned from, so
@@ -96,7 +96,7 @@ class StepWatch:
         self._in_a_row = 0
 
     def check(self, step: int, *, loss: float, skipped: bool) -> None:
-        """Notes a step.
+        """Check one step.
 
         Args:
             step: Its number, from 0.
@@ -140,7 +140,7 @@ class StepWatch:
 
 
 SLOW = 1.5
-"""Times the median of all that a device may take unmentioned."""
+"""A device that takes more than this many medians is named."""
 
 _ROUNDS = 5
 _MATMULS = 4
@@ -148,7 +148,7 @@ _SIZE = {"cpu": 256, "gpu": 8192, "tpu": 8192}
 
 
 def probe_s(devices: Sequence[jax.Device]) -> list[float]:
-    """Seconds that each device takes for some matmuls: the least of five rounds.
+    """Return the seconds that each device takes for some matmuls, the least of five.
 
     Nothing else may run on them meanwhile.
 
@@ -165,11 +165,11 @@ def probe_s(devices: Sequence[jax.Device]) -> list[float]:
 
 
 def slow_ones(times_s: Sequence[Sequence[float]], hosts: Sequence[str]) -> list[str]:
-    """A line on each device that takes over 1.5 times the (lower) median of all.
+    """Return a line for each device over 1.5 times the (lower) median of all.
 
     Args:
-        times_s: Of the devices of each process, `probe_s`.
-        hosts: Of each process.
+        times_s: `probe_s` of the devices of each process.
+        hosts: Host of each process.
 
     Example:
         >>> slow_ones([[0.010, 0.011], [0.010, 0.025]], hosts=["a", "b"])
@@ -215,20 +215,19 @@ STEP = "step"
 """The phase that comes back again and again."""
 
 _OF_COMPILING = 4
-"""Times the limit that a phase has in which a program is compiled."""
+"""Factor of the limit for a phase that compiles a program."""
 
 
 class Watchdog:
-    """While active, a limit on the time that each phase of a run takes.
+    """Limit the time of each phase of a run, while active.
 
-    A phase is over when the next one begins. Beyond the limit every
-    process of the job writes the stacks of its threads to standard error, and all end
-    with status 75 (`meshpar.distributed.LOST`): a collective that hangs does so for
-    ever.
+    A phase ends when the next one begins. Beyond the limit every process of the job
+    writes the stacks of its threads to standard error, and all end with status 75
+    (`meshpar.distributed.LOST`), as a collective that hangs never returns.
 
     Args:
-        limit_s: Seconds; 0 for none. While something is compiled, four times that.
-        processes: Of this job.
+        limit_s: Seconds; 0 for none. Four times that for phases that compile.
+        processes: The processes of this job.
     """
 
     def __init__(self, limit_s: float, processes: Processes | None = None) -> None:
@@ -238,11 +237,11 @@ class Watchdog:
         self._now = (STEP, _OF_COMPILING * limit_s, time.monotonic())
 
     def phase(self, name: str, *, compiles: bool = False) -> None:
-        """What begins now, with time of its own.
+        """Begin a phase, with a time limit of its own.
 
         Args:
-            name: As the line at its end is to call it, such as `saving`.
-            compiles: Whether it may compile programs.
+            name: Name for the message, such as `saving`.
+            compiles: Whether it may compile programs, which takes longer.
         """
         limit_s = self._limit_s * (_OF_COMPILING if compiles else 1)
         self._now = (name, limit_s, time.monotonic())
@@ -265,10 +264,10 @@ class Watchdog:
 
 
 class StopRequest:
-    """While active, SIGINT and SIGTERM are noted; a second one ends the program.
+    """Note SIGINT and SIGTERM, while active; a second one ends the program.
 
     Attributes:
-        signal: Which; None before. A shell's status of what it ends is 128 more.
+        signal: The signal; None before. A shell adds 128 to it for the status.
 
     Example:
         >>> with StopRequest() as stop:
@@ -285,7 +284,7 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        """Whether the program is to stop."""
+        """True once a signal has asked the program to stop."""
         return self.signal is not None
 
     def __enter__(self) -> StopRequest:

@@ -23,16 +23,16 @@ _MOST_HEAPS = 8
 
 
 def give_back() -> None:
-    """Returns freed memory to the machine, where the C library can (glibc).
+    """Return freed memory to the machine, where the C library can (glibc).
 
-    What many threads read, write and compress for a moment would stay with each.
+    Otherwise each thread keeps what it read, wrote or compressed for a moment.
     """
     _function("malloc_trim")(0)
 
 
 @contextlib.contextmanager
 def returned_early() -> Iterator[None]:
-    """Meanwhile the free end of each thread's heap goes back at once (glibc).
+    """Return the free end of each thread's heap at once, while active (glibc).
 
     Once blocks of 32 MiB have been freed, glibc keeps 64 MiB of each heap, of which
     `give_back` returns none but of the first. 344 MB restored by 8 threads' heaps took
@@ -55,26 +55,25 @@ def returned_early() -> Iterator[None]:
 
 
 def share_heaps() -> None:
-    """From now on threads share as many heaps as this process has cores (glibc).
+    """Let threads share as many heaps as this process has cores, 2 to 8 (glibc).
 
-    Two at least, and eight at most. By itself glibc makes eight for each core of the
-    machine. Every save starts threads, and each heap that one of them comes to
-    fragments anew. It looks at the number once, when more than eight are there, so that
-    it is to be said before there are threads.
+    By itself glibc makes eight for each core of the machine. Every save starts threads,
+    and each heap that one of them uses fragments anew. Call it before threads start:
+    glibc reads the number once, when there are more than eight heaps.
     """
     if not _is_told("arena_max"):
         _function("mallopt")(_ARENA_MAX, min(max(_num_cores(), 2), _MOST_HEAPS))
 
 
 def _num_cores() -> int:
-    """Those that this process may run on, where the machine says."""
+    """Return the number of cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _is_told(name: str) -> bool:
-    """Whether the environment sets a parameter of malloc, by either of its names."""
+    """Return True if the environment sets a parameter of malloc, by either name."""
     variable = f"MALLOC_{name.upper()}"
     tunables = os.environ.get("GLIBC_TUNABLES", "").split(":")
     return (
@@ -86,7 +85,7 @@ def _is_told(name: str) -> bool:
 
 @functools.cache
 def _function(name: str) -> Callable[..., int]:
-    """Of the C library; one that does nothing where it has none of that name."""
+    """Return a function of the C library, or one that does nothing if it has none."""
     try:
         return getattr(ctypes.CDLL(None), name)
     except (OSError, AttributeError):

@@ -25,12 +25,12 @@ from meshpar.train.state import TrainState, split_constants
 
 @dataclass(frozen=True)
 class LayerOrder:
-    """Where the layers of one array lie.
+    """The order of the layers of one array.
 
     Args:
-        places: The layer at each place of the leading dim, -1 for a place without one;
-            None for an array that has no layers or has them first to last.
-        dim: The dim that they are places of.
+        places: The layer at each place of a dim, -1 for a place without one; None for
+            an array that has no layers or has them first to last.
+        dim: The dim of layers.
     """
 
     places: tuple[int, ...] | None = None
@@ -38,11 +38,11 @@ class LayerOrder:
 
     @property
     def num_layers(self) -> int:
-        """Layers at the places."""
+        """Number of layers."""
         return max(self.places or ()) + 1
 
     @property
-    def place_of_layer(self) -> tuple[int, ...]:
+    def layer_places(self) -> tuple[int, ...]:
         """The place of each layer, first to last."""
         places = self.places or ()
         return tuple(places.index(layer) for layer in range(self.num_layers))
@@ -61,7 +61,7 @@ def layer_orders(
     in_order = LayerOrder()
 
     params, model_state = (
-        jax.tree.map(_order_of, tree, is_leaf=is_parameter)
+        jax.tree.map(_order, tree, is_leaf=is_parameter)
         for tree in (model.parameters, model.state)
     )
     return TrainState(
@@ -82,23 +82,23 @@ def layer_orders(
 
 
 def in_model_order(state: TrainState, orders: TrainState) -> TrainState:
-    """The state with the layers of every array first to last."""
+    """Return the state with the layers of every array first to last."""
 
     def put_back(array: jax.Array, order: LayerOrder) -> jax.Array:
         if order.places is None:
             return array
         struct = _in_model_order(array, cast(NamedSharding, array.sharding), order)
-        return _layers_at(order.place_of_layer, struct.sharding, order.dim)(array)
+        return _layers_at(order.layer_places, struct.sharding, order.dim)(array)
 
     return jax.tree.map(put_back, state, orders)
 
 
 def copied(state: TrainState, orders: TrainState) -> TrainState:
-    """What `in_model_order` gives of a state that is donated next.
+    """Return a state of `in_model_order` whose arrays are all its own.
 
     Args:
-        state: From it.
-        orders: For every array: those in order are the other state's own, and copied.
+        state: The result of `in_model_order`, whose argument is donated next.
+        orders: For every array; arrays in order are the other state's, and copied.
     """
 
     def copy(array: jax.Array, order: LayerOrder) -> jax.Array:
@@ -110,9 +110,9 @@ def copied(state: TrainState, orders: TrainState) -> TrainState:
 def arranged_within(
     state: TrainState, orders: TrainState, shardings: TrainState
 ) -> TrainState:
-    """Undoes `in_model_order` where the layers are not the first dim.
+    """Undo `in_model_order` for arrays whose layers are not the first dim.
 
-    Those of the first dim are read to their places.
+    Layers of the first dim are read to their places.
     """
 
     def arrange(
@@ -126,7 +126,7 @@ def arranged_within(
 
 
 def laid_out(array: jax.Array, order: LayerOrder, sharding: NamedSharding) -> jax.Array:
-    """A copy of an array with its layers first to last, every layer at its place."""
+    """Return a copy of an array in model order with every layer at its place."""
     if order.places is None:
         # Never the same buffers: what is made here is donated.
         return _copied(sharding)(jax.device_put(array, sharding))
@@ -137,11 +137,11 @@ def laid_out(array: jax.Array, order: LayerOrder, sharding: NamedSharding) -> ja
 def model_order_structs(
     shapes: TrainState, shardings: TrainState, orders: TrainState
 ) -> TrainState:
-    """Shape, dtype and sharding of every array of `in_model_order`."""
+    """Return shape, dtype and sharding of every array of `in_model_order`."""
     return jax.tree.map(_in_model_order, shapes, shardings, orders)
 
 
-def _order_of(parameter: Parameter) -> LayerOrder:
+def _order(parameter: Parameter) -> LayerOrder:
     if parameter.places == tuple(range(parameter.num_layers or 0)):
         return LayerOrder()
     return LayerOrder(parameter.places)
@@ -160,7 +160,7 @@ def _in_model_order(
 def _divisible(
     sharding: NamedSharding, shape: tuple[int, ...], of_layers: int
 ) -> NamedSharding:
-    """The sharding, what splits the layers moved to a dim that divides if they do not.
+    """Return the sharding, with the axes of layers that do not divide on another dim.
 
     4 layers in 3 stages lie in 6 places, which three ranks can share; the layers cannot
     be shared, but the values of each layer can.
@@ -229,7 +229,7 @@ def _layers_at(
 
 
 def check_seed(seed: int) -> None:
-    """Refuses what no first state derives from.
+    """Refuse a seed that no first state derives from.
 
     Raises:
         InputError: `seed` is no whole number from 0 to 2**32 - 1.
@@ -250,16 +250,16 @@ def check_seed(seed: int) -> None:
 def placed_start(
     model: Model, shardings: TrainState, params: Mapping | None, model_state: Mapping
 ) -> tuple[Params, Params]:
-    """Parameters and model state that are given, each device's part of them on it.
+    """Return given parameters and model state, each device's part on the device.
 
     Args:
-        model: Arranged for its stages.
-        shardings: Of all that its step keeps.
+        model: The model, arranged for its stages.
+        shardings: The sharding of every array of the step's state.
         params: All parameters as `step.init` takes them; None for drawn ones.
         model_state: The state or a part of it.
 
     Raises:
-        InputError: What is given is not of this model.
+        InputError: The given values are not of this model.
     """
     shardings = split_constants(model, shardings)
     values = replace(shardings, params=dict(params or {}), model_state=model_state)
@@ -277,7 +277,7 @@ def placed_values(
     *,
     partly: bool = False,
 ) -> Params:
-    """Given values on the devices, every layer at its place.
+    """Return given values on the devices, every layer at its place.
 
     Args:
         given: Nested dict of values, layers first to last.
@@ -346,12 +346,12 @@ def _placed(
 
 
 def values_at(value: Any, spans: tuple, parameter: Parameter) -> np.ndarray:
-    """A part of a parameter as it lies; zeros at places without a layer.
+    """Return a part of a stacked parameter; zeros at places without a layer.
 
     Args:
-        value: Of the whole, layers first to last.
+        value: The whole value, layers first to last.
         spans: First index and the one after the last, dim by dim.
-        parameter: Whose value it is, arranged for its stages.
+        parameter: The parameter, arranged for its stages.
     """
     slices = tuple(slice(*span) for span in spans)
     if parameter.layer_order is None:
@@ -366,7 +366,7 @@ def values_at(value: Any, spans: tuple, parameter: Parameter) -> np.ndarray:
 
 
 def _by_path(tree: Any) -> dict[str, Any]:
-    """Path -> leaf of a nested dict, whatever the leaves are."""
+    """Return path -> leaf of a nested dict, whatever the leaves are."""
     leaves = jax.tree.leaves_with_path(
         tree, is_leaf=lambda node: not isinstance(node, Mapping)
     )

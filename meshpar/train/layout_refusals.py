@@ -1,4 +1,4 @@
-"""What the training step refuses of a layout alone. No jax: the planner asks too."""
+"""Errors of `make_train_step` for a layout alone, without jax for the planner."""
 
 from __future__ import annotations
 

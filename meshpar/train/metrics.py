@@ -14,7 +14,7 @@ from meshpar.foreign_files import parse_json
 
 
 class JsonLines:
-    """Appends one JSON object per row to a file, so that a cut-off run keeps them all.
+    """Append one JSON object per row to a file, so that a cut-off run keeps them all.
 
     Args:
         path: The file; its folder is made. What it holds already is kept.
@@ -26,7 +26,7 @@ class JsonLines:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, **row: float | int | str | None) -> None:
-        """Writes one row and hands it to the operating system.
+        """Write one row and hand it to the operating system.
 
         JSON has no NaN and no infinity: a number that is not finite is written as null.
 
@@ -52,7 +52,7 @@ class JsonLines:
 
 
 def cut_rows(path: Path, stale: Callable[[dict[str, Any]], bool]) -> None:
-    """Cuts a file of rows at the first that is stale, or that a crash left unfinished.
+    """Cut a file of rows at the first that is stale, or that a crash left unfinished.
 
     Args:
         path: The file. Where there is none, or a pipe or device, nothing is done.

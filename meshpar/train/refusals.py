@@ -163,7 +163,7 @@ def _sends_no_tokens(model: Model) -> str | None:
 
 
 def refuse_schedule(layout: Layout) -> None:
-    """Refuses a layout that a schedule of one's own is given beside.
+    """Refuse a layout that does not allow a schedule of the user's own.
 
     Raises:
         InputError: It names a schedule itself, or has no stages.
@@ -208,7 +208,7 @@ def batch_refusal(
 
 
 def check_logits(model: Model) -> None:
-    """Refuses a model that has no `logits`.
+    """Refuse a model without `logits`.
 
     Raises:
         InputError: It has none.
@@ -221,7 +221,7 @@ def check_logits(model: Model) -> None:
 
 
 def rule_refusals(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError]]:
-    """Each logical axis whose rule `make_train_step` refuses, with the error."""
+    """Yield each logical axis whose rule `make_train_step` refuses, and the error."""
     if "layers" in rules.stored.table:
         error = _layers_error(rules.stored.table["layers"], layout)
         if error is not None:
@@ -251,7 +251,7 @@ def rule_refusals(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError
 
 
 def _split_by(layout: Layout) -> tuple[str, ...]:
-    """The mesh axes that split its batch."""
+    """Return the mesh axes that split the batch of a layout."""
     if layout.expert > 1:
         return BATCH_AXES
     return tuple(axis for axis in BATCH_AXES if axis != "expert")
@@ -271,7 +271,7 @@ def _batch_rule(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError]]
 
 
 def _unused_zero_keys(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError]]:
-    """Keys of ZeRO that the rules for stored parameters leave without effect."""
+    """Yield keys of ZeRO without effect under the rules of stored parameters."""
     if layout.zero != 3 or "zero_axes" in zero_refusals(layout):
         return
     split, text = zero_split_axes(layout, rules), repr(str(layout))
@@ -298,7 +298,7 @@ def _unused_zero_keys(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleE
 
 
 def _split_replicas(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError]]:
-    """Local steps of replicas that have no parameters of their own."""
+    """Yield rules that split the parameters of replicas of local steps."""
     for logical_axis, mesh_axes in rules.stored.table.items():
         shares = layout.sync_every > 1 and logical_axis != "batch"
         if shares and "data" in mesh_axes:
@@ -325,8 +325,8 @@ def _context_error(logical_axis: str) -> RuleError:
 
 
 def _layers_error(mesh_axes: tuple[str, ...], layout: Layout) -> RuleError | None:
-    at_work = tuple(axis for axis in mesh_axes if layout.mesh_shape[axis] > 1)
-    if set(mesh_axes) & (set(ZERO_AXES) - {"expert"}) or set(at_work) - {"stage"}:
+    active = tuple(axis for axis in mesh_axes if layout.mesh_shape[axis] > 1)
+    if set(mesh_axes) & (set(ZERO_AXES) - {"expert"}) or set(active) - {"stage"}:
         return RuleError(
             "claimed_twice",
             f"logical axis 'layers' is mapped to {mesh_axes}, but every device runs "
@@ -334,7 +334,7 @@ def _layers_error(mesh_axes: tuple[str, ...], layout: Layout) -> RuleError | Non
             "'embed', and 'layers' to 'stage' or nothing",
             key="rules.split_layers",
         )
-    if layout.stage > 1 and not at_work:
+    if layout.stage > 1 and not active:
         return RuleError(
             "unknown",
             f"logical axis 'layers' is mapped to {mesh_axes or None}, but "
@@ -378,11 +378,7 @@ def _batch_axis_error(logical_axis: str, mesh_axis: str) -> RuleError:
 def refuse_by_host(
     gradient_reduction: str, layout: Layout, mesh: Mesh | AbstractMesh, platform: str
 ) -> None:
-    """Refuses sums by host where they are not to be had, or nothing would change.
-
-    Raises:
-        InputError: They are asked for there.
-    """
+    """Refuse `by_host` where it is not supported, or changes nothing."""
     if gradient_reduction == "flat":
         return
     asked = f"gradient_reduction={gradient_reduction!r}"
@@ -431,7 +427,7 @@ def idle_message(axis: str, size: int) -> str:
     )
 
 
-def warn_of_idle_tensor(model: Model, placement: Placement) -> None:
+def warn_idle_tensor(model: Model, placement: Placement) -> None:
     """Warn where a layout has `tensor`, and the model names nothing that it splits.
 
     Every other mesh axis splits examples, tokens, layers or experts by itself.

@@ -1,4 +1,4 @@
-"""One number for each metric of replicas: of those here, and of all processes'."""
+"""One number for each metric of replicas, on this process and over all processes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from meshpar.parallel.reduction import safe_inverse
 
 SUMMED = ("weight_sum", "skipped")
-"""What is added up over replicas. Of `grad_norm` they have a mean; of all else, the
-loss among it, a mean weighted by `weight_sum`, as of one batch."""
+"""Metrics that are added up over replicas. `grad_norm` is averaged; all others, such as
+the loss, are averaged with weights `weight_sum`, as in one batch."""
 
 
 def local_replica_metrics(metrics: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Scalars of (replicas,) arrays: means and sums (`SUMMED`) over replicas here.
+    """Return means and sums (`SUMMED`) of (replicas,) arrays over local replicas.
 
-    Nothing crosses the link between processes; of one process they are of all replicas.
+    Nothing crosses the link between processes; a single process has all replicas.
     """
     parts = [_parts(array) for array in metrics.values()]
     here = next(iter(parts[0][0].devices()))
@@ -26,19 +26,19 @@ def local_replica_metrics(metrics: Mapping[str, jax.Array]) -> dict[str, jax.Arr
 
 
 def num_local_replicas(metric: jax.Array) -> int:
-    """Replicas that this process holds devices of, by a (replicas,) array."""
+    """Return the number of replicas that this process holds devices of."""
     return len(_parts(metric))
 
 
 def combined_metrics(
     rows: Sequence[Mapping[str, float]], here: Sequence[int], num_replicas: int
 ) -> dict[str, float]:
-    """One row of metrics of those of all processes.
+    """Return one row of metrics for the rows of all processes.
 
     Args:
-        rows: Of each process.
-        here: How many replicas each holds devices of; several may share one.
-        num_replicas: Of all.
+        rows: The row of each process.
+        here: Number of replicas that each holds devices of; several may share one.
+        num_replicas: Number of all replicas.
 
     Example:
         >>> rows = [{"loss": 1.0, "weight_sum": 30}, {"loss": 2.0, "weight_sum": 10}]
@@ -63,7 +63,7 @@ def combined_metrics(
 
 
 def _parts(array: jax.Array) -> list[jax.Array]:
-    """Of each replica here one device's copy."""
+    """Return one device's copy for each local replica."""
     of_replica = {
         shard.index[0].start or 0: shard.data for shard in array.addressable_shards
     }

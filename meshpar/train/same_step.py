@@ -82,7 +82,7 @@ def _sums(params: Any) -> dict[str, int]:
 
 
 def _place(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
-    """A shard's place as NumPy writes it; empty where it is the whole array.
+    """Return a shard's place as NumPy writes it; empty if it is the whole array.
 
     Example:
         >>> _place((slice(0, 2), slice(None)), (4, 3))
@@ -99,12 +99,12 @@ DeviceSums = dict[tuple[str, str], int]
 
 
 def replay(step: TrainStep, state: TrainState, batch: Batch) -> str | None:
-    """What two computations of the same loss and gradients differ in, one line.
+    """Compute loss and gradients twice, and return a line on what differs, or None.
 
     One program on one state and one batch gives the same bits again, as long as its
     devices are sound. It takes twice the gradients' time, and their memory once. An
     error spreads through reductions, so that the device that made it is one of those
-    named. None where nothing differs on this process's devices.
+    named. Only this process's devices are compared.
 
     Args:
         step: The compiled step.
@@ -117,7 +117,7 @@ def replay(step: TrainStep, state: TrainState, batch: Batch) -> str | None:
 
 
 def difference(first: DeviceSums, second: DeviceSums) -> str | None:
-    """The arrays and devices whose bits are others.
+    """Return a line on the arrays and devices whose bits differ, or None.
 
     Example:
         >>> difference({("loss", "cpu:0"): 1}, {("loss", "cpu:0"): 2})

@@ -62,7 +62,7 @@ from meshpar.train.refusals import (
     refuse,
     refuse_by_host,
     refuse_schedule,
-    warn_of_idle_tensor,
+    warn_idle_tensor,
 )
 from meshpar.train.replica_metrics import local_replica_metrics
 from meshpar.train.state import (
@@ -279,7 +279,7 @@ def make_train_step(
     outer_optimizer = _outer_optimizer(layout, outer_optimizer)
     refuse_by_host(gradient_reduction, layout, mesh, options.platform)
     step = TrainStep(replace(options, outer_optimizer=outer_optimizer))
-    warn_of_idle_tensor(model, step.placement)
+    warn_idle_tensor(model, step.placement)
     for path, num_bytes in step.whole_states():
         message = whole_state_message(path, num_bytes)
         warnings.warn(message, WholeStateWarning, stacklevel=2)

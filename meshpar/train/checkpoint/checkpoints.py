@@ -21,9 +21,9 @@ from meshpar.errors import local_path
 from meshpar.train.checkpoint.choice import (
     CheckpointError,
     Choice,
+    error_reason,
     explained,
     hide_late_answers,
-    reason_of,
 )
 from meshpar.train.checkpoint.files import read_run, remove_parts, write_checksums
 from meshpar.train.checkpoint.portable import portable, unported
@@ -55,15 +55,15 @@ class Checkpoints:
     in fewer bits are rounded to nearest.
 
     Args:
-        directory: Where they lie; made when absent.
-        keep: How many to keep.
+        directory: Their folder; made when absent.
+        keep: Number of checkpoints to keep.
         keep_every: Keep each whose step divides by it, too.
-        processes: Of this run; they share out what is checked.
-        layer_orders: Where the layers of every array lie, `TrainStep.layer_orders`;
+        processes: Processes of this run, which share the checks.
+        layer_orders: Order of the layers of every array, `TrainStep.layer_orders`;
             first to last when absent.
 
     Attributes:
-        directory: Where they lie.
+        directory: Their folder.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Checkpoints:
         ) as error:  # Of files that Orbax reads here, and has not written.
             raise CheckpointError(
                 f"the checkpoints in {str(directory)!r} cannot be listed: "
-                f"{reason_of(error, self.directory)}; move the one away whose "
+                f"{error_reason(error, self.directory)}; move the one away whose "
                 "_CHECKPOINT_METADATA was changed",
                 key="checkpoint.unreadable",
             ) from error
@@ -115,10 +115,7 @@ class Checkpoints:
 
     @property
     def latest_step(self) -> int | None:
-        """Step of the newest checkpoint; None when there is none.
-
-        Whoever asks for it, or reads, waits for what is being saved.
-        """
+        """Step of the newest checkpoint, once a save has ended; None without any."""
         self._settle()
         return self._manager.latest_step()
 
@@ -129,19 +126,19 @@ class Checkpoints:
 
     @property
     def damaged(self) -> dict[int, str]:
-        """Step -> what is wrong with the checkpoints that were passed over."""
+        """Step -> damage of the checkpoints that were passed over."""
         return self._choice.damaged
 
     def save(
         self, state: TrainState, run: dict[str, Any], *, wait: bool = True
     ) -> None:
-        """Writes a state, and what describes its run, as one checkpoint.
+        """Write a state and a description of its run as one checkpoint.
 
         Args:
-            state: What to keep.
+            state: The state.
             run: Plain JSON values: layout line, seed and so on.
             wait: Until it is written; else only until the state may be given to a step.
-                What goes wrong then is an error of the next `save` or `finish`.
+                A later error is then raised by the next `save` or `finish`.
 
         Raises:
             CheckpointError: It could not be written, for example on a full disk, or,
@@ -190,7 +187,7 @@ class Checkpoints:
                 )
 
     def forget_after(self, step: int) -> None:
-        """Deletes the checkpoints of later steps, which another run of them replaces.
+        """Delete the checkpoints of later steps, which are trained again.
 
         Raises:
             CheckpointError: What was being saved could not be written.
@@ -201,7 +198,7 @@ class Checkpoints:
                 self._manager.delete(later)
 
     def finish(self) -> None:
-        """Waits until what is being saved is written.
+        """Wait until a save has ended.
 
         Raises:
             CheckpointError: It could not be.
@@ -211,10 +208,10 @@ class Checkpoints:
             raise failed
 
     def newest_good(self, at_most: int | None = None) -> int | None:
-        """Step of the newest checkpoint without damage, which is what is read then.
+        """Return the step of the newest checkpoint without damage, to be read next.
 
-        Every file is read once and compared with its checksum. None where there is no
-        checkpoint, or a damaged one alone: reading that says what is wrong.
+        Every file is read once and compared with its checksum. None if there is no
+        checkpoint, or only damaged ones: reading says what is wrong.
 
         Args:
             at_most: Only up to this step.
@@ -223,7 +220,7 @@ class Checkpoints:
         return self._choice.newest_good(at_most)
 
     def run_of_latest(self) -> dict[str, Any]:
-        """What described the run at the newest checkpoint.
+        """Return the description of the run at the newest checkpoint.
 
         Raises:
             CheckpointError: There is none, or it cannot be read.
@@ -238,13 +235,13 @@ class Checkpoints:
         *,
         check: Callable[[Path], None] | None = None,
     ) -> TrainState:
-        """The newest state, laid out as `shardings` say, whatever layout wrote it.
+        """Return the newest state under `shardings`, whatever layout wrote it.
 
         Args:
             shapes: `jax.ShapeDtypeStruct` of every array.
             shardings: The sharding of every array.
-            check: Given the folder of the state, before shapes are compared; refuses
-                what they would not explain.
+            check: Called with the folder of the state before shapes are compared, for
+                refusals that shapes would not explain.
 
         Raises:
             CheckpointError: There is none, it cannot be read, or it is of another
@@ -277,7 +274,7 @@ class Checkpoints:
     def _begin(
         self, step: int, state: TrainState, run: dict[str, Any], wait: bool
     ) -> None:
-        """Starts to save; what goes wrong is for `_failure` to tell."""
+        """Start to save; `_failure` tells errors."""
         if self._processes.is_first and not self._has_saved:
             remove_parts(self.directory)  # Of runs that were killed while they saved.
         self._has_saved = True
@@ -297,13 +294,13 @@ class Checkpoints:
             saving.wait_until_begun()
 
     def _failure(self) -> CheckpointError | None:
-        """Waits for what is being saved; what a save has failed of, told once."""
+        """Wait for a save, and return its error, once."""
         self._settle()
         failed, self._failed = self._failed, None
         return failed
 
     def _settle(self) -> None:
-        """Waits for what is being saved; its error is for `_failure` to tell."""
+        """Wait for a save; `_failure` tells its error."""
         saving = self._saving
         error = saving.end() if saving else None
         self._saving = None  # Not before: Ctrl-C may end the wait.
@@ -316,7 +313,8 @@ class Checkpoints:
         where = repr(str(self.directory))
         what = f"checkpoint of step {saving.step} not written to {where}"
         self._failed = CheckpointError(
-            f"{what}: {reason_of(error, self.directory)}", key="checkpoint.not_written"
+            f"{what}: {error_reason(error, self.directory)}",
+            key="checkpoint.not_written",
         )
         self._failed.__cause__ = error
 
@@ -346,7 +344,7 @@ class Checkpoints:
                 )
 
     def _stored_shapes(self, step: int) -> dict[str, tuple[int, ...]]:
-        """By path; empty where it cannot be told, which is for reading to report."""
+        """Return shapes by path; none if they cannot be read, which reading reports."""
         try:
             metadata = self._manager.item_metadata(step)["state"]
             return shapes_by_path(getattr(metadata, "tree", metadata))
@@ -373,13 +371,13 @@ def _struct(shape: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 
 class Saving:
-    """One checkpoint until it stands whole on the disk.
+    """One checkpoint while it is written to the disk.
 
     Args:
-        manager: Orbax's, which writes it.
-        directory: Where it lies in a folder of its step.
-        step: Of its state.
-        processes: Of the run; each notes checksums of its share of the files.
+        manager: Orbax's manager, which writes it.
+        directory: Folder of the checkpoints.
+        step: Step of its state.
+        processes: Processes of the run; each notes checksums of its share of files.
     """
 
     def __init__(
@@ -397,10 +395,10 @@ class Saving:
         self._log = _Withheld()
 
     def begin(self, args: Any, writer: Executor) -> None:
-        """Starts to save; errors are for `end` to return.
+        """Start to save; `end` returns errors.
 
         Args:
-            args: What Orbax saves. Its arrays must not change before
+            args: Orbax's arguments. The arrays must not change before
                 `wait_until_begun`.
             writer: One thread for all saves and for closing the manager: Orbax tells
                 each thread that waits for a save once what it failed of.
@@ -411,11 +409,11 @@ class Saving:
         self._written = writer.submit(self._write)
 
     def wait_until_begun(self) -> None:
-        """Until Orbax has taken the arrays, or could not."""
+        """Wait until Orbax has taken the arrays, or has failed."""
         self._is_begun.wait()
 
     def end(self) -> Exception | None:
-        """Waits until all is written; what went wrong, if something did."""
+        """Wait until all is written, and return the error, if any."""
         error = cast(Exception | None, self._written.exception())
         logging.getLogger("absl").removeFilter(self._log)
         if error is None:
@@ -445,7 +443,7 @@ class Saving:
             self._seal()
 
     def _start(self) -> bool:
-        """Keeps no array: what Orbax needs it holds itself, as long as it does."""
+        """Start the save and keep no array: Orbax holds those that it needs."""
         save, self._save = self._save, None
         return save is not None and save() is not False
 
@@ -459,16 +457,16 @@ class Saving:
 
 
 def _clear_frames(error: BaseException | None) -> None:
-    """Lets go of the arrays in the frames of an error, and of what caused it."""
+    """Release the arrays in the frames of an error and of its causes."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
 class _Withheld(logging.Filter):
-    """Keeps back the tracebacks that Orbax's threads log.
+    """Withhold the tracebacks that Orbax's threads log.
 
-    They log what ends them before the error comes to whoever waits for them.
+    They log what ends them before their error reaches the thread that waits for them.
     """
 
     def __init__(self) -> None:
@@ -481,6 +479,6 @@ class _Withheld(logging.Filter):
         return not record.exc_info
 
     def tell(self) -> None:
-        """Logs them: no error came of them, so that nobody else tells."""
+        """Log them, if no error was raised that tells the same."""
         for record in self._records:
             logging.getLogger("absl").handle(record)

@@ -32,7 +32,7 @@ class UncheckedCheckpointWarning(UserWarning):
 
 
 def warn_unchecked(step: int, directory: Path | str) -> None:
-    """Warns that a checkpoint which is read has no checksums."""
+    """Warn that a checkpoint which is read has no checksums."""
     warnings.warn(
         f"checkpoint of step {step} in {str(directory)!r} has no checksums, so "
         "damage to its files cannot be detected",
@@ -43,11 +43,11 @@ def warn_unchecked(step: int, directory: Path | str) -> None:
 
 @contextlib.contextmanager
 def explained(directory: Path, what: str) -> Iterator[None]:
-    """Whatever goes wrong inside as a `CheckpointError` that begins with `what`.
+    """Raise any error inside as a `CheckpointError` that begins with `what`.
 
     Args:
-        directory: Of the checkpoints, whose disk may be full.
-        what: Could not be done.
+        directory: Folder of the checkpoints, whose disk may be full.
+        what: Words for what could not be done.
     """
     hide_late_answers()
     try:
@@ -56,12 +56,12 @@ def explained(directory: Path, what: str) -> Iterator[None]:
         raise
     except Exception as error:  # Orbax and TensorStore raise kinds of their own.
         raise CheckpointError(
-            f"{what}: {reason_of(error, directory)}", key="checkpoint.unreadable"
+            f"{what}: {error_reason(error, directory)}", key="checkpoint.unreadable"
         ) from error
 
 
-def reason_of(error: Exception, directory: Path) -> str:
-    """The first telling line of an error, or that the disk is full where it is."""
+def error_reason(error: Exception, directory: Path) -> str:
+    """Return the first informative line of an error, or that the disk is full."""
     text = str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     # Orbax introduces what it found by a line of its own that ends in a colon.
@@ -114,13 +114,13 @@ class Choice:
     """The checkpoint that is read, once it is chosen, and those passed over for it.
 
     Args:
-        manager: Orbax's, which knows what there is.
-        directory: Where they lie, each in a folder of its step.
-        processes: Of the run; they share out what is checked, and choose the same.
+        manager: Orbax's manager of the folder.
+        directory: Folder of the checkpoints, each in a folder of its step.
+        processes: Processes of the run, which share the checks and choose the same.
 
     Attributes:
-        step: Of the chosen one; None before, and when another has been saved since.
-        damaged: Step -> what is wrong with the checkpoints that were passed over.
+        step: Step of the chosen one; None before, and once another has been saved.
+        damaged: Step -> damage of the checkpoints that were passed over.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Choice:
         self._processes = processes
 
     def newest_good(self, at_most: int | None = None) -> int | None:
-        """Chooses the newest checkpoint without damage; see `Checkpoints`."""
+        """Choose the newest checkpoint without damage; see `Checkpoints`."""
         for step in sorted(self._manager.all_steps(), reverse=True):
             if step in self.damaged or (at_most is not None and step > at_most):
                 continue
@@ -157,17 +157,17 @@ class Choice:
         reader: Callable[[Path], Any],
         check: Callable[[int], None] = lambda step: None,
     ) -> Any:
-        """What a reader finds in the newest checkpoint that all processes can read.
+        """Read the newest checkpoint that all processes can read.
 
-        One whose files have the bytes that were written is no damaged one, whatever
-        goes wrong while it is read.
+        An error in a checkpoint whose files match their checksums is raised; a damaged
+        one is passed over.
 
         Args:
-            reader: Folder of a checkpoint -> what it has of it; waits for no process.
+            reader: Folder of a checkpoint -> its contents; waits for no process.
             check: Refuses the checkpoint of a step.
 
         Raises:
-            CheckpointError: There is none; of the newest, or of one without damage.
+            CheckpointError: There is none, or the newest cannot be read.
         """
         first: CheckpointError | None = None
         while True:
@@ -184,7 +184,7 @@ class Choice:
                     found = reader(folder)
             except CheckpointError as one:
                 here = one
-            error = self._of_any_process(here)
+            error = self._error_of_any(here)
             if error is None:
                 return found
             first = first or error
@@ -197,7 +197,7 @@ class Choice:
             self.damaged[step], self.step = str(error), None
 
     def move_damaged_aside(self) -> None:
-        """So that a run that goes on from an earlier one can save those steps again.
+        """Rename damaged checkpoints, so that their steps can be saved again.
 
         Raises:
             CheckpointError: They cannot be renamed.
@@ -218,11 +218,11 @@ class Choice:
         self.damaged = {}
 
     def unreadable(self, step: int | None) -> str:
-        """The beginning of an error."""
+        """Return the beginning of an error message."""
         return f"checkpoint of step {step} in {str(self._directory)!r} cannot be read"
 
-    def _of_any_process(self, error: CheckpointError | None) -> CheckpointError | None:
-        """This process's error, or another's: what one cannot read none does."""
+    def _error_of_any(self, error: CheckpointError | None) -> CheckpointError | None:
+        """Return this process's error, or another's: all read the same checkpoint."""
         here = None if error is None else (str(error), error.key)
         other = next(filter(None, self._processes.gather(here)), None)
         if error is not None or other is None:

@@ -27,10 +27,10 @@ from meshpar.train.checkpoint.files import damage, has_checksums, read_run
 from meshpar.train.checkpoint.stored_arrays import chunk_cache, opened, stored
 
 _DATA = ("data", "windows", "text", "seq", "global_batch")
-"""What a run's description says of where its data stand."""
+"""Names in a run's description that give its place in its data."""
 
 _NO_CONFIG = ("layout", "data", "windows")
-"""What of it is no option."""
+"""Names in it that are no options."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,23 +49,23 @@ class ArrayFound:
 
     @property
     def bytes(self) -> int:
-        """Of all its values."""
+        """Bytes of all its values."""
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """A checkpoint but for the values of its arrays.
+    """A checkpoint without the values of its arrays.
 
     Args:
-        directory: Of the run's checkpoints.
+        directory: Folder of the run's checkpoints.
         step: Steps done.
-        steps: Of all checkpoints there.
-        layout: That wrote it; None where nobody said.
+        steps: Steps of all checkpoints there.
+        layout: The layout that wrote it; None if it is not noted.
         config: Options of its run.
-        data: Where the run stood in its data.
-        arrays: All of them.
-        damage: What is wrong with its files; None where they are as written.
+        data: The run's place in its data.
+        arrays: Every array.
+        damage: Damage of its files, in words; None without any.
         has_checksums: Whether it has checksums; without them damage is not found.
     """
 
@@ -80,22 +80,22 @@ class Contents:
     has_checksums: bool
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return asdict(self)
 
 
 def read_contents(path: Path, step: int | None = None) -> Contents:
-    """What is in a checkpoint.
+    """Return the contents of a checkpoint, without its arrays.
 
     Args:
         path: The folder of a run, of its checkpoints, or of one of them.
-        step: Which; the newest when absent.
+        step: The step; the newest when absent.
 
     Raises:
         CheckpointError: There is none, or it cannot be read.
     """
     directory, named = _found(local_path("checkpoint", path))
-    steps = steps_of(directory)
+    steps = saved_steps(directory)
     chosen = next(one for one in (step, named, steps[-1]) if one is not None)
     if chosen not in steps:
         raise CheckpointError(
@@ -128,7 +128,7 @@ def read_contents(path: Path, step: int | None = None) -> Contents:
 
 
 def _found(path: Path) -> tuple[Path, int | None]:
-    """The folder of checkpoints, and the step that the path itself names."""
+    """Return the folder of checkpoints, and the step that the path itself names."""
     if not path.is_dir():
         raise CheckpointError(
             f"no folder {str(path)!r}; name a run's or a checkpoint's",
@@ -137,7 +137,7 @@ def _found(path: Path) -> tuple[Path, int | None]:
     if path.name.isdecimal() and (path / "state").is_dir():
         return path.parent, int(path.name)
     for directory in (path / "checkpoints", path):
-        if directory.is_dir() and steps_of(directory):
+        if directory.is_dir() and saved_steps(directory):
             return directory, None
     raise CheckpointError(
         f"no checkpoint in {str(path)!r}; name the folder of a run (--out), of its "
@@ -146,8 +146,8 @@ def _found(path: Path) -> tuple[Path, int | None]:
     )
 
 
-def steps_of(directory: Path) -> list[int]:
-    """Of the checkpoints of a folder, in order."""
+def saved_steps(directory: Path) -> list[int]:
+    """Return the steps of a folder's checkpoints, in order."""
     return sorted(
         int(path.name)
         for path in directory.iterdir()
@@ -207,14 +207,14 @@ def _mean(array: np.ndarray) -> np.ndarray:
 
 
 def read_arrays(path: Path, step: int | None = None) -> tuple[Contents, dict[str, Any]]:
-    """What a checkpoint says of itself, and its arrays as a tree, none read yet.
+    """Return the contents of a checkpoint, and its arrays as a tree, none read yet.
 
-    Of local steps the parameters are those that the replicas last had in common, as
-    `TrainStep.parameters` has them, and the model's state is the replicas' mean.
+    With local steps the parameters are those that the replicas last had in common, as
+    in `TrainStep.parameters`, and the model's state is the replicas' mean.
 
     Args:
         path: The folder of a run, of its checkpoints, or of one of them.
-        step: Which; the newest when absent.
+        step: The step; the newest when absent.
 
     Raises:
         CheckpointError: There is none, or its files are not as they were written.
@@ -238,7 +238,7 @@ def read_arrays(path: Path, step: int | None = None) -> tuple[Contents, dict[str
 def _model_arrays(
     contents: Contents, folder: Path
 ) -> Iterator[tuple[tuple[str, ...], StoredArray]]:
-    """Parameters and state of the model, and where in the tree each is."""
+    """Yield parameters and state of the model, and the place of each in the tree."""
     cache = chunk_cache()
     shapes = {tuple(one.path.split(".")): one.shape for one in contents.arrays}
     layout = contents.layout
@@ -255,7 +255,7 @@ def _model_arrays(
 
 
 def _start(contents: Contents, paths: Collection[tuple[str, ...]]) -> tuple[str, ...]:
-    """Where an optimizer state has what replicas have in common (`WithOuter.start`)."""
+    """Return the path of the replicas' common parameters (`WithOuter.start`)."""
     params = {path[1:] for path in paths if path[0] == "params"}
     # The second is beside parameters that are kept in fp32 (`Mastered`).
     for above in (("opt_state", "start"), ("opt_state", "inner", "start")):
@@ -273,7 +273,7 @@ def _start(contents: Contents, paths: Collection[tuple[str, ...]]) -> tuple[str,
 _TEXT, _WHOLE, _NUMBER = (str,), (int,), (int, float)
 _OBJECT = (dict,)
 _MOST = 1 << 63
-"""Limit of a whole number, which counts something."""
+"""Limit of a whole number, which is a count."""
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("layout", "layout_asked", "data", "chat_date"), _TEXT),
@@ -284,13 +284,13 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "model_sizes": _OBJECT,
     "lora": (*_OBJECT, type(None)),
 }
-"""Name -> what it may be, where it is there."""
+"""Name -> its types, if it is there."""
 
 _LISTS: Mapping[str, type] = {
     **dict.fromkeys(("text", "sources", "validation_data", "formats"), str),
     "stop_tokens": int,
 }
-"""Name -> of what it is a list, where it is there."""
+"""Name -> type of the list's items, if it is there."""
 
 
 def check_description(said: Mapping[str, Any], where: str) -> None:
@@ -307,11 +307,11 @@ def check_description(said: Mapping[str, Any], where: str) -> None:
     """
     for name, value in said.items():
         if name in _TYPES:
-            is_right = _is_one_of(value, _TYPES[name])
+            is_right = _is_type(value, _TYPES[name])
         elif name in _LISTS:
             kind = (_LISTS[name],)
             is_list = isinstance(value, list | tuple)
-            is_right = is_list and all(_is_one_of(one, kind) for one in value)
+            is_right = is_list and all(_is_type(one, kind) for one in value)
         else:
             is_right = True
         if not is_right:
@@ -323,7 +323,7 @@ def check_description(said: Mapping[str, Any], where: str) -> None:
             )
 
 
-def _is_one_of(value: Any, kinds: tuple[type, ...]) -> bool:
+def _is_type(value: Any, kinds: tuple[type, ...]) -> bool:
     if isinstance(value, bool) or not isinstance(value, kinds):
         return False
     return not isinstance(value, int) or 0 <= value < _MOST

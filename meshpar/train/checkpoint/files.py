@@ -42,7 +42,7 @@ class Piece:
     length: int
 
     def crc32(self, folder: Path) -> int:
-        """Of its bytes, as many as there are."""
+        """Return the checksum of its bytes, as many as there are."""
         crc, left = 0, self.length
         with open_file(folder / self.name) as file:
             file.seek(self.start)
@@ -52,44 +52,44 @@ class Piece:
 
 
 def write_checksums(folder: Path, *, part: int = 0, num_parts: int = 1) -> None:
-    """Notes sizes and CRC-32s of the files below a folder in a file there.
+    """Write sizes and CRC-32s of the files below a folder to a file there.
 
     It appears at once and whole, or not at all.
 
     Args:
-        folder: Whose files will not change.
-        part: Which share of the pieces is noted.
-        num_parts: Among how many writers they are shared.
+        folder: The folder, whose files will not change.
+        part: Number of the share of the pieces that is noted.
+        num_parts: Number of writers that share them.
     """
-    pieces = _share(_pieces_of(folder), part, num_parts)
+    pieces = _share(_pieces(folder), part, num_parts)
     with ThreadPoolExecutor(_THREADS) as pool:
         crcs = list(pool.map(lambda piece: piece.crc32(folder), pieces))
     noted = [
         [piece.name, piece.size, piece.start, piece.length, crc]
         for piece, crc in zip(pieces, crcs, strict=True)
     ]
-    path = folder / _name_of(part, num_parts)
+    path = folder / _file_name(part, num_parts)
     unfinished = path.with_name(f"{path.name}.unfinished")
     unfinished.write_text(json.dumps(noted), encoding="utf-8")
     os.replace(unfinished, path)
 
 
 def has_checksums(folder: Path) -> bool:
-    """Whether what changes in a folder can be found: all of its pieces are noted."""
+    """Return True if changes in a folder can be found: all its pieces are noted."""
     noted = _noted_in(folder)
     return bool(noted) and not _missing(noted)
 
 
 def damage(folder: Path, *, part: int = 0, num_parts: int = 1) -> str | None:
-    """What is not as it was written, one line; None where all is, or none was noted.
+    """Return a line on the first file that has changed; None without any damage.
 
-    Where several processes were to note checksums and one has not, what it wrote cannot
-    be checked: that is damage too.
+    Without checksums there is none. If one of several processes has not noted its
+    checksums, its files cannot be checked: that is damage too.
 
     Args:
-        folder: Of `write_checksums`.
-        part: Which share of the pieces is read.
-        num_parts: Among how many readers they are shared, whoever has noted them.
+        folder: The folder of `write_checksums`.
+        part: Number of the share of the pieces that is read.
+        num_parts: Number of readers that share them, whoever has noted them.
     """
     crcs: dict[Piece, int] = {}
     noted = _noted_in(folder)
@@ -100,7 +100,7 @@ def damage(folder: Path, *, part: int = 0, num_parts: int = 1) -> str | None:
             return f"its file {path.name} cannot be read"
     pieces = _share(crcs, part, num_parts)
     with ThreadPoolExecutor(_THREADS) as pool:
-        told = pool.map(lambda one: _damage_of(folder, one, crcs[one]), pieces)
+        told = pool.map(lambda one: _piece_damage(folder, one, crcs[one]), pieces)
         found = next(filter(None, told), None)
     missing = _missing(noted)
     if found is None and missing:
@@ -112,7 +112,7 @@ def damage(folder: Path, *, part: int = 0, num_parts: int = 1) -> str | None:
     return found
 
 
-def _damage_of(folder: Path, piece: Piece, crc: int) -> str | None:
+def _piece_damage(folder: Path, piece: Piece, crc: int) -> str | None:
     try:
         state = (folder / piece.name).lstat()
         if not stat.S_ISREG(state.st_mode):
@@ -131,7 +131,7 @@ def _damage_of(folder: Path, piece: Piece, crc: int) -> str | None:
     return None
 
 
-def _pieces_of(folder: Path) -> Iterator[Piece]:
+def _pieces(folder: Path) -> Iterator[Piece]:
     for path in folder.rglob("*"):
         if path.is_file() and not path.name.startswith(Path(NAME).stem):
             size = path.stat().st_size
@@ -145,23 +145,23 @@ def _pieces_of(folder: Path) -> Iterator[Piece]:
 
 
 def _share(pieces: Iterable[Piece], part: int, num_parts: int) -> list[Piece]:
-    """Every `num_parts`-th from `part` on, the longest first."""
+    """Return every `num_parts`-th piece from `part` on, the longest first."""
     return sorted(pieces, key=lambda piece: (-piece.length, piece))[part::num_parts]
 
 
-def _name_of(part: int, num_parts: int) -> str:
+def _file_name(part: int, num_parts: int) -> str:
     name = Path(NAME)
     return NAME if num_parts == 1 else f"{name.stem}-{part}-of-{num_parts}{name.suffix}"
 
 
 def _missing(noted: list[Path]) -> list[str]:
-    """Files of checksums that others of the same checkpoint speak of."""
+    """Return the names of missing files of checksums."""
     names = {path.name for path in noted}
     if NAME in names:
         return []
     found = [match for name in names if (match := _OF_PART.fullmatch(name))]
     num_parts = max((int(match[1]) for match in found), default=1)
-    wanted = (_name_of(part, num_parts) for part in range(num_parts))
+    wanted = (_file_name(part, num_parts) for part in range(num_parts))
     return [name for name in wanted if name not in names] if names else []
 
 
@@ -190,10 +190,10 @@ def _inside(name: str) -> str:
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """What the checkpoint of a folder says of its run.
+    """Return the description of the run in a checkpoint's folder.
 
     Raises:
-        InputError: It says nothing that can be read.
+        InputError: It cannot be read.
     """
     return read_json_object(
         folder / "run" / "metadata",
@@ -203,7 +203,7 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def move_aside(folder: Path) -> None:
-    """Renames a step's folder to `damaged-STEP`, or -2 and so on after that."""
+    """Rename a step's folder to `damaged-STEP`, or -2 and so on after that."""
     if not folder.exists():
         return
     aside = folder.with_name(f"damaged-{folder.name}")
@@ -212,11 +212,11 @@ def move_aside(folder: Path) -> None:
 
 
 def remove_parts(directory: Path, step: str = "*") -> None:
-    """Deletes what is there of checkpoints that never got whole.
+    """Delete the parts of checkpoints that were never completed.
 
     Args:
-        directory: Of the checkpoints of a run that is saving none of those steps.
-        step: Of which step; of every one when absent.
+        directory: Folder of the checkpoints of a run that is saving none of them now.
+        step: The step; every step when absent.
     """
     for path in directory.glob(f"{step}.orbax-checkpoint-tmp*"):
         shutil.rmtree(path, ignore_errors=True)

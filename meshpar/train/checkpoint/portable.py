@@ -1,4 +1,4 @@
-"""A state as every `param_dtype` can read it: parameters once, in all the bits known.
+"""A state that every `param_dtype` can read: parameters once, in full precision.
 
 A master copy stands in the parameters' place: they are its values rounded to nearest,
 so they can be made from it again.
@@ -20,11 +20,7 @@ from meshpar.train.state import TrainState
 
 
 def portable(state: TrainState) -> TrainState:
-    """The state without what can be made again.
-
-    Args:
-        state: A state, or a tree like it of shapes, shardings or what else.
-    """
+    """Return the state, or a tree like it, without copies that can be made again."""
     if not isinstance(state.opt_state, Mastered):
         return state
     params = _with(state.params, state.opt_state.master)
@@ -34,13 +30,13 @@ def portable(state: TrainState) -> TrainState:
 def unported(
     state: TrainState, shapes: TrainState, shardings: TrainState
 ) -> TrainState:
-    """Undoes `portable` for a state of those shapes, which may have a master copy.
+    """Undo `portable` for a state of those shapes, which may have a master copy.
 
     Args:
         state: From `portable`, arrays of the dtypes and shardings of
             `portable(shapes)`.
-        shapes: Of the state wanted.
-        shardings: Of the state wanted.
+        shapes: Shapes of the wanted state.
+        shardings: Shardings of the wanted state.
     """
     if not isinstance(shapes.opt_state, Mastered):
         return state
@@ -59,7 +55,7 @@ def unported(
 
 
 def _with(tree: Any, other: Any) -> Any:
-    """A tree with the leaves of another in the place of those at the same paths."""
+    """Return a tree with the leaves of another at the same paths."""
     known = dict(jax.tree.leaves_with_path(other))
     return jax.tree.map_with_path(lambda path, leaf: known.get(path, leaf), tree)
 
@@ -68,7 +64,7 @@ def _with(tree: Any, other: Any) -> Any:
 def _rounded(
     dtype: Any, sharding: NamedSharding, from_host: bool
 ) -> Callable[[jax.Array], jax.Array]:
-    """An array -> its values in that dtype, laid out so."""
+    """Return the function that casts an array, with this sharding."""
 
     def rounded(array: jax.Array) -> jax.Array:
         if from_host:

@@ -42,7 +42,7 @@ _BLOCK_BYTES = (1 << 22, 1 << 28)
 
 
 def handler() -> ocp.PyTreeCheckpointHandler:
-    """What Orbax writes a tree of arrays with."""
+    """Return the Orbax handler that writes a tree of arrays."""
     of_arrays = ocp.type_handlers.ArrayHandler(
         min_slice_bytes_for_replica_parallel=_SLICE_BYTES
     )
@@ -54,13 +54,13 @@ def handler() -> ocp.PyTreeCheckpointHandler:
 
 
 def save_args(tree: Any) -> ocp.args.PyTreeSave:
-    """What Orbax is given to write a tree of arrays."""
+    """Return the arguments with which Orbax writes a tree of arrays."""
     in_chunks = ocp.SaveArgs(chunk_byte_size=chunk_bytes())
     return ocp.args.PyTreeSave(tree, jax.tree.map(lambda _: in_chunks, tree))
 
 
 def stored(folder: Path) -> dict[str, Any]:
-    """Path -> what is known of every array of a folder: name, shape, dtype, chunks.
+    """Return path -> name, shape, dtype and chunks of every array of a folder.
 
     Raises:
         ValueError: It holds something else than arrays.
@@ -75,7 +75,7 @@ def stored(folder: Path) -> dict[str, Any]:
 
 
 def opened(folder: Path, name: str, cache: tensorstore.Context | None = None) -> Any:
-    """One array of a folder, nothing of it read yet (`tensorstore.TensorStore`).
+    """Open one array of a folder without reading it (`tensorstore.TensorStore`).
 
     Args:
         folder: Of a tree that Orbax has written.
@@ -93,7 +93,7 @@ def opened(folder: Path, name: str, cache: tensorstore.Context | None = None) ->
 
 
 def chunk_cache() -> tensorstore.Context:
-    """Keeps the chunks read last, 1 GiB of them at most, as long as it is used.
+    """Return a cache of the chunks read last, 1 GiB of them at most.
 
     Chunks that Orbax alone has cut may have something of every layer: who reads such an
     array layer by layer reads it once where it is no larger than that, and anew for
@@ -104,7 +104,7 @@ def chunk_cache() -> tensorstore.Context:
 
 
 def read(folder: Path, structs: Any, places: Any) -> Any:
-    """The arrays of a folder; no process waits for another.
+    """Read the arrays of a folder; no process waits for another.
 
     Args:
         folder: Of a tree that Orbax has written, layers first to last.
@@ -143,13 +143,13 @@ def read(folder: Path, structs: Any, places: Any) -> Any:
         return jax.tree.map_with_path(read_one, structs, places)
 
 
-def blocks_of(box: Box, chunk: Shape, most: int) -> Iterator[Box]:
-    """A box cut between chunks, outer dims first, into blocks of `most` values.
+def cut_box(box: Box, chunk: Shape, most: int) -> Iterator[Box]:
+    """Cut a box between chunks, outer dims first, into blocks of `most` values.
 
     A block of one chunk may be larger, and a box smaller than one stays whole.
 
     Example:
-        >>> list(blocks_of(((0, 4), (2, 6)), chunk=(1, 4), most=6))
+        >>> list(cut_box(((0, 4), (2, 6)), chunk=(1, 4), most=6))
         [((0, 1), (2, 6)), ((1, 2), (2, 6)), ((2, 3), (2, 6)), ((3, 4), (2, 6))]
     """
     cuts = []
@@ -167,7 +167,7 @@ def blocks_of(box: Box, chunk: Shape, most: int) -> Iterator[Box]:
 
 
 def shapes_by_path(tree: Any) -> dict[str, Shape]:
-    """Path -> global shape of every array, or of what stands for it."""
+    """Return path -> global shape of every array, or of its struct."""
     return {
         path_name(path): tuple(leaf.shape)
         for path, leaf in jax.tree.leaves_with_path(tree)
@@ -183,7 +183,7 @@ def _read_array(
         box: _zeros([stop - start for start, stop in box], struct.dtype)
         for box in devices
     }
-    for block in blocks.of_host(list(devices)):
+    for block in blocks.host_blocks(list(devices)):
         values = source[tuple(slice(*bounds) for bounds in block)].read().result()
         for box, part in parts.items():
             for here, there in blocks.common(box, block):
@@ -199,10 +199,7 @@ def _read_array(
 
 
 def _zeros(shape: Sequence[int], dtype: Any) -> np.ndarray:
-    """Zeros that begin where a device that is the host itself takes them as they are.
-
-    XLA:CPU copies what is not aligned to 64 bytes.
-    """
+    """Return zeros aligned to 64 bytes, which XLA:CPU takes without a copy."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     raw = np.zeros(size + _ALIGNMENT, np.uint8)
     first = -raw.ctypes.data % _ALIGNMENT
@@ -211,7 +208,7 @@ def _zeros(shape: Sequence[int], dtype: Any) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """How a host reads one array.
+    """The plan by which a host reads one array.
 
     Args:
         chunk: Shape of its chunks.
@@ -223,8 +220,8 @@ class _Blocks:
     places: Sequence[int] | None
     most: int
 
-    def of_host(self, boxes: list[Box]) -> Iterator[Box]:
-        """Blocks of what is stored for all boxes, what lies between them left out."""
+    def host_blocks(self, boxes: list[Box]) -> Iterator[Box]:
+        """Yield the stored blocks of all boxes, without what lies between them."""
         if not boxes:
             return
         ranges = [_joined(set(bounds)) for bounds in zip(*boxes, strict=True)]
@@ -236,10 +233,10 @@ class _Blocks:
             }
             ranges[0] = _joined((layer, layer + 1) for layer in there - {-1})
         for box in itertools.product(*ranges):
-            yield from blocks_of(box, self.chunk, self.most)
+            yield from cut_box(box, self.chunk, self.most)
 
     def common(self, box: Box, block: Box) -> Iterator[tuple[Index, Index]]:
-        """Where a box's values lie in it and in the block, if it has some of them."""
+        """Yield the common values of box and block: their indices in each."""
         layers = None
         if self.places is not None:
             (start, stop), (first, last) = box[0], block[0]
@@ -263,7 +260,7 @@ class _Blocks:
 
 
 def _joined(bounds: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges in order, those that touch made one."""
+    """Return ranges in order, those that touch joined."""
     joined: list[tuple[int, int]] = []
     for start, stop in sorted(bounds):
         if joined and start <= joined[-1][1]:
@@ -274,7 +271,7 @@ def _joined(bounds: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _devices_by_box(struct: jax.ShapeDtypeStruct) -> dict[Box, list[jax.Device]]:
-    """This host's devices by the part of an array that they hold."""
+    """Return this host's devices by the part of an array that they hold."""
     sharding = cast(NamedSharding, struct.sharding)
     devices: dict[Box, list[jax.Device]] = {}
     here = sharding.addressable_devices_indices_map(struct.shape)
@@ -294,13 +291,13 @@ def _bytes_here(struct: jax.ShapeDtypeStruct) -> int:
 
 
 def _cut(start: int, stop: int, step: int) -> list[tuple[int, int]]:
-    """A range cut at multiples of a step."""
+    """Cut a range at multiples of a step."""
     bounds = [start, *range(start // step * step + step, stop, step), stop]
     return list(itertools.pairwise(bounds))
 
 
 def _from(box: Sequence[tuple[int, int]], within: Box) -> tuple[slice, ...]:
-    """Where a box lies within another."""
+    """Return the slices of a box within another."""
     return tuple(
         slice(start - first, stop - first)
         for (start, stop), (first, _) in zip(box, within, strict=True)
@@ -328,19 +325,19 @@ class ChunkBytes(int):
 
 
 def chunk_bytes() -> ChunkBytes:
-    """What `orbax.checkpoint.SaveArgs` is to be given.
+    """Return the `chunk_byte_size` for `orbax.checkpoint.SaveArgs`.
 
-    Orbax has an option for the bytes of chunks and none for their shape, so that its
-    function that chooses it is replaced, for arrays that are saved with this number. An
-    Orbax that keeps it elsewhere goes by the number alone: what it writes is as good,
-    but hosts of other layouts read more of it.
+    Orbax has an option for the bytes of chunks and none for their shape, and its function
+    that chooses the shape is replaced, for arrays that are saved with this number. A
+    version of Orbax that has it elsewhere uses the number alone: its files are as good,
+    but hosts of other layouts read more of them.
     """
     _let_orbax_ask()
     return ChunkBytes(_CHUNK_BYTES[1])
 
 
 def chunk_shape(shape: Sequence[int], part: Sequence[int], itemsize: int) -> Shape:
-    """Shape of an array's chunks, which divides what a device writes of it.
+    """Return the shape of an array's chunks, which divides the part of a device.
 
     The first of three dims or more is mostly that of the layers, and cut first, into
     single ones: so one layer is read without the others.
@@ -377,7 +374,7 @@ def chunk_shape(shape: Sequence[int], part: Sequence[int], itemsize: int) -> Sha
 
 
 def _factor(size: int) -> int:
-    """The smallest prime factor of a size; 1 of 1."""
+    """Return the smallest prime factor of a size; 1 of 1."""
     upto = range(2, math.isqrt(size) + 1)
     return next((factor for factor in upto if size % factor == 0), size)
 
@@ -394,9 +391,9 @@ def _let_orbax_ask() -> None:
 
 
 def _asking(theirs: Callable[..., Shape]) -> Callable[..., Shape]:
-    """Orbax's function with our shape where `ChunkBytes` ask for it.
+    """Return Orbax's function, with our shape for `ChunkBytes`.
 
-    As it is, with a warning, where its arguments are none that are known.
+    If its arguments are unknown it is returned as it is, with a warning.
     """
     signature = inspect.signature(theirs)
     found = tuple(signature.parameters)[: len(_ARGUMENTS)]

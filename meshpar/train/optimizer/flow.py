@@ -178,7 +178,7 @@ def _results(
     if name in ("concatenate", "stack") and len(_owners(wholes)) > 1:
         return [_stacked(equation, wholes)]
     if len(wholes) == 1 and isinstance(wholes[0], _Stack):
-        return [_of_stack(equation, wholes[0], domain)]
+        return [_apply_to_stack(equation, wholes[0], domain)]
     values = [one for one in wholes if isinstance(one, Value)]
     if len(values) < len(wholes):
         raise NotByLayer(_mixing(name, _owners(wholes)))
@@ -226,7 +226,7 @@ def _stacked(equation: JaxprEqn, operands: list[Any]) -> _Stack:
     return _Stack(tuple(parts), dim_is_new)
 
 
-def _of_stack(equation: JaxprEqn, stack: _Stack, domain: Domain) -> _Any:
+def _apply_to_stack(equation: JaxprEqn, stack: _Stack, domain: Domain) -> _Any:
     """Apply an operation to each part; add the parts if it reduces the leading dim."""
     name = equation.primitive.name
     reduces = name in REDUCTIONS and tuple(equation.params["axes"]) == (0,)

@@ -1,0 +1,50 @@
+"""A reader of one training step opens few files: those whose functions it executes."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+COUNT = """
+import inspect, sys
+import jax, numpy as np, optax
+import meshpar, meshpar.train.step
+from meshpar.models.presets import build
+
+layout = meshpar.Layout.parse(sys.argv[1])
+model, files = build("tiny"), set()
+
+def note(frame, event, argument):
+    code = frame.f_code
+    if event == "call" and code.co_flags & inspect.CO_OPTIMIZED:  # No class body.
+        files.add(code.co_filename)
+
+batch = {name: np.zeros((8, 16), np.int32) for name in ("tokens", "targets")}
+batch["weights"] = np.ones((8, 16), np.float32)
+devices = jax.devices()[: layout.num_devices]
+sys.setprofile(note)
+step = meshpar.make_train_step(model, optax.adamw(1e-3), layout, devices=devices)
+step(step.init(0), batch)
+sys.setprofile(None)
+print(*files, sep="\\n")
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "most"),
+    [("data=1", 62), ("data=2,stage=2,tensor=2,microbatches=4", 90)],
+)
+def test_one_step_executes_functions_of_few_files(line, most):
+    command = [sys.executable, "-c", COUNT, line]
+    found = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    files = [
+        path
+        for path in found.splitlines()
+        if path.startswith(f"{ROOT}/meshpar/")
+        and not path.startswith((f"{ROOT}/meshpar/models", f"{ROOT}/meshpar/recipes"))
+    ]
+    assert 30 < len(files) <= most, "\n".join(sorted(files))
