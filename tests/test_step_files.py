@@ -13,6 +13,7 @@ import jax, numpy as np, optax
 import meshpar, meshpar.train.step
 from meshpar.models.presets import build
 
+meshpar.emulate(8)
 layout = meshpar.Layout.parse(sys.argv[1])
 model, files = build("tiny"), set()
 

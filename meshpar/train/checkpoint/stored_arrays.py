@@ -327,7 +327,7 @@ class ChunkBytes(int):
 def chunk_bytes() -> ChunkBytes:
     """Return the `chunk_byte_size` for `orbax.checkpoint.SaveArgs`.
 
-    Orbax has an option for the bytes of chunks and none for their shape, and its function
+    Orbax has an option for the bytes of chunks, none for their shape, so its function
     that chooses the shape is replaced, for arrays that are saved with this number. A
     version of Orbax that has it elsewhere uses the number alone: its files are as good,
     but hosts of other layouts read more of them.
