@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from meshpar.trace.primitives import ELEMENTWISE
-from meshpar.trace.walk import programs_in, without_constants
+from meshpar.trace.walk import called_program, walk
 
 SUMS: dict[str, Callable[[Any, Any], Any]] = {
     "add": lax.add,
@@ -130,39 +130,17 @@ def single_owner(name: str, values: Sequence[Any]) -> str | None:
 
 def _outputs(program: Any, inputs: Sequence[_Any], domain: Domain) -> list[_Any]:
     def apply(equation: JaxprEqn, operands: list[_Any]) -> Sequence[_Any]:
-        called = _called_program(equation)
-        if called is not None:
+        called = called_program(equation)
+        if called is not None and equation.primitive.name != "shard_map":
             return _outputs(called, operands, domain)
         try:
             return _results(equation, operands, domain)
         except NotByLayer as reason:
             return [_Mixed(str(reason))] * len(equation.outvars)
 
-    return _walk(
+    return walk(
         program, inputs, apply, lambda value: Value(None, domain.constant(value))
     )
-
-
-def _walk(program: Any, given: Any, apply: Any, literal: Any) -> list[Any]:
-    jaxpr = without_constants(program)
-    known = dict(zip(jaxpr.invars, given, strict=True))
-    constants = map(literal, getattr(program, "consts", ()))
-    known.update(zip(jaxpr.constvars, constants, strict=True))
-
-    def read(atom: Any) -> Any:
-        return literal(atom.val) if isinstance(atom, Literal) else known[atom]
-
-    for equation in jaxpr.eqns:
-        results = apply(equation, [read(atom) for atom in equation.invars])
-        known.update(zip(equation.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
-
-
-def _called_program(equation: JaxprEqn) -> Any:
-    calls = "jit pjit closed_call core_call checkpoint remat custom_jvp_call"
-    if equation.primitive.name in (*calls.split(), "custom_vjp_call"):
-        return next(iter(programs_in(equation)), None)
-    return None
 
 
 def _results(
@@ -178,7 +156,7 @@ def _results(
     if name in ("concatenate", "stack") and len(_owners(wholes)) > 1:
         return [_stacked(equation, wholes)]
     if len(wholes) == 1 and isinstance(wholes[0], _Stack):
-        return [_apply_to_stack(equation, wholes[0], domain)]
+        return [_of_stack(equation, wholes[0], domain)]
     values = [one for one in wholes if isinstance(one, Value)]
     if len(values) < len(wholes):
         raise NotByLayer(_mixing(name, _owners(wholes)))
@@ -226,7 +204,7 @@ def _stacked(equation: JaxprEqn, operands: list[Any]) -> _Stack:
     return _Stack(tuple(parts), dim_is_new)
 
 
-def _apply_to_stack(equation: JaxprEqn, stack: _Stack, domain: Domain) -> _Any:
+def _of_stack(equation: JaxprEqn, stack: _Stack, domain: Domain) -> _Any:
     """Apply an operation to each part; add the parts if it reduces the leading dim."""
     name = equation.primitive.name
     reduces = name in REDUCTIONS and tuple(equation.params["axes"]) == (0,)
