@@ -1,4 +1,4 @@
-"""What does a layout cost, before anything runs: memory, seconds, bytes sent?
+"""Answer what a layout costs before anything runs: memory, seconds, bytes sent.
 
 `cost.estimate.estimate` answers for one layout of a transformer, `search.search.search`
 for all of them, `inference.estimate_inference` for generation, `curve.scaling_curve`

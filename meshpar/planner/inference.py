@@ -219,17 +219,13 @@ class InferenceEstimate:
         if workload.kv_lora_rank:
             values = float(workload.kv_lora_rank + workload.qk_rope_head_dim)
         else:
-            values = self._kept_heads * (workload.query_dim + workload.value_dim)
+            # As `meshpar.model.token_cache` copies heads, without importing jax.
+            kept_heads = workload.kv_heads
+            if kept_heads > 1 and self._heads_divide:
+                kept_heads = math.lcm(kept_heads, layout.tensor) // layout.tensor
+            values = kept_heads * (workload.query_dim + workload.value_dim)
         per_token = self._layers * values * self._compute_bytes
         return tokens / layout.context * per_token
-
-    @property
-    def _kept_heads(self) -> int:
-        """Number of key heads in a device's cache (`meshpar.model.token_cache`)."""
-        kv_heads, shards = self.workload.kv_heads, self.layout.tensor
-        if kv_heads == 1 or not self._heads_divide:
-            return kv_heads
-        return math.lcm(kv_heads, shards) // shards
 
     def _microbatches(self, rows: int) -> int:
         """Number of microbatches of a step: only stages cut it."""

@@ -93,7 +93,12 @@ def step_time(run: Run) -> StepTime:
     backward_s = [stage.backward.total_s for stage in stages]
     span = all_ticks_s if run.execution.lock_step else span_s
     all_microbatches_s = span(layout, forward_s, backward_s)
-    rank_costs = (_rank_cost(run, stages, rank) for rank in range(layout.stage))
+    rank_costs = []  # of one microbatch through all chunks of a rank
+    for rank in range(layout.stage):
+        own = Cost()
+        for stage in run.rank_stages(rank):
+            own = own + stages[stage].forward + stages[stage].backward
+        rank_costs.append(own)
     own = max(rank_costs, key=lambda cost: cost.total_s) * layout.microbatches
     once = _once(run, stages)
     optimizer_s = max(_optimizer_s(run, rank) for rank in range(layout.stage))
@@ -117,14 +122,6 @@ def straggler_fraction(cluster: Cluster) -> float:
     """
     devices = cluster.num_devices
     return cluster.device.efficiency.spread * math.sqrt(2 * math.log(devices))
-
-
-def _rank_cost(run: Run, stages: tuple[StageTime, ...], rank: int) -> Cost:
-    """Cost of one microbatch through all chunks of a rank."""
-    total = Cost()
-    for stage in run.rank_stages(rank):
-        total = total + stages[stage].forward + stages[stage].backward
-    return total
 
 
 def _once(run: Run, stages: tuple[StageTime, ...]) -> Cost:
