@@ -1,6 +1,11 @@
 """Named shapes of public models, and small ones for machines without accelerators.
 
 Sizes are those of each model's released `config.json` (Hugging Face hub, 2024-2025).
+
+A new preset is one entry, in `PRESETS` or in the file of its family. Then write the
+planner's table of sizes, which needs no jax when it is read:
+
+    python -m meshpar.models.presets > meshpar/planner/presets.json
 """
 
 from __future__ import annotations
