@@ -10,6 +10,7 @@ from meshpar.schedules import SCHEDULES
 counts = st.integers(min_value=1, max_value=64)
 choices = {
     "schedule": tuple(SCHEDULES),
+    "execution": ("uniform",),
     "zero": (0, 1, 2, 3),
     "zero_axes": ((), ("data",), ("fsdp", "context"), ("data", "fsdp")),
     "fsdp_gather": ("step", "microbatch"),
@@ -128,6 +129,7 @@ METHOD = "attention.unknown_method"
         ),
         ("precision=fp16", (VALUE, "precision=fp16", "fp32, bf16")),
         ("data=-1,tensor=-1", ("layout.two_open_sizes", "'data' and 'tensor'", -1)),
+        ("execution=divergent", (VALUE, "execution=divergent", "uniform")),
     ],
 )
 def test_a_line_that_makes_no_sense_is_refused(text, refusal, refuses):

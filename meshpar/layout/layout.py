@@ -38,6 +38,7 @@ BY_COST: Final = "cost"
 """The value of `splits` that balances the stages by what their layers cost."""
 
 _CHOICES = {
+    "execution": ("uniform",),
     "zero": (0, 1, 2, 3),
     "fsdp_gather": ("step", "microbatch"),
     "fsdp_prefetch": ("auto", "on", "off"),
@@ -71,6 +72,8 @@ class Layout:
         chunks: Stages per rank of an interleaved schedule.
         splits: Blocks of each stage; empty is as even as possible in number, `cost`
             in what they cost (`BlockGroup.costs`, or else their matmul FLOPs).
+        execution: How the ranks of a pipeline run: "uniform", all the same instructions
+            in every tick.
         zero: ZeRO stage, what the devices of a split batch share out: 0 nothing,
             1 optimizer state, 2 gradients too, 3 parameters too. With microbatches 2
             reduce-scatters each one's gradients: so many times the traffic of 1.
@@ -129,6 +132,7 @@ class Layout:
     schedule: str = "1f1b"
     chunks: int = 1
     splits: tuple[int, ...] | Literal["cost"] = ()
+    execution: str = "uniform"
     zero: int = 3
     zero_axes: tuple[str, ...] = ()
     fsdp_gather: str = "step"

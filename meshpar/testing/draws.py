@@ -56,6 +56,7 @@ DRAWS: dict[str, Draw] = {
     "schedule": Draw(tuple(SCHEDULES), beside=("stage",)),
     "chunks": Draw((1, 2), beside=("stage",)),  # of a schedule that has them
     "splits": Draw(((), "cost"), beside=("stage",)),  # or sizes for the layers
+    "execution": Draw(("uniform",)),
     "zero": Draw((3, 3, 0, 1, 2), beside=("fsdp", "data")),
     "zero_axes": Draw(
         ((), (), (), ("data",), ("fsdp",), ("data", "fsdp"), ("context",)),
