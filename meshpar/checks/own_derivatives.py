@@ -35,7 +35,12 @@ def own_derivatives(program: ClosedJaxpr) -> list[str]:
             places += _jvp_places(equation)
         elif name == "linear_call":
             places.append(_UNKNOWN)
-    return [place for place in dict.fromkeys(places) if not _is_own(place)]
+    folders, testing = _own_folders()
+    return [
+        place
+        for place in dict.fromkeys(places)
+        if place.startswith(testing) or not place.startswith(folders)
+    ]
 
 
 def _vjp_place(equation: JaxprEqn) -> str:
@@ -81,11 +86,6 @@ def _codes(function: Any, most: int) -> Iterator[CodeType]:
 
 def _place(code: CodeType) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}"
-
-
-def _is_own(place: str) -> bool:
-    folders, testing = _own_folders()
-    return place.startswith(folders) and not place.startswith(testing)
 
 
 @functools.cache

@@ -122,7 +122,8 @@ def check_token_wise(model: Model) -> None:
             sum than one over tokens.
     """
     _check_one_dim(model)
-    if _fixed_tokens(model) is None and not _open_sequences(model):
+    sizes = logical_sizes(model.known_inputs)
+    if _fixed_tokens(model) is None and not any(map(is_sequence, sizes)):
         raise InputError(
             "context splits sequences, but no declared input has a dim of tokens "
             "(logical axis 'seq', or one that ends with '_seq'); set context=1",
@@ -247,10 +248,6 @@ def _has_shapes(model: Model) -> bool:
         for one in model.known_inputs.values()
         for name, size in zip(one.logical_axes, one.sizes, strict=True)
     )
-
-
-def _open_sequences(model: Model) -> bool:
-    return any(is_sequence(name) for name in logical_sizes(model.known_inputs))
 
 
 def _fixed_tokens(model: Model, *, ends_only: bool = False) -> int | None:

@@ -58,7 +58,7 @@ def is_read(function: Callable[..., Any], *arguments: Any) -> bool:
         False
     """
     program = jax.make_jaxpr(function)(*arguments)
-    return any(_reached(program, [True] * len(program.jaxpr.invars), _is_any))
+    return any(_reached(program, [True] * len(program.jaxpr.invars), lambda _: True))
 
 
 def arguments_read(function: Callable[..., Any], *arguments: Any) -> list[bool]:
@@ -168,10 +168,6 @@ def _through(
 
 def _is_real(var: Any) -> bool:
     return jnp.issubdtype(var.aval.dtype, jnp.inexact)
-
-
-def _is_any(var: Any) -> bool:
-    return True
 
 
 def _needed_for(

@@ -93,7 +93,11 @@ def _most_live(program: Program, lanes: int) -> Live:
     results = _flatten(program, given, flat)
     places = _places(flat, given, results)
     last: dict[int, int] = {}
-    works = [work for work in flat.works if _is_made(work, places)]
+    works = [
+        work
+        for work in flat.works
+        if any(places[result] == (result,) for result in work.results)
+    ]
     for at, work in enumerate(works):
         for operand in work.operands:
             last.update(dict.fromkeys(places.get(operand, ()), at))
@@ -132,10 +136,6 @@ def _places(
             through = fused or (alike and own)
             places[result] = tuple(dict.fromkeys(sources)) if through else (result,)
     return places
-
-
-def _is_made(work: _Work, places: dict[int, tuple[int, ...]]) -> bool:
-    return any(places[result] == (result,) for result in work.results)
 
 
 def _flatten(program: Program, given: Sequence[int], flat: _Flat) -> list[int]:
