@@ -96,7 +96,7 @@ _HOMES = {
     "embedding_tables": "meshpar.tables.tables",
     "from_nnx": "meshpar.model.nnx",
     "generate": "meshpar.generation.generate",
-    "initial_key": "meshpar.model.values",
+    "initial_key": "meshpar.model.parameter",
     "lint": "meshpar.lint.lint",
     "make_mesh": "meshpar.machine.mesh",
     "make_train_step": "meshpar.train.step",
@@ -118,10 +118,9 @@ if TYPE_CHECKING:
     from meshpar.model.contract import BlockGroup, Model
     from meshpar.model.inputs import Input
     from meshpar.model.nnx import Blocks, from_nnx
-    from meshpar.model.parameter import Parameter
+    from meshpar.model.parameter import Parameter, initial_key
     from meshpar.model.scope import Scope
     from meshpar.model.tracing import batch_shapes
-    from meshpar.model.values import initial_key
     from meshpar.parallel.pipeline.value_and_grad import pipeline_value_and_grad
     from meshpar.parallel.resharding import reshard
     from meshpar.rules.presets import (

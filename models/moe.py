@@ -15,8 +15,8 @@ import jax
 from flax import nnx
 
 from meshpar import Blocks, InputError, Model, Scope, from_nnx
+from meshpar.model.block_run import Sums
 from meshpar.model.parameter import flat
-from meshpar.model.sums import Sums
 from meshpar.models.family import Family, workload_sizes
 from meshpar.models.field_types import (
     check_field_types,

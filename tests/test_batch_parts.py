@@ -11,8 +11,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 from meshpar import absent_mesh, audit, batch_shapes, make_train_step
 from meshpar.hardware import platforms
-from meshpar.model import batch_parts
-from meshpar.model.batch_parts import num_batch_parts
+from meshpar.model import block_run
+from meshpar.model.block_run import num_batch_parts
 from meshpar.model.parameter import is_parameter
 from meshpar.model.scope import Scope
 from meshpar.model.single import loss
@@ -38,7 +38,7 @@ from tests.zoo.batch_statistics import BATCH_NORM
 def parts_on_cpu(monkeypatch):
     """Lets CPUs take parts, of one token at least; the numbers of parts that ran."""
     taken = []
-    split = batch_parts._part
+    split = block_run._part
 
     def seen(tree, at, num_parts):
         taken.append(num_parts)
@@ -47,7 +47,7 @@ def parts_on_cpu(monkeypatch):
     cpu = replace(platforms.PLATFORMS["cpu"], max_batch_parts=4)
     monkeypatch.setitem(platforms.PLATFORMS, "cpu", cpu)
     monkeypatch.setattr(platforms, "LEAST_TOKENS", 1)
-    monkeypatch.setattr(batch_parts, "_part", seen)
+    monkeypatch.setattr(block_run, "_part", seen)
     return taken
 
 
@@ -122,9 +122,9 @@ def test_a_block_that_sums_over_the_batch_is_not_taken_apart(parts_on_cpu):
     with jax.sharding.use_abstract_mesh(absent_mesh("tensor=8")):
         scope = scope_on("cpu")
         assert num_batch_parts(x, scope) == 4
-        y, sums = batch_parts.in_parts(run, {}, x, scope)
+        y, sums = block_run.in_parts(run, {}, x, scope)
         assert float(y[0, 0, 0]) == 1 - x.size and sums == {"rows": 1}
-        _, sums = batch_parts.in_parts(
+        _, sums = block_run.in_parts(
             lambda p, x, s: (x, run(p, x, Scope())[1]), {}, x, scope
         )
     assert sums == {"rows": 4}
@@ -142,7 +142,7 @@ def test_a_block_with_a_collective_over_the_batch_is_not_taken_apart(
 
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     both = jax.shard_map(
-        lambda x: batch_parts.in_parts(run, {}, x, scope_on("cpu"))[0],
+        lambda x: block_run.in_parts(run, {}, x, scope_on("cpu"))[0],
         in_specs=PartitionSpec("data"),
         out_specs=PartitionSpec("data"),
         axis_names={"data"},

@@ -13,7 +13,7 @@ from flax import nnx
 from meshpar import Layout, make_train_step
 from meshpar.checks.examples import check_examples_apart
 from meshpar.machine.mesh import use_mesh
-from meshpar.model.values import initial_key
+from meshpar.model.parameter import initial_key
 from meshpar.models.moe import DenseBlock, MoEConfig, RoutedBlock, moe
 from meshpar.train.layer_order import in_model_order
 from tests import moe_reference

@@ -29,8 +29,7 @@ from meshpar.generation.sampling import Draws, Sampling, drawn
 from meshpar.layout import Layout
 from meshpar.machine.mesh import absent_mesh, make_mesh, mesh_platform
 from meshpar.model.contract import Model, check_model
-from meshpar.model.parameter import Parameter, is_parameter
-from meshpar.model.values import initial_values
+from meshpar.model.parameter import Parameter, initial_values, is_parameter
 from meshpar.parallel.paged_cache import Pools, Rows, Source
 from meshpar.parallel.pipeline.program import Pipeline, pipeline_of
 from meshpar.parallel.placement import PARAM_DTYPES, Placement

@@ -48,12 +48,16 @@ from typing import Any
 import jax
 
 from meshpar.errors import InputError
-from meshpar.model.batch_parts import in_parts
+from meshpar.model.block_run import Sums, check_head, check_kept, check_sums, in_parts
 from meshpar.model.inputs import Input, Inputs, check_inputs, default_inputs
-from meshpar.model.parameter import Parameter, Params, flat, is_parameter
+from meshpar.model.parameter import (
+    Parameter,
+    Params,
+    flat,
+    initial_values,
+    is_parameter,
+)
 from meshpar.model.scope import Scope
-from meshpar.model.sums import Sums, check_head, check_kept, check_sums
-from meshpar.model.values import initial_values
 from meshpar.rules.rules import LogicalAxes
 
 Stream = Any
@@ -134,7 +138,7 @@ class BlockGroup:
         """Return the block's output and its sums, auxiliary losses in fp32.
 
         It runs in parts of the batch where that hides communication
-        (`model.batch_parts`).
+        (`model.block_run`).
 
         Raises:
             InputError: It returns other sums than those declared, or a stream of

@@ -23,10 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshpar.errors import InputError, nearest, whole_number
+from meshpar.model.block_run import Sums
 from meshpar.model.contract import BlockGroup, Model
-from meshpar.model.parameter import Matrix, Parameter, Params, flat, is_parameter
-from meshpar.model.sums import Sums
-from meshpar.model.values import ENDS
+from meshpar.model.parameter import ENDS, Matrix, Parameter, Params, flat, is_parameter
 from meshpar.rules.sharding import insert
 
 TARGETS = ("attention", "mlp")

@@ -11,14 +11,13 @@ import jax
 from flax import nnx
 
 from meshpar.errors import InputError, whole_number
+from meshpar.model.block_run import check_head
 from meshpar.model.contract import BlockGroup, Model
 from meshpar.model.inputs import Input
 from meshpar.model.nnx_builds import check_untied
 from meshpar.model.nnx_functions import Functional
-from meshpar.model.parameter import Params
+from meshpar.model.parameter import ENDS, Params
 from meshpar.model.scope import Scope
-from meshpar.model.sums import check_head
-from meshpar.model.values import ENDS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from flax import nnx
 from jax import lax
 
 from meshpar.errors import InputError
+from meshpar.model.block_run import is_pair
 from meshpar.model.nnx_builds import build, built, in_full, leaf_value
 from meshpar.model.nnx_checks import (
     TRACED_NUMBER,
@@ -21,7 +22,6 @@ from meshpar.model.nnx_checks import (
 )
 from meshpar.model.parameter import Parameter, Params
 from meshpar.model.scope import Scope
-from meshpar.model.sums import is_pair
 from meshpar.rules.sharding import axes_of, insert, path_name
 from meshpar.trace.dependence import arguments_read, passed_on
 

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from meshpar.model.block_run import Sums
 from meshpar.model.contract import BlockGroup, Model, Stream
 from meshpar.model.inputs import Batch
 from meshpar.model.parameter import Params
 from meshpar.model.scope import Scope
-from meshpar.model.sums import Sums
 
 
 def loss(

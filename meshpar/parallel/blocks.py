@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.layout.residual_names import is_named
+from meshpar.model.block_run import Sums
 from meshpar.model.contract import BlockGroup, Stream
-from meshpar.model.sums import Sums
 from meshpar.parallel.remat import names_in, refuse_unknown, rematerialised
 from meshpar.parallel.zero import (
     gather,

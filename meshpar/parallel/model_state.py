@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from meshpar.collectives import asked, summed
 from meshpar.errors import InputError
 from meshpar.layout import TOKEN_AXES
+from meshpar.model.block_run import Sums
 from meshpar.model.contract import BlockGroup
 from meshpar.model.parameter import Params, flat
-from meshpar.model.sums import Sums
 from meshpar.parallel.blocks import Stack
 from meshpar.parallel.placement import Placement
 from meshpar.parallel.zero import before_use, gather_shards, manual_spec

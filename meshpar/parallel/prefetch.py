@@ -25,8 +25,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshpar.model.block_run import Sums
 from meshpar.model.contract import Stream
-from meshpar.model.sums import Sums
 from meshpar.parallel.blocks import BACKWARD, FORWARD, Known, Stack, over_layers
 from meshpar.parallel.placement import Placement
 from meshpar.parallel.zero import gradient_in_loop, in_loop

@@ -19,10 +19,10 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
+from meshpar.model.block_run import Sums
 from meshpar.model.contract import Stream
 from meshpar.model.inputs import split_gradient_inputs
 from meshpar.model.parameter import Params
-from meshpar.model.sums import Sums
 from meshpar.parallel import prefetch
 from meshpar.parallel.blocks import (
     Block,

@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 
 from meshpar.collectives import asked
 from meshpar.layout import MESH_AXES
-from meshpar.model.sums import Sums
+from meshpar.model.block_run import Sums
 from meshpar.rules.rules import spec_axes
 
 Arrays = list[jax.Array]

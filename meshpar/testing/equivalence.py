@@ -26,7 +26,7 @@ from meshpar.checks.batches import check_batch
 from meshpar.errors import InputError, whole_number
 from meshpar.model.contract import check_model
 from meshpar.model.inputs import open_size
-from meshpar.model.values import is_mapped
+from meshpar.model.parameter import is_mapped
 from meshpar.testing.batches import (
     Arrays,
     check_undeclared,

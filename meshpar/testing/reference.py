@@ -19,10 +19,16 @@ import optax
 from flax import nnx
 
 from meshpar.model.contract import Model
-from meshpar.model.parameter import Params, is_parameter
+from meshpar.model.parameter import (
+    ENDS,
+    Params,
+    initial_key,
+    initial_values,
+    is_mapped,
+    is_parameter,
+)
 from meshpar.model.scope import Scope
 from meshpar.model.single import loss_and_state
-from meshpar.model.values import ENDS, initial_key, initial_values, is_mapped
 from meshpar.parallel.reduction import random_key
 from meshpar.rules.sharding import path_name
 from meshpar.testing.batches import Arrays

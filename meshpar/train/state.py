@@ -14,8 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from meshpar.errors import InputError
 from meshpar.model.contract import Model
-from meshpar.model.parameter import Params
-from meshpar.model.values import Specs, initial_values
+from meshpar.model.parameter import Params, Specs, initial_values
 from meshpar.parallel.remat import HOST_MEMORY
 from meshpar.rules.sharding import insert, path_name
 from meshpar.train.optimizer_state import (

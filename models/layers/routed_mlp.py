@@ -6,7 +6,7 @@ import jax
 from flax import nnx
 
 from meshpar import InputError, Scope
-from meshpar.model.sums import Sums
+from meshpar.model.block_run import Sums
 from meshpar.models.layers.attention import normal
 from meshpar.models.layers.mlp import GatedMLP
 from meshpar.models.layers.router import Router, RouterConfig

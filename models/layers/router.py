@@ -17,7 +17,7 @@ from flax import nnx
 from jax import lax
 
 from meshpar import InputError, Scope
-from meshpar.model.sums import Sums
+from meshpar.model.block_run import Sums
 from meshpar.models.field_types import check_field_types, check_least_zero, check_sizes
 
 
