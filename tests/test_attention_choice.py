@@ -12,9 +12,9 @@ import pytest
 from meshpar import Layout, Scope, make_train_step
 from meshpar.hardware.attention_choice import (
     OBSTACLES,
-    AttentionAsked,
+    AttentionRequest,
     attention_choice,
-    words_of_scope,
+    obstacle_words,
 )
 from meshpar.machine.mesh import absent_mesh, use_mesh
 from meshpar.model.tracing import batch_shapes
@@ -25,7 +25,7 @@ from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.workload.shapes import SHAPES
 from meshpar.train.step import TrainStep
 
-TPU = AttentionAsked(platform="tpu", half=True, queries=256, keys=256, head_dim=128)
+TPU = AttentionRequest(platform="tpu", half=True, queries=256, keys=256, head_dim=128)
 A100, H100 = ({"platform": "gpu", "capability": one} for one in (8.0, 9.0))
 
 
@@ -73,12 +73,12 @@ def test_a_kernel_is_taken_within_its_limits_or_the_limit_is_named(
     assert words in choice.words and "{" not in choice.words
     assert bool(choice.kernel) == (not obstacle and change.get("platform") != "cpu")
     path = f"jit(step)/transpose(jvp({choice.scope_name}))/while/body/dot_general"
-    assert words_of_scope(path) == (choice.words if obstacle else "")
+    assert obstacle_words(path) == (choice.words if obstacle else "")
 
 
 def test_a_path_of_others_says_nothing():
-    assert not words_of_scope("jit(step)/no.such.name/dot_general")
-    assert not words_of_scope("jit(no)/no/dot_general")
+    assert not obstacle_words("jit(step)/no.such.name/dot_general")
+    assert not obstacle_words("jit(no)/no/dot_general")
     assert set(OBSTACLES) >= {"dtype", "method", "length", "head_dim"}
 
 

@@ -10,10 +10,9 @@ import jax
 import pytest
 
 from meshpar.calibration import measure
-from meshpar.calibration.exchanges import Exchange, exchange_trial, exchanges
-from meshpar.calibration.fit import attention_constants, link_of, matmul_flops
-from meshpar.calibration.kernels import KernelSizes
+from meshpar.calibration.fit import attention_constants, fitted_link, matmul_flops
 from meshpar.calibration.measure import calibrate
+from meshpar.calibration.trials import Exchange, KernelSizes, exchange_trial, exchanges
 from meshpar.cli.main import main
 from meshpar.hardware.devices import DEVICES
 from meshpar.planner.cost.estimate import estimate
@@ -22,15 +21,17 @@ from meshpar.planner.machine.link import Link
 
 SHAPES = [(64, 64, 64), (128, 256, 512), (1024, 512, 2048)]
 SMALL = KernelSizes(
-    matmuls=((16, 32, 32), (32, 64, 64)), stream_bytes=(2**15, 2**16), flops=1e5
+    matmuls=((16, 32, 32), (32, 64, 64)),
+    stream_bytes=(2**15, 2**16),
+    flops=1e5,
+    exchange_bytes=(2**12, 2**14),
 )
 
 
 @pytest.fixture(scope="module")
 def small():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure.kernels, "CPU_SIZES", SMALL)
-        patch.setattr(measure.exchanges, "CPU_BYTES", (2**12, 2**14))
+        patch.setattr(measure, "CPU_SIZES", SMALL)
         yield
 
 
@@ -64,7 +65,7 @@ def test_collectives_on_a_known_link_give_that_link():
     link = Link(name="host", bytes_per_s=2e9, hop_s=5e-5)
     wanted = exchanges(8, (2**14, 2**18, 2**22))
     times = [one.expected_s(link) for one in wanted]
-    found = link_of([one.expected_s for one in wanted], times)
+    found = fitted_link([one.expected_s for one in wanted], times)
     assert found.bytes_per_s == pytest.approx(2e9, rel=0.01)
     assert found.hop_s == pytest.approx(5e-5, rel=0.01)
 

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from meshpar.calibration.fit_plans import LINKS, WORK, fitted_efficiency, times_s
+from meshpar.calibration.fit import LINKS, WORK, fitted_efficiency, times_s
 from meshpar.cli import measure as measuring
 from meshpar.cli.main import main
 from meshpar.planner.cost.estimate import estimate

@@ -21,6 +21,7 @@ from jax.sharding import AxisType, Mesh
 
 from meshpar.audit.memory import MemoryUse
 from meshpar.audit.target import Target
+from meshpar.hardware.platforms import PLATFORMS
 from meshpar.layout import Layout
 from meshpar.machine.emulate import emulate
 from meshpar.machine.mesh import make_mesh
@@ -41,7 +42,7 @@ def main(folder: Path) -> None:
     jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
     answer: dict[str, Any] = {"problem": "", "memory": None}
     platform = Target.parse(request["target"]).platform
-    if platform == "tpu":
+    if PLATFORMS[platform].has_own_xla:
         # libtpu reads XLA_FLAGS when it is loaded, and aborts on one that it does not
         # know: what was set is for jaxlib, whose XLA is another.
         os.environ["XLA_FLAGS"] = _PRINTING.format(folder=folder)
@@ -95,18 +96,19 @@ def _mesh(request: dict[str, Any]) -> Mesh:
 
 def _devices(target: Target) -> list[Any]:
     shape = "x".join(map(str, target.shape))
-    if target.platform == "cpu":
+    platform = PLATFORMS[target.platform]
+    if platform.is_host:
         return emulate(target.num_devices)
-    if target.platform == "tpu":
+    if platform.has_torus:
         name = f"{target.chip}:{shape}"
         # A v4 chip's two cores are one device in practice, but not by default here.
         options = {"chip_config_name": "megacore"} if target.chip == "v4" else {}
-        topology = topologies.get_topology_desc(name, platform="tpu", **options)
+        topology = topologies.get_topology_desc(name, platform=platform.name, **options)
         return list(topology.devices)
     files = importlib.resources.files("meshpar.audit") / "gpu_targets"
     config = (files / f"{target.chip}.txtpb").read_text()
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=config, topology=f"1x{shape}"
+        platform=platform.export_name, target_config=config, topology=f"1x{shape}"
     )
     return list(topology.devices)
 

@@ -33,6 +33,7 @@ from meshpar.audit.kept_splits import KeptSplits, unpadded
 from meshpar.audit.needs import CONVOLUTION
 from meshpar.collective_kinds import KINDS, WRITTEN_AS
 from meshpar.errors import InputError
+from meshpar.hardware.platforms import platform_named
 from meshpar.layout import Layout
 from meshpar.parallel.grids.convolution_gradients import OWN_SCOPE
 from meshpar.trace.operations import Operation, operation_line, operations
@@ -91,10 +92,10 @@ def traced_hazards(operations: Iterable[Operation], platform: str) -> list[Hazar
         operations: Of the traced function.
         platform: What it is to be compiled for: `cpu`, `gpu` or `tpu`.
     """
-    found = []
+    facts, found = platform_named(platform), []
     for operation in operations:
         name = operation.name
-        if name == "ragged_all_to_all" and platform == "cpu":
+        if name == "ragged_all_to_all" and not facts.has_ragged_all_to_all:
             found.append(_not_on_cpu(operation))
         elif name in ("cond", "while"):
             found += _divergent_collectives(operation)
@@ -102,7 +103,7 @@ def traced_hazards(operations: Iterable[Operation], platform: str) -> list[Hazar
             continue
         if name == "gather":
             found += _sharded_gather(operation)
-        elif name in _REDUCTIONS and platform == "cpu":
+        elif name in _REDUCTIONS and not facts.sums_16_bits:
             found += _half_all_reduce(operation)
     return list(dict.fromkeys(found))
 

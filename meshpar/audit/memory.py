@@ -10,6 +10,7 @@ import jax
 
 from meshpar.audit.flow import places
 from meshpar.audit.hlo import ArrayShape, Instruction, Program, arrays_of
+from meshpar.hardware.platforms import platform_named
 
 # These make no array of their own.
 _VIEWS = {
@@ -71,7 +72,7 @@ class MemoryUse:
         arguments, outputs = stats.argument_size_in_bytes, stats.output_size_in_bytes
         kept = arguments + outputs - stats.alias_size_in_bytes
         together = kept + stats.temp_size_in_bytes
-        if platform == "tpu":
+        if platform_named(platform).has_own_xla:
             total = _TOTAL.search(printed)
             together = int(total[1]) if total else stats.peak_memory_in_bytes
         on_device = stats.peak_memory_in_bytes - stats.host_temp_size_in_bytes

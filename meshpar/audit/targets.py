@@ -24,11 +24,11 @@ from meshpar.audit.subject import Subject
 from meshpar.audit.target import Target
 from meshpar.errors import InputError
 from meshpar.hardware.compiler_options import SPARSE_CORE_OFFLOAD
+from meshpar.hardware.platforms import PLATFORMS
 from meshpar.machine.mesh import use_mesh
 
 _SPARSE_CORE = re.compile(r"\b(all-gather|all-reduce|reduce-scatter)\b.*'sc_tpu\.")
 
-_PLUGINS = {"gpu": "jax_plugins.xla_cuda13", "tpu": "libtpu", "cpu": "jax"}
 _POLL_S = 0.2
 _REFUSED_CALL = re.compile(
     r"custom calls whose targets .*?custom_call @([\w.$]+)", re.S
@@ -113,7 +113,7 @@ def _check(target: Target, subject: Subject) -> None:
             f"{target.num_devices}; change the layout or the target",
             key="audit.target_devices_mismatch",
         )
-    needed = [_PLUGINS[target.platform], "flatbuffers"]
+    needed = [PLATFORMS[target.platform].compiler_module, "flatbuffers"]
     missing = [module for module in needed if not _is_installed(module)]
     if missing:
         raise TargetError(
@@ -133,10 +133,9 @@ def _is_installed(module: str) -> bool:
 def _export(target: Target, subject: Subject, path: Path) -> tuple[int, ...]:
     """Writes the lowered function; returns the arguments that it donates."""
     flat = subject.flat()
-    platform = {"gpu": "cuda"}.get(target.platform, target.platform)
     exporter = export.export(
         flat.jitted(),
-        platforms=[platform],
+        platforms=[PLATFORMS[target.platform].export_name or target.platform],
         disabled_checks=[
             export.DisabledSafetyCheck.custom_call(name) for name in _CUSTOM_CALLS
         ],

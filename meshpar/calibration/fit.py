@@ -1,18 +1,26 @@
-"""The planner's constants that come closest to measured times; no jax.
+"""Fit the planner's constants to measured times; no jax.
 
-Each is fitted through the planner's own formulas, in the mean square of the logarithm
-of predicted over measured, so that small and large sizes count alike.
+Each fit goes through the planner's own formulas and minimizes the mean square of the
+logarithm of predicted over measured, so that small and large sizes count alike.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from scipy.optimize import minimize, minimize_scalar
 
+from meshpar.planner.cost.estimate import Estimate, estimate_run
 from meshpar.planner.machine.link import Link
+
+WORK = ("matmul", "attention", "memory")
+LINKS = ("link", "network")
+_FAR = 0.7  # half, as a logarithm
+_LEAST = 1e-4
+"""Least fraction, however slow the devices are."""
 
 
 def matmul_flops(
@@ -23,7 +31,7 @@ def matmul_flops(
     memory_bytes_per_s: float,
     launch_s: float,
 ) -> float:
-    """FLOP/s of a matmul of infinite size.
+    """Fit the FLOP/s of a matmul of infinite size.
 
         time = launch + hypot(2 rows inner columns / FLOPs, operand bytes / memory)
 
@@ -50,21 +58,21 @@ def matmul_flops(
     ]
     around = math.log(min(rates)) - 1, math.log(max(rates)) + 3
     found = minimize_scalar(
-        lambda guess: _error(expected_s(guess), measured_s),
+        lambda guess: _mean_error(expected_s(guess), measured_s),
         bounds=around,
         method="bounded",
     )
     return math.exp(found.x)
 
 
-def link_of(
+def fitted_link(
     expected: Sequence[Callable[[Link], float]], measured_s: Sequence[float]
 ) -> Link:
-    """The link on which the formulas give what was measured.
+    """Fit the link on which the formulas give the measured times.
 
     Args:
-        expected: Time of each collective on a link.
-        measured_s: The same as measured.
+        expected: Time of each collective as a function of the link.
+        measured_s: Measured time of each.
     """
 
     def at(logs: Sequence[float]) -> Link:
@@ -73,7 +81,7 @@ def link_of(
 
     def error(logs: Sequence[float]) -> float:
         link = at(logs)
-        return _error([each(link) for each in expected], measured_s)
+        return _mean_error([each(link) for each in expected], measured_s)
 
     # From several starts: where one term is small everywhere, the error is flat.
     starts = [(math.log(1e9), math.log(s)) for s in (1e-6, 1e-5, 1e-4, 1e-3)]
@@ -82,7 +90,7 @@ def link_of(
 
 
 def attention_constants(fractions: dict[int, float]) -> tuple[float, float]:
-    """`attention` and `attention_head_dim` from the peak's share at two head sizes.
+    """Fit `attention` and `attention_head_dim` to shares of the peak at two head sizes.
 
         share = attention head_dim / (head_dim + attention_head_dim)
 
@@ -99,6 +107,54 @@ def attention_constants(fractions: dict[int, float]) -> tuple[float, float]:
     return min(1.0, 1 / whole), slope / whole
 
 
-def _error(expected_s: Sequence[float], measured_s: Sequence[float]) -> float:
+def fitted_efficiency(
+    plans: Sequence[Estimate], measured_s: Sequence[float]
+) -> tuple[dict[str, float], list[float]]:
+    """Fit fields of `Efficiency`; return them and every plan's time with them.
+
+    Two factors are fitted: of the fractions in `WORK` and of those in `LINKS`. One plan
+    alone, or plans that send nothing, fit the first.
+
+    Args:
+        plans: Predictions, all on the same cluster.
+        measured_s: Measured time of a step of each.
+    """
+    known = plans[0].run.cluster.device.efficiency
+    fits_links = len(plans) > 1 and any(plan.time.exposed_s for plan in plans)
+
+    def at(logs: Sequence[float]) -> dict[str, float]:
+        scales = [*map(math.exp, logs), 1.0][:2]
+        return {
+            name: min(1.0, max(_LEAST, getattr(known, name) * scale))
+            for names, scale in zip((WORK, LINKS), scales, strict=True)
+            for name in names
+        }
+
+    def error(logs: Sequence[float]) -> float:
+        pairs = zip(times_s(plans, at(logs)), measured_s, strict=True)
+        return sum(math.log(predicted_s / s) ** 2 for predicted_s, s in pairs)
+
+    # Start at how much longer all plans took together.
+    slower = sum(measured_s) / sum(plan.step_s for plan in plans)
+    start = [-math.log(slower)] + [0.0] * fits_links
+    corners = [
+        [log - _FAR * (corner == i) for i, log in enumerate(start, 1)]
+        for corner in range(len(start) + 1)
+    ]
+    options = {"initial_simplex": corners, "xatol": 1e-3, "fatol": 1e-9}
+    best = minimize(error, start, method="Nelder-Mead", options=options)
+    efficiency = at(list(best.x))
+    return efficiency, times_s(plans, efficiency)
+
+
+def times_s(plans: Sequence[Estimate], efficiency: dict[str, float]) -> list[float]:
+    """Return every plan's step time with other values of fields of `Efficiency`."""
+    cluster = plans[0].run.cluster
+    changed = replace(cluster.device.efficiency, **efficiency)
+    other = replace(cluster, device=replace(cluster.device, efficiency=changed))
+    return [estimate_run(replace(plan.run, cluster=other)).step_s for plan in plans]
+
+
+def _mean_error(expected_s: Sequence[float], measured_s: Sequence[float]) -> float:
     ratios = np.asarray(expected_s) / np.asarray(measured_s)
     return float(np.mean(np.log(ratios) ** 2))

@@ -1,26 +1,34 @@
-"""Measures a machine: one `Calibration` of the devices that JAX sees."""
+"""Measure a machine, and write what it achieves as the file of a device."""
 
 from __future__ import annotations
 
+import datetime
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from numbers import Number
 from statistics import geometric_mean
 
 import jax
 
-from meshpar.calibration import exchanges, kernels
-from meshpar.calibration.exchanges import exchange_trial
-from meshpar.calibration.fit import attention_constants, link_of, matmul_flops
-from meshpar.calibration.kernels import (
+from meshpar.calibration.fit import attention_constants, fitted_link, matmul_flops
+from meshpar.calibration.trials import (
+    ACCELERATOR_SIZES,
+    CPU_SIZES,
+    TINY_OPS,
     KernelSizes,
+    attention_trial,
     elementwise_trials,
+    exchange_trial,
+    exchanges,
+    launch_trial,
     matmul_trial,
+    seconds,
     stream_trial,
 )
-from meshpar.calibration.trial import seconds
 from meshpar.errors import InputError
 from meshpar.hardware.device import Device, Efficiency
+from meshpar.hardware.platforms import platform_named
 from meshpar.planner.machine.link import Link
 
 _HEAD_DIMS = (64, 128)
@@ -29,13 +37,13 @@ _ATTENTION_SEQ = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What was measured, and the device that it makes.
+    """Measurements of a machine, and its device for the planner.
 
     Args:
-        device: As `--hardware FILE.toml` reads it.
-        rows: Name, seconds, and the rate as people read it, of every trial.
+        device: Device as `--hardware FILE.toml` reads it.
+        rows: Name, seconds and rate in words of every trial.
         num_devices: Devices that worked at once.
-        kind: What JAX calls them.
+        kind: JAX's name of the device.
     """
 
     device: Device
@@ -51,17 +59,17 @@ def calibrate(
     rounds: int = 5,
     like: Device | None = None,
 ) -> Calibration:
-    """Matmuls by shape, memory, launches and collectives by size, on all devices.
+    """Measure matmuls by shape, memory, launches and collectives by size.
 
-    All devices work at the same time, so that what virtual devices of one CPU share is
-    divided among them as it is in a training step.
+    All devices work at the same time, so that virtual devices of one CPU share it as
+    they do in a training step.
 
     Args:
-        devices: Of one process and kind.
-        name: What the device is to be called.
-        rounds: Of which the median counts.
-        like: The data sheet: peaks and memory that are not measured, and against which
-            fractions are counted. Without it the peaks are what was measured.
+        devices: Devices of one process and kind.
+        name: Name of the measured device.
+        rounds: Rounds of all trials; the median counts.
+        like: The data sheet that fractions are of; None takes what was measured as the
+            peaks.
 
     Raises:
         InputError: No rounds, or several processes.
@@ -75,24 +83,24 @@ def calibrate(
             key="plan.several_processes",
         )
     devices = list(devices)
-    on_cpu = devices[0].platform == "cpu"
-    sizes = kernels.CPU_SIZES if on_cpu else kernels.ACCELERATOR_SIZES
+    is_host = platform_named(devices[0].platform).is_host
+    sizes = CPU_SIZES if is_host else ACCELERATOR_SIZES
     stream, memory, memory_rows = _memory(devices, sizes, rounds)
-    launch_s, launch_rows = _launch(devices, rounds)
+    launch_s = seconds([launch_trial(devices)], rounds)[0] / TINY_OPS
+    launch_row = ("tiny kernel", launch_s, f"{launch_s * 1e6:.3g} us")
     flops, matmul_rows = {}, []
     for dtype, value_bytes in (("fp32", 4), ("bf16", 2)):
         flops[dtype], found = _matmuls(
             devices, sizes, rounds, dtype, value_bytes, memory, launch_s
         )
         matmul_rows += found
-    payloads = exchanges.CPU_BYTES if on_cpu else exchanges.ACCELERATOR_BYTES
-    link, link_rows = _link(devices, payloads, rounds)
+    link, link_rows = _link(devices, sizes.exchange_bytes, rounds)
     shares, attention_rows = _attention(devices, rounds, flops, like)
     rates = (stream, memory / stream)
     measured = _measured(name, devices, flops, rates, link, launch_s, shares)
     return Calibration(
-        device=measured if like is None else _beside(measured, like),
-        rows=(*matmul_rows, *memory_rows, *launch_rows, *attention_rows, *link_rows),
+        device=measured if like is None else _with_measured(like, measured),
+        rows=(*matmul_rows, *memory_rows, launch_row, *attention_rows, *link_rows),
         num_devices=len(devices),
         kind=devices[0].device_kind,
     )
@@ -104,7 +112,7 @@ Rows = list[tuple[str, float, str]]
 def _memory(
     devices: list[jax.Device], sizes: KernelSizes, rounds: int
 ) -> tuple[float, float, Rows]:
-    """Bytes per second of a stream, and of what a block does elementwise."""
+    """Measure bytes per second of a stream, and of a block's elementwise kernels."""
     streams = [stream_trial(devices, size) for size in sizes.stream_bytes]
     largest = sizes.stream_bytes[-1]
     others = elementwise_trials(devices, largest)
@@ -117,12 +125,6 @@ def _memory(
     ]
     stream = max(rates)
     return stream, geometric_mean(rates[len(streams) :]), rows
-
-
-def _launch(devices: list[jax.Device], rounds: int) -> tuple[float, Rows]:
-    trial = kernels.launch_trial(devices)
-    each_s = seconds([trial], rounds)[0] / kernels.TINY_OPS
-    return each_s, [("tiny kernel", each_s, f"{each_s * 1e6:.3g} us")]
 
 
 def _matmuls(
@@ -153,7 +155,7 @@ def _matmuls(
 def _link(
     devices: list[jax.Device], payloads: Sequence[int], rounds: int
 ) -> tuple[Link | None, Rows]:
-    wanted = exchanges.exchanges(len(devices), payloads)
+    wanted = exchanges(len(devices), payloads)
     if not wanted:
         return None, []
     taken = seconds([exchange_trial(devices, one) for one in wanted], rounds)
@@ -161,19 +163,17 @@ def _link(
         (one.name, s, f"{one.payload_bytes / s / 1e9:.4g} GB/s of payload")
         for one, s in zip(wanted, taken, strict=True)
     ]
-    return link_of([one.expected_s for one in wanted], taken), rows
+    return fitted_link([one.expected_s for one in wanted], taken), rows
 
 
 def _attention(
     devices: list[jax.Device], rounds: int, flops: dict, like: Device | None
 ) -> tuple[tuple[float, float] | None, Rows]:
-    """Fused attention, where there is such a kernel."""
-    if devices[0].platform != "gpu":
+    """Measure cuDNN's attention, where the platform has it."""
+    if platform_named(devices[0].platform).fused_attention != "cudnn":
         return None, []
     peak = flops["bf16"] if like is None else like.peak_flops["bf16"]
-    trials = [
-        kernels.attention_trial(devices, size, _ATTENTION_SEQ) for size in _HEAD_DIMS
-    ]
+    trials = [attention_trial(devices, size, _ATTENTION_SEQ) for size in _HEAD_DIMS]
     # 4 s^2 h of scores and mixed values, of which a causal mask hides half.
     num_flops = 2 * _ATTENTION_SEQ**2 * 2048
     taken = seconds(trials, rounds)
@@ -197,7 +197,11 @@ def _measured(
     launch_s: float,
     shares: tuple[float, float] | None,
 ) -> Device:
-    """A device whose peaks are what was measured; `rates` a stream's, and a share."""
+    """Return a device whose peaks are the measured ones.
+
+    `rates` are the bytes per second of a stream and the share of it that elementwise
+    kernels achieve.
+    """
     memory, elementwise = rates
     # One device has no links: its own memory stands for them.
     speed, hop_s = (link.bytes_per_s, link.hop_s) if link else (memory, 0.0)
@@ -227,10 +231,10 @@ def _measured(
     )
 
 
-def _beside(measured: Device, like: Device) -> Device:
-    """The data sheet's device, with the fractions of it that were measured.
+def _with_measured(like: Device, measured: Device) -> Device:
+    """Return the data sheet's device with the fractions of it that were measured.
 
-    What was not measured (a network, links of one device alone) stays as it was.
+    Anything not measured (a network, links of one device alone) stays as it was.
     """
     known, found = like.efficiency, measured.efficiency
     fractions = {
@@ -251,9 +255,40 @@ def _beside(measured: Device, like: Device) -> Device:
 
 
 def _memory_bytes(devices: list[jax.Device]) -> float:
-    """Of one device; virtual devices have a share of the host's each."""
+    """Return the memory of one device; virtual devices share the host's evenly."""
     stats = devices[0].memory_stats() or {}
     if "bytes_limit" in stats:
         return float(stats["bytes_limit"])
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return host / len(devices)
+
+
+def device_toml(calibration: Calibration) -> str:
+    """Return the TOML file that `--hardware` reads, with every trial as a comment."""
+    device = calibration.device
+    lines = [
+        f"# Measured by meshpar calibrate on {calibration.num_devices} x "
+        f"{calibration.kind}, jax {jax.__version__}, {datetime.date.today()}; all "
+        "devices at once, medians.",
+        *(f"# {name}: {s:.4g} s, {rate}" for name, s, rate in calibration.rows),
+        "",
+        f'name = "{device.name}"',
+        f'platform = "{device.platform}"',
+        *_number_lines(device),
+        "",
+        "[peak_flops]",
+        *(f"{dtype} = {peak:.6g}" for dtype, peak in device.peak_flops.items()),
+        "",
+        "[efficiency]",
+        *_number_lines(device.efficiency),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _number_lines(values: Device | Efficiency) -> list[str]:
+    found = {field.name: getattr(values, field.name) for field in fields(values)}
+    return [
+        f"{name} = {value}" if isinstance(value, int) else f"{name} = {value:.6g}"
+        for name, value in found.items()
+        if isinstance(value, Number)
+    ]

@@ -46,8 +46,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, write and print; return 0."""
     import jax  # the devices start with it
 
-    from meshpar.calibration.device_file import device_toml
-    from meshpar.calibration.measure import calibrate
+    from meshpar.calibration.measure import calibrate, device_toml
 
     output = None if args.output is None else local_path("--output", args.output)
     if output is not None and output.suffix != ".toml":

@@ -17,6 +17,7 @@ from meshpar.cli.audit import adamw_step
 from meshpar.cli.options import planned_model
 from meshpar.errors import InputError
 from meshpar.hardware.devices import DEVICES, TARGET_NAMES
+from meshpar.hardware.platforms import PLATFORMS
 from meshpar.machine.mesh import absent_mesh
 from meshpar.model.contract import Model
 from meshpar.model.tracing import traced_batch
@@ -128,7 +129,7 @@ def compiled(model: Model, target: Target, plan: Estimate) -> Confirmed:
     prediction then assumes that attention too.
     """
     layout, run = plan.run.layout, plan.run
-    if target.platform == "gpu":
+    if PLATFORMS[target.platform].fused_attention == "cudnn":
         unfused = replace(run.execution, fused_attention=False)
         plan = estimate_run(replace(run, execution=unfused))
     names: dict[str, Any] = {"layout": str(layout), "target": str(target)}

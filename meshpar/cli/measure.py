@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from meshpar.errors import InputError
+from meshpar.hardware.platforms import platform_named
 from meshpar.planner.cost.estimate import Estimate, milliseconds
 from meshpar.planner.machine.cluster import Cluster
 
@@ -109,7 +110,7 @@ def check_measurable(cluster: Cluster) -> None:
         InputError: Other devices are here, or too few.
     """
     wanted = cluster.device.platform
-    if wanted == "cpu":
+    if platform_named(wanted).is_host:
         return
     here = _child({"ask": "devices"})
     if "problem" in here:
@@ -136,7 +137,7 @@ def measure(args: argparse.Namespace, plans: Sequence[Estimate]) -> Measured:
     ]
     if not ran:
         return Measured(plans=tuple(found), efficiency={})
-    from meshpar.calibration.fit_plans import fitted_efficiency  # numpy, scipy
+    from meshpar.calibration.fit import fitted_efficiency  # numpy, scipy
 
     efficiency, refit = fitted_efficiency(*zip(*ran, strict=True))
     fitted = iter(refit)
@@ -160,7 +161,7 @@ def _measured(args: argparse.Namespace, plan: Estimate) -> MeasuredPlan:
             "global_batch": run.global_batch,
             "seq": run.seq,
             "devices": run.cluster.num_devices,
-            "emulate": run.cluster.device.platform == "cpu",
+            "emulate": platform_named(run.cluster.device.platform).is_host,
             "steps": STEPS,
         }
     )

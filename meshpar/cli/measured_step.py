@@ -41,7 +41,7 @@ def _measured(asked: dict[str, Any]) -> dict[str, Any]:
         emulate(asked["devices"])
     import jax
 
-    from meshpar.calibration.step_trial import step_trial
+    from meshpar.calibration.trials import step_trial
     from meshpar.cli.audit import adamw_step
     from meshpar.cli.options import planned_model
     from meshpar.testing.batches import random_batch

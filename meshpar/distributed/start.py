@@ -14,6 +14,7 @@ from meshpar.distributed.endings import BAD_INPUT, LOST, DistributedError
 from meshpar.distributed.processes import Processes
 from meshpar.distributed.roll_call import Roll, call_roll, free_port
 from meshpar.errors import InputError
+from meshpar.hardware.platforms import platform_named
 from meshpar.machine.emulate import prepare
 
 _OF_NUMBERS = (
@@ -174,7 +175,8 @@ def _check_collectives(processes: Processes) -> None:
 
     from meshpar.distributed.collectives_check import check_collectives
 
-    wrong = check_collectives() if jax.default_backend() == "cpu" else None
+    is_host = platform_named(jax.default_backend()).is_host
+    wrong = check_collectives() if is_host else None
     found = [one for one in processes.gather(wrong) if one]
     if found:
         raise DistributedError(

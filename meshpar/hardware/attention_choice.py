@@ -1,7 +1,7 @@
-"""Which fused kernel does attention on a device, or what stands in its way.
+"""Choose the fused kernel that attention runs in on a device, or say why none does.
 
-The program (`meshpar.models.layers.attention`) and the planner (`planner.cost.run`) ask
-the same function, so that a plan counts the kernel that runs.
+The program (`meshpar.models.layers.attention`) and the planner (`planner.cost.run`)
+call the same function, so that a plan counts the kernel that runs.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ SPLASH_LANES = 128
 """Splash attention takes sequences of whole tiles, whose rows are a TPU's lanes."""
 
 HEAD_DIM_MULTIPLE = 8
-"""Both kernels take heads whose size is a multiple of this: of splash attention 8 to
-256 were compiled for a v5e; of cuDNN's `jax.nn.dot_product_attention` refuses others
+"""Both kernels take heads whose size is a multiple of this. Splash attention was
+compiled for a v5e with 8 to 256; `jax.nn.dot_product_attention` gives cuDNN no others
 (jax 0.10.2)."""
 
 CUDNN_HEAD_DIM, HOPPER_HEAD_DIM = 128, 256
-"""The largest heads that it gives cuDNN, before and from compute capability 9.0 on."""
+"""Largest heads for cuDNN, before and from compute capability 9.0 on."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionAsked:
-    """One device's attention, between whatever moves keys or heads.
+class AttentionRequest:
+    """Attention of one device, without the collectives that move keys or heads.
 
     Args:
         platform: Kind of device: `cpu`, `gpu` or `tpu`.
-        half: Whether queries, keys and values are of 16 bits.
+        half: True if queries, keys and values have 16 bits.
         queries, keys: Tokens of a whole sequence.
-        head_dim: Of a query and a key.
+        head_dim: Size of a query and a key.
         method: How attention crosses `context`; empty where sequences lie whole.
-        in_order: Whether devices have causal sequences in their own order: no zigzag.
-        chunks: Equal parts that a sequence is cut into, whose tiles are their own.
-        documents: Whether several share a sequence, told apart by their numbers.
-        window: Whether a query sees keys up to some distance alone.
-        hidden: Whether no query sees some keys, of other reasons than documents.
-        padded: Whether sequences are padded so that devices can share them.
-        absent: Whether the device is not there to be asked what it has.
-        capability: Compute capability of a GPU; 0 where that is not known.
-        probing: Whether nothing runs, and a trace is made to look at alone.
+        in_order: True if devices hold causal sequences in their own order, not zigzag.
+        chunks: Equal parts that a sequence is cut into, each with its own tiles.
+        documents: True if several documents share a sequence.
+        window: True if a query sees only keys up to some distance.
+        hidden: True if no query sees some keys, for other reasons than documents.
+        padded: True if sequences are padded so that devices can share them.
+        absent: True if the device is not present to be request for its kernel.
+        capability: Compute capability of a GPU; 0 if unknown.
+        probing: True if the program is only traced.
         idle_axis: A mesh axis that splits neither examples nor heads; empty for none.
     """
 
@@ -65,14 +65,14 @@ class AttentionAsked:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionChoice:
-    """A kernel, or none and why.
+    """A kernel, or the reason for none.
 
     Args:
-        kernel: Of `attention_kernels.KERNELS`; empty for our own forms.
+        kernel: Name in `attention_kernels.KERNELS`; empty for our own forms.
         method: How attention with it crosses `context`; empty where nothing does.
-        wanted: The kernel of that platform; empty where it has none.
-        obstacle: Why it is not taken: a key of `OBSTACLES`; empty where it is.
-        value: What the obstacle is about.
+        wanted: The platform's kernel; empty if it has none.
+        obstacle: Key of `OBSTACLES` that rules the kernel out; empty if none does.
+        value: The size or name that the obstacle's sentence mentions.
     """
 
     kernel: str = ""
@@ -83,16 +83,13 @@ class AttentionChoice:
 
     @property
     def scope_name(self) -> str:
-        """A name for the operations that run instead; empty where none do.
-
-        `words_of_scope` reads it.
-        """
+        """Name scope of the operations that run instead, for `obstacle_words`."""
         parts = ("no", self.wanted, self.obstacle, self.value)
         return ".".join(filter(None, parts)) if self.obstacle else ""
 
     @property
     def words(self) -> str:
-        """A sentence for people; empty on a platform without fused attention."""
+        """Sentence for reports; empty on a platform without fused attention."""
         if self.kernel:
             return f"attention runs in one kernel ({self.kernel})"
         if not self.obstacle:
@@ -110,7 +107,7 @@ OBSTACLES = {
     "window": "it takes no sliding window here; tiles do",
     "hidden": "it takes no keys that all queries leave out",
     "padding": "sequences are padded to divide over context",
-    "absent": "no such device is here to be asked for it",
+    "absent": "no such device is here to be request for it",
     "length": f"it takes a multiple of {SPLASH_LANES} tokens at a time, not {{value}}",
     "head_dim": f"it takes heads of a multiple of {HEAD_DIM_MULTIPLE} values, not "
     "{value}",
@@ -119,35 +116,34 @@ OBSTACLES = {
     "mesh_axis": "mesh axis {value!r} splits neither the batch nor the heads, and a "
     "kernel is not split by XLA",
 }
-"""Name -> the sentence of it."""
+"""Name of an obstacle -> its sentence."""
 
 
-def attention_choice(asked: AttentionAsked) -> AttentionChoice:
-    """The kernel that does attention there, or why none does.
+def attention_choice(request: AttentionRequest) -> AttentionChoice:
+    """Choose the kernel that attention runs in, or say why none does.
 
     Example:
-        >>> asked = AttentionAsked(
+        >>> request = AttentionRequest(
         ...     platform="tpu", half=True, queries=8192, keys=8192, head_dim=100
         ... )
-        >>> attention_choice(asked).words
+        >>> attention_choice(request).words
         'attention runs without splash: it takes heads of a multiple of 8 values, \
 not 100'
     """
-    wanted = platform_named(asked.platform).fused_attention
-    if not wanted or asked.probing:
+    wanted = platform_named(request.platform).fused_attention
+    if not wanted or request.probing:
         return AttentionChoice()
-    limits = _cudnn_limits(asked) if wanted == "cudnn" else _splash_limits(asked)
-    found = {**_limits(asked), **limits}
-    for obstacle, value in found.items():
+    limits = _cudnn_limits(request) if wanted == "cudnn" else _splash_limits(request)
+    for obstacle, value in {**_limits(request), **limits}.items():
         if value:
-            # True stands for an obstacle that says all by itself.
+            # True stands for an obstacle without a value.
             about = "" if value is True else str(value)
             return AttentionChoice(wanted=wanted, obstacle=obstacle, value=about)
-    return AttentionChoice(kernel=wanted, wanted=wanted, method=asked.method)
+    return AttentionChoice(kernel=wanted, wanted=wanted, method=request.method)
 
 
-def words_of_scope(path: str) -> str:
-    """The sentence of a `scope_name` in an operation's path; empty if it has none."""
+def obstacle_words(path: str) -> str:
+    """Return the sentence of a `scope_name` in an operation's path; empty if none."""
     for name in path.split("/"):
         no, *parts = name.strip("()").rpartition("(")[2].split(".")
         if no == "no" and len(parts) >= 2 and parts[1] in OBSTACLES:
@@ -158,40 +154,41 @@ def words_of_scope(path: str) -> str:
     return ""
 
 
-def _limits(asked: AttentionAsked) -> dict[str, str | bool]:
-    has_ring = platform_named(asked.platform).fused_attention == "splash"
+def _limits(request: AttentionRequest) -> dict[str, str | bool]:
+    has_ring = platform_named(request.platform).fused_attention == "splash"
     tiles = ("allgather",) if has_ring else ("ring", "allgather")
     return {
-        "dtype": not asked.half,
-        "method": (asked.method in tiles or has_degrees(asked.method)) and asked.method,
-        "order": asked.method == "ring" and asked.in_order,
-        "hidden": asked.hidden,
-        "padding": asked.padded,
+        "dtype": not request.half,
+        "method": (request.method in tiles or has_degrees(request.method))
+        and request.method,
+        "order": request.method == "ring" and request.in_order,
+        "hidden": request.hidden,
+        "padding": request.padded,
     }
 
 
-def _cudnn_limits(asked: AttentionAsked) -> dict[str, str | bool]:
-    largest = HOPPER_HEAD_DIM if asked.capability >= 9 else CUDNN_HEAD_DIM
+def _cudnn_limits(request: AttentionRequest) -> dict[str, str | bool]:
+    largest = HOPPER_HEAD_DIM if request.capability >= 9 else CUDNN_HEAD_DIM
     return {
-        "documents": asked.documents,
-        "window": asked.window,
-        "absent": asked.absent,
-        **_odd_heads(asked),
-        "large_heads": asked.head_dim > largest and str(asked.head_dim),
+        "documents": request.documents,
+        "window": request.window,
+        "absent": request.absent,
+        **_odd_heads(request),
+        "large_heads": request.head_dim > largest and str(request.head_dim),
     }
 
 
-def _splash_limits(asked: AttentionAsked) -> dict[str, str | bool]:
-    lengths = (asked.queries / asked.chunks, asked.keys / asked.chunks)
+def _splash_limits(request: AttentionRequest) -> dict[str, str | bool]:
+    lengths = (request.queries / request.chunks, request.keys / request.chunks)
     odd = [f"{length:g}" for length in lengths if length % SPLASH_LANES]
     return {
-        "window": asked.window and asked.method == "ring",
+        "window": request.window and request.method == "ring",
         "length": bool(odd) and odd[0],
-        **_odd_heads(asked),
-        "mesh_axis": asked.idle_axis,
+        **_odd_heads(request),
+        "mesh_axis": request.idle_axis,
     }
 
 
-def _odd_heads(asked: AttentionAsked) -> dict[str, str | bool]:
-    odd = asked.head_dim % HEAD_DIM_MULTIPLE
-    return {"head_dim": odd != 0 and str(asked.head_dim)}
+def _odd_heads(request: AttentionRequest) -> dict[str, str | bool]:
+    odd = request.head_dim % HEAD_DIM_MULTIPLE
+    return {"head_dim": odd != 0 and str(request.head_dim)}

@@ -14,6 +14,8 @@ from typing import Any
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
+from meshpar.hardware.platforms import platform_named
+
 _LOWER = "lower_jaxpr_to_module"
 _CHANNEL, _NAME = "channel_handle", "sym_name"
 _HOST_OPERATIONS = ("stablehlo.send", "stablehlo.recv")
@@ -53,7 +55,7 @@ def give_own_channels() -> None:
     @functools.wraps(lower)
     def lowered(*args: Any, platforms: Sequence[str], **options: Any) -> Any:
         result = lower(*args, platforms=platforms, **options)
-        if tuple(platforms) == ("cpu",):
+        if len(platforms) == 1 and platform_named(platforms[0]).is_host:
             with result.module.context:
                 number_collectives(result.module)
         return result

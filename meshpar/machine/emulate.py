@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any, cast
 
 from meshpar.errors import InputError
+from meshpar.hardware.platforms import platform_named
 
 if TYPE_CHECKING:
     import jax
@@ -69,7 +70,8 @@ def emulate(num_devices: int) -> list[jax.Device]:
 
     prepare(num_devices)
     devices = jax.local_devices()
-    if len(devices) != num_devices or devices[0].platform != "cpu":
+    is_host = platform_named(devices[0].platform).is_host
+    if len(devices) != num_devices or not is_host:
         raise AlreadyStartedError(
             _already_started(num_devices), key="mesh.already_started"
         )

@@ -31,6 +31,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from meshpar.errors import InputError, nearest
+from meshpar.hardware.platforms import platform_named
 from meshpar.tables.table import (
     COLUMN_WISE,
     KINDS,
@@ -59,9 +60,6 @@ _ROW_WISE_SHARE = 0.05
 
 _ALIGNMENT = 8
 """Rows of a device come in multiples of this, as TPUs tile them."""
-
-_TPU_LANES = 128
-"""Values that TPUs tile the last dim by."""
 
 Rows = TypeVar("Rows", jax.Array, np.ndarray)
 
@@ -459,17 +457,18 @@ def _make_store(
     return store
 
 
-def tpu_notes(stores: Sequence[Store]) -> tuple[str, ...]:
-    """Return a line for each store that a step on TPUs copies.
+def lane_notes(stores: Sequence[Store], platform: str) -> tuple[str, ...]:
+    """Return a line for each store whose rows do not fill the lanes of a TPU.
 
-    If rows fill no whole tile, XLA:TPU keeps the arguments in another layout than the
-    one in which it reads and writes rows (temporary memory seen to grow with tables of
-    16 values, not with those of 128; jax 0.10.2, compiled for tpu:v5p:2x2x2).
+    XLA:TPU keeps such arguments in another layout than the one that it reads and writes
+    rows in (temporary memory seen to grow with tables of 16 values, not with those of
+    128; jax 0.10.2, compiled for tpu:v5p:2x2x2).
     """
+    lanes = platform_named(platform).lanes
     return tuple(
         f"tables {', '.join(member.table.name for member in store.members)}: a device "
-        f"has {store.local_dim} values of a row, no multiple of {_TPU_LANES}, so that "
+        f"has {store.local_dim} values of a row, no multiple of {lanes}, so that "
         "XLA:TPU may copy them whole in each step; make dim one, or place them row_wise"
         for store in stores
-        if store.local_dim % _TPU_LANES
+        if store.local_dim % lanes
     )

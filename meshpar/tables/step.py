@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from meshpar.audit.subject import Subject
 from meshpar.errors import InputError
 from meshpar.tables.memory import TableMemory, predicted_memory
-from meshpar.tables.placement import Placements, tpu_notes
+from meshpar.tables.placement import Placements, lane_notes
 from meshpar.tables.portable import PortableTables, host_tables
 from meshpar.tables.programs import TABLES, TableFunctions, rows_looked_up
 from meshpar.tables.tables import EmbeddingTables, check_arrays, check_ids
@@ -275,7 +275,7 @@ class TableStep:
             weights={path: one.shape for path, one in of_dense.items()},
             layout=step.layout,
             compiler_options=step.dense.compiler_options,
-            notes=tpu_notes(step.functions.stores) if platform == "tpu" else (),
+            notes=lane_notes(step.functions.stores, step.dense.platform),
         )
 
     def jitted(self, compiler_options: Mapping[str, Any] | None = None) -> Any:

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from meshpar.errors import InputError
+from meshpar.hardware.platforms import platform_named
 from meshpar.layout import BATCH_AXES, ZERO_AXES, Layout
 from meshpar.machine.mesh import mesh_hosts
 from meshpar.model.contract import BlockGroup, Model
@@ -75,7 +76,7 @@ def _check_host_memory(layout: Layout, mesh: Mesh) -> None:
 def offload_refusal(layout: Layout, platform: str) -> InputError | None:
     """Return the error if a device cannot move residuals to the host, else None."""
     names = layout.residual_names
-    if names is None or not names.offload or platform != "cpu":
+    if names is None or not names.offload or not platform_named(platform).is_host:
         return None
     return InputError(
         f"layout {str(layout)!r}: a CPU's memory is the host's own, so remat=offload "

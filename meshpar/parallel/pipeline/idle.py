@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 
+from meshpar.hardware.platforms import platform_named
 from meshpar.layout import MANUAL_AXES
 from meshpar.parallel.blocks import Known, Stack
 from meshpar.parallel.pipeline.ends import STAGE
@@ -40,7 +41,7 @@ def mesh_hindrance(mesh_shape: Mapping[str, int], platform: str) -> str | None:
         >>> mesh_hindrance({"stage": 4, "tensor": 2}, "cpu")
         "GSPMD partitions over 'tensor', and may permute there"
     """
-    if platform != "cpu":
+    if not platform_named(platform).is_host:
         return f"a {platform} has nothing else to do, and would wait for its host"
     automatic = [
         axis

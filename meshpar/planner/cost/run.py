@@ -9,8 +9,8 @@ from functools import cached_property
 from itertools import accumulate
 
 from meshpar.hardware.attention_choice import (
-    AttentionAsked,
     AttentionChoice,
+    AttentionRequest,
     attention_choice,
 )
 from meshpar.hardware.attention_kernels import KERNELS, OWN_KERNEL
@@ -147,7 +147,7 @@ class Run:
             return AttentionChoice()
         if kernel == OWN_KERNEL:
             return attention_choice(
-                AttentionAsked(
+                AttentionRequest(
                     platform=platform,
                     half=self.layout.precision == "bf16",
                     queries=self.seq,

@@ -9,6 +9,7 @@ from functools import lru_cache
 from itertools import product, repeat
 from typing import Any, NamedTuple
 
+from meshpar.hardware.platforms import platform_named
 from meshpar.layout import BY_COST, STAGE_REMATS, Layout
 from meshpar.planner.cost.run import Run
 from meshpar.planner.search.constraints import Constraints
@@ -138,7 +139,8 @@ def choices_of(like: Run, mesh: Layout, constraints: Constraints) -> MeshChoices
     counts = constraints.choices("microbatches", divisors(each))
     splits = mesh.tensor > 1 and seq % (mesh.tensor * mesh.context) == 0
     compiled = not like.execution.eager
-    has_host = compiled and like.cluster.device.platform != "cpu"
+    is_host = platform_named(like.cluster.device.platform).is_host
+    has_host = compiled and not is_host
     choices = MeshChoices(
         ranks=mesh.stage,
         microbatches=tuple(count for count in counts if each % count == 0),

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
 from meshpar.errors import InputError
+from meshpar.hardware.platforms import platform_named
 from meshpar.layout import MESH_AXES, Layout
 from meshpar.planner.cost.estimate import gigabytes
 from meshpar.planner.machine.cluster import Cluster
@@ -174,7 +175,7 @@ class VolumeRequest:
 
 
 def _note(cluster: Cluster) -> str:
-    return PADDING if cluster.device.platform == "tpu" else ""
+    return PADDING if platform_named(cluster.device.platform).lanes > 1 else ""
 
 
 def _refusal(run: VolumeRun) -> InputError | None:

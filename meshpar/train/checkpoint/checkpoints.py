@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 
 from meshpar.distributed import Processes
 from meshpar.errors import local_path
+from meshpar.hardware.platforms import platform_named
 from meshpar.train.checkpoint.choice import (
     CheckpointError,
     Choice,
@@ -282,7 +283,8 @@ class Checkpoints:
         stored = in_model_order(portable(state), orders)
         # What lies in a host's memory Orbax does not copy, but holds until it is
         # written: a step could not take that memory, and new memory costs it more.
-        on_host = all(device.platform == "cpu" for device in state.step.devices())
+        devices = state.step.devices()
+        on_host = all(platform_named(device.platform).is_host for device in devices)
         if on_host and not wait:
             stored = copied(stored, orders)
         args = ocp.args.Composite(state=save_args(stored), run=ocp.args.JsonSave(run))

@@ -112,7 +112,7 @@ MUTANTS = (
     Mutant(
         name="trial-moves-too-much",
         effect="calibration moves four times the bytes that it reports",
-        file="meshpar/calibration/exchanges.py",
+        file="meshpar/calibration/trials.py",
         old="values = exchange.payload_bytes // 4 // members * members",
         new="values = exchange.payload_bytes // members * members",
         tests=(
