@@ -388,7 +388,7 @@ def refuse_by_host(
             f"{asked}: must be 'flat' or 'by_host'",
             key="step.unknown_gradient_reduction",
         )
-    if not isinstance(mesh, Mesh) or platform != "cpu":
+    if not isinstance(mesh, Mesh) or not platform_named(platform).is_host:
         raise InputError(
             f"{asked} is for CPUs that are there: GPUs and TPUs sum inside a host "
             "first by themselves; leave it out",
