@@ -16,8 +16,8 @@ from meshpar.calibration.trials import Exchange, KernelSizes, exchange_trial, ex
 from meshpar.cli.main import main
 from meshpar.hardware.devices import DEVICES
 from meshpar.planner.cost.estimate import estimate
+from meshpar.planner.machine.cluster import Link
 from meshpar.planner.machine.clusters import cluster_of, load_device
-from meshpar.planner.machine.link import Link
 
 SHAPES = [(64, 64, 64), (128, 256, 512), (1024, 512, 2048)]
 SMALL = KernelSizes(

@@ -6,12 +6,12 @@ from meshpar import collective_kinds
 from meshpar.audit.collectives import collectives_of
 from meshpar.audit.hlo import parse_program
 from meshpar.collective_kinds import KINDS, CollectiveKind
+from meshpar.planner.machine.cluster import Link
 from meshpar.planner.machine.collective_cost import (
     all_gather_s,
     collective_s,
     wire_bytes,
 )
-from meshpar.planner.machine.link import Link
 
 LINK = Link(name="host", bytes_per_s=100e9, hop_s=0.0)
 

@@ -201,7 +201,7 @@ def test_what_a_sparse_core_moves_is_seen(lines, is_hidden):
 def test_a_scatter_over_a_whole_slice_takes_a_scatters_time():
     """A program says itself where XLA:TPU all-reduces; its scatters are scatters."""
     cluster = cluster_of_target(Target.of("tpu:v5p:4x4x4"))
-    assert cluster.link_of({"fsdp": 64}, ("fsdp",)).scatters_whole
+    assert cluster.mesh_link({"fsdp": 64}, ("fsdp",)).scatters_whole
     gather_s, scatter_s = (
         wire_s_of(
             SimpleNamespace(mesh_axes=("fsdp",), kind=kind, payload_bytes=10**9),

@@ -11,6 +11,7 @@ from meshpar.audit.target import Target
 from meshpar.hardware.devices import DEVICES, TARGET_NAMES, TARGETS, device_from_kind
 from meshpar.layout import Layout
 from meshpar.machine.topology import Topology
+from meshpar.planner.machine.cluster import Link
 from meshpar.planner.machine.clusters import cluster_of, device_of, load_device
 from meshpar.planner.machine.collective_cost import (
     all_gather_s,
@@ -20,7 +21,6 @@ from meshpar.planner.machine.collective_cost import (
     send_s,
     wire_bytes,
 )
-from meshpar.planner.machine.link import Link
 
 FAST = Link(name="host", bytes_per_s=100e9, hop_s=0.0)
 

@@ -277,7 +277,7 @@ def wire_s_of(
 ) -> float:
     """Seconds of one execution; of groups that are no product, as over all devices."""
     mesh_axes = tuple(mesh_shape) if row.mesh_axes is None else row.mesh_axes
-    link = cluster.link_of(mesh_shape, mesh_axes)
+    link = cluster.mesh_link(mesh_shape, mesh_axes)
     # A program says itself where it all-reduces instead.
     link = replace(link, scatters_whole=False)
     members = math.prod(mesh_shape[axis] for axis in mesh_axes)

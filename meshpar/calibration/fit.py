@@ -14,7 +14,7 @@ import numpy as np
 from scipy.optimize import minimize, minimize_scalar
 
 from meshpar.planner.cost.estimate import Estimate, estimate_run
-from meshpar.planner.machine.link import Link
+from meshpar.planner.machine.cluster import Link
 
 WORK = ("matmul", "attention", "memory")
 LINKS = ("link", "network")

@@ -29,7 +29,7 @@ from meshpar.calibration.trials import (
 from meshpar.errors import InputError
 from meshpar.hardware.device import Device, Efficiency
 from meshpar.hardware.platforms import platform_named
-from meshpar.planner.machine.link import Link
+from meshpar.planner.machine.cluster import Link
 
 _HEAD_DIMS = (64, 128)
 _ATTENTION_SEQ = 4096

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from meshpar.planner.machine.cluster import Link
 from meshpar.planner.machine.collective_cost import all_gather_s, all_reduce_s, send_s
-from meshpar.planner.machine.link import Link
 
 if TYPE_CHECKING:
     from meshpar.train.step import TrainStep

@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from meshpar.planner.machine.cluster import Link
 from meshpar.planner.machine.collective_cost import all_to_all_s
-from meshpar.planner.machine.link import Link
 from meshpar.tables.exchange import Exchange
 from meshpar.tables.placement import SPREAD, Placements, Store
 

@@ -15,7 +15,7 @@ from meshpar.planner.cost.memory import Memory, rank_memories
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.step_time import stage_times
 from meshpar.planner.cost.step_traffic import Sent
-from meshpar.planner.machine.link import Link
+from meshpar.planner.machine.cluster import Link
 from meshpar.schedules import StageTimes, Timeline, make_schedule, simulate
 from meshpar.schedules.simulate import spans
 from meshpar.schedules.ticks import lock_step_timeline

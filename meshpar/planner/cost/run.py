@@ -17,9 +17,8 @@ from meshpar.hardware.attention_kernels import KERNELS, OWN_KERNEL
 from meshpar.hardware.platforms import platform_named
 from meshpar.layout import ZERO_AXES, Layout
 from meshpar.parallel.sizes import LONGEST_SCORES
-from meshpar.planner.machine.cluster import Cluster
+from meshpar.planner.machine.cluster import Cluster, Link
 from meshpar.planner.machine.execution import Execution
-from meshpar.planner.machine.link import Link
 from meshpar.planner.workload.workload import Workload
 from meshpar.schedules import SCHEDULES
 
@@ -223,7 +222,7 @@ class Run:
                 shape |= {"outer": size // inner, "inner": inner}
             else:
                 shape[axis] = size
-        return _over_rails(self.cluster.link_of(shape, (part,)), self.execution.rails)
+        return _over_rails(self.cluster.mesh_link(shape, (part,)), self.execution.rails)
 
     def rank_blocks(self, rank: int) -> tuple[range, ...]:
         """Return the layers of each chunk of one rank."""

@@ -18,8 +18,8 @@ from meshpar.hardware.attention_kernels import (
     backward_in_forwards,
 )
 from meshpar.planner.cost.run import Run
+from meshpar.planner.machine.cluster import Link
 from meshpar.planner.machine.collective_cost import collective_s
-from meshpar.planner.machine.link import Link
 
 HOST = "host"
 """Key of `Cost.exposed_s` for waiting on the host's memory."""

@@ -1,26 +1,70 @@
-"""A cluster: devices of one kind, and the link that each mesh axis runs on."""
+"""A cluster: devices of one kind, and the links between them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from meshpar.errors import InputError
 from meshpar.hardware.device import Device
 from meshpar.layout import Layout
-from meshpar.planner.machine.link import Link, Span
+
+
+class Span(NamedTuple):
+    """Part of one dim of a torus that a group of devices covers.
+
+    Args:
+        size: Devices along the dim.
+        links: Links of each device that the group's ring uses: two if its ends are
+            joined, else one, since the way back takes the other directions.
+    """
+
+    size: int
+    links: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """Link that the collectives of a mesh axis run over.
+
+    Args:
+        name: Its name in reports: `none`, `host`, `torus` or `network`.
+        bytes_per_s: Rate that one device achieves in one direction of a ring.
+        hop_s: Latency of one step.
+        port_bytes_per_s: Rate from one device to one other: through its own port, or
+            over one link of a torus; `bytes_per_s` when 0.
+        inner: Members of a group in one host; their ring steps stay inside.
+        inner_hop_s: Latency of a step inside a host.
+        spans: The group's part of each dim of a torus; () elsewhere.
+        scatters_whole: True if a reduce-scatter runs as an all-reduce, of which each
+            device keeps its part.
+    """
+
+    name: str
+    bytes_per_s: float
+    hop_s: float
+    port_bytes_per_s: float = 0.0
+    inner: int = 1
+    inner_hop_s: float = 0.0
+    spans: tuple[Span, ...] = ()
+    scatters_whole: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.port_bytes_per_s:
+            object.__setattr__(self, "port_bytes_per_s", self.bytes_per_s)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Devices of one kind, joined.
+    """Devices of one kind, joined by links.
 
     Args:
         device: The device.
         hosts: Link domains (hosts, or racks of GB200); slices of a torus.
-        devices_per_host: Devices of each; the device's own when 0.
-        torus: Sizes of a slice's torus; () where the device has none.
+        devices_per_host: Devices of each; the device's own number when 0.
+        torus: Sizes of a slice's torus; () if the device has none.
 
     Raises:
         InputError: A count below 1, or a torus of other dims than the device's.
@@ -74,12 +118,12 @@ class Cluster:
 
     @property
     def num_devices(self) -> int:
-        """Devices of all hosts."""
+        """Number of devices of all hosts."""
         return self.hosts * self.devices_per_host
 
     @property
     def text(self) -> str:
-        """How reports name it."""
+        """Its name in reports."""
         if self.torus:
             slices = f"{self.hosts} x " if self.hosts > 1 else ""
             return f"{slices}{self.device.name} {self._shape}"
@@ -87,18 +131,20 @@ class Cluster:
         return f"{self.num_devices} x {self.device.name} on {hosts}"
 
     def link(self, layout: Layout, *mesh_axes: str) -> Link:
-        """What a collective over these mesh axes of a layout together runs on."""
-        return self.link_of(layout.mesh_shape, mesh_axes)
+        """Return the link of a collective over these mesh axes of a layout together."""
+        return self.mesh_link(layout.mesh_shape, mesh_axes)
 
-    def link_of(self, mesh_shape: Mapping[str, int], mesh_axes: Sequence[str]) -> Link:
-        """What a collective over these mesh axes of any mesh together runs on.
+    def mesh_link(
+        self, mesh_shape: Mapping[str, int], mesh_axes: Sequence[str]
+    ) -> Link:
+        """Return the link of a collective over these axes of any mesh together.
 
         Devices are numbered row-major over the mesh axes, the last innermost (`tensor`
         of a layout), hosts filled one after another, as `meshpar.machine.mesh` does it.
 
         Args:
             mesh_shape: Size of each mesh axis, outermost first.
-            mesh_axes: Those of the collective.
+            mesh_axes: Mesh axes of the collective.
         """
         members = math.prod(mesh_shape[axis] for axis in mesh_axes)
         if members == 1:
@@ -132,39 +178,39 @@ class Cluster:
     def _members_in_one_host(
         self, mesh_shape: Mapping[str, int], mesh_axes: Sequence[str]
     ) -> int:
-        """Members of a group whose devices fill one host, or part of it."""
+        """Return the members of a group that lie in one host."""
         if self.hosts == 1:
             return math.prod(mesh_shape[axis] for axis in mesh_axes)
         room, inner = self.devices_per_host, 1
         for axis, size in reversed(list(mesh_shape.items())):
-            here = size if room % size == 0 else math.gcd(size, room)
-            inner *= here if axis in mesh_axes else 1
-            room = room // size if here == size else 1
+            inside = size if room % size == 0 else math.gcd(size, room)
+            inner *= inside if axis in mesh_axes else 1
+            room = room // size if inside == size else 1
         return inner
 
     def _torus_link(
         self, mesh_shape: Mapping[str, int], mesh_axes: Sequence[str], members: int
     ) -> Link:
-        """Rings along the dims of the torus that these mesh axes cover."""
+        """Return the rings along the dims of the torus that these mesh axes cover."""
         spans, device = self._torus_spans(mesh_shape, mesh_axes), self.device
         if math.prod(span.size for span in spans) != members:
             # The sizes share no factors: one line through all of them.
             spans = (Span(members, 1),)
-        one = device.link_bytes_per_s * device.efficiency.link
+        link_bytes_per_s = device.link_bytes_per_s * device.efficiency.link
         return Link(
             name="torus",
-            bytes_per_s=one * sum(span.links for span in spans),
-            port_bytes_per_s=one,
+            bytes_per_s=link_bytes_per_s * sum(span.links for span in spans),
+            port_bytes_per_s=link_bytes_per_s,
             hop_s=device.efficiency.hop_s,
             spans=spans,
             scatters_whole=self._scatters_whole(members),
         )
 
     def _scatters_whole(self, members: int) -> bool:
-        """Whether XLA:TPU all-reduces where a program reduce-scatters.
+        """True if XLA:TPU all-reduces where a program reduce-scatters.
 
-        A rule made from what the libtpu of jax 0.10.2 compiled (2026-11-21): so over
-        all of a slice of three dims (v5p 2x2x2, 2x2x4, 4x4x4) and of a square (v5e, v6e
+        A rule from what the libtpu of jax 0.10.2 compiled (2026-11-21): true over all
+        of a slice of three dims (v5p 2x2x2, 2x2x4, 4x4x4) and of a square (v5e, v6e
         4x4, 8x8); not over 2x2x1, 2x2, 2x4, 4x8, nor over part of a slice.
         """
         if self.hosts > 1 or members != math.prod(self.torus):
@@ -176,13 +222,13 @@ class Cluster:
     def _torus_spans(
         self, mesh_shape: Mapping[str, int], mesh_axes: Sequence[str]
     ) -> tuple[Span, ...]:
-        """What a group of these mesh axes covers of each torus dim."""
+        """Return the part of each torus dim that a group of these mesh axes covers."""
         left, covered = list(self.torus), [1] * len(self.torus)
         for axis, size in reversed(list(mesh_shape.items())):
             for dim, room in enumerate(left):
-                here = math.gcd(size, room)
-                left[dim], size = room // here, size // here
-                covered[dim] *= here if axis in mesh_axes else 1
+                part = math.gcd(size, room)
+                left[dim], size = room // part, size // part
+                covered[dim] *= part if axis in mesh_axes else 1
         return tuple(
             Span(size, 2 if size == whole and self._wraps(whole) else 1)
             for size, whole in zip(covered, self.torus, strict=True)
@@ -190,7 +236,7 @@ class Cluster:
         )
 
     def _wraps(self, size: int) -> bool:
-        """Whether the ends of a dim of the slice are joined.
+        """True if the ends of a dim of the slice are joined.
 
         Slices of three dims are built of cubes, whose faces optical switches join where
         every dim is whole cubes; a pod of two dims has links around its edges, which

@@ -1,4 +1,4 @@
-"""What a collective over one link takes: ring, tree, torus and all-to-all costs.
+"""Time of a collective over one link: ring, tree, torus and all-to-all costs.
 
 References: Chan et al. 2007, "Collective communication"; Thakur et al. 2005.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from meshpar.collective_kinds import KINDS
-from meshpar.planner.machine.link import Link
+from meshpar.planner.machine.cluster import Link
 
 
 def all_gather_s(output_bytes: float, num_devices: int, link: Link) -> float:
@@ -50,7 +50,7 @@ def all_reduce_s(payload_bytes: float, num_devices: int, link: Link) -> float:
         ring = 2 bytes (n - 1) / n / link + latency of 2 (n - 1) steps
         tree = 2 bytes / (link share) + latency of 2 log2(n) steps
 
-    with the share of the bandwidth that a tree of so many bytes achieves.
+    with the share of the bandwidth that a tree of so many bytes achieves there.
 
     Reference: Sanders et al. 2009 (double trees), as in NCCL 2.4; NCCL's own model of
     them (`src/graph/tuning.cc`, `treeCorrectionFactor`).
@@ -68,17 +68,15 @@ def all_reduce_s(payload_bytes: float, num_devices: int, link: Link) -> float:
     outer = max(1, num_devices // link.inner)
     tree_hops_s = math.log2(outer) * link.hop_s if link.inner > 1 or outer > 1 else 0.0
     tree_hops_s += (link.inner - 1) * link.inner_hop_s
-    share = _tree_share(payload_bytes) if link.name == "network" else 1.0
+    share = 1.0
+    if link.name == "network":
+        size = math.log2(max(payload_bytes, 1.0) / _TREE_FROM_BYTES)
+        share = _TREE_SHARES[min(max(0, math.floor(size)), len(_TREE_SHARES) - 1)]
     moved_s = 2 * payload_bytes / (link.bytes_per_s * share)
     return min(ring_s, moved_s + 2 * tree_hops_s)
 
 
-def _tree_share(payload_bytes: float) -> float:
-    """Of a ring's bandwidth, what NCCL's trees are taken to achieve between hosts."""
-    place = max(0, math.floor(math.log2(max(payload_bytes, 1.0) / _TREE_FROM_BYTES)))
-    return _TREE_SHARES[min(place, len(_TREE_SHARES) - 1)]
-
-
+# Share of a ring's bandwidth that NCCL's trees are taken to achieve between hosts,
 # NCCL's for its simple protocol: 0.92, and for each power of two from 512 KiB to
 # 128 MiB this correction: of so many bytes, up to twice as many. (Of 8 MiB NCCL has 0.8
 # and of 16 MiB 0.7; here more bytes never achieve less.) Fewer than 512 KiB achieve the
@@ -119,14 +117,14 @@ def send_s(payload_bytes: float, link: Link) -> float:
 def collective_s(
     kind: str, payload_bytes: float, num_devices: int, link: Link
 ) -> float:
-    """Time of a collective by its kind, as `meshpar.audit` calls it.
+    """Time of a collective by its kind.
 
     Args:
         kind: One of `meshpar.collective_kinds.KINDS`; a ragged all-to-all takes at most
             an all-to-all's, a broadcast a send's.
-        payload_bytes: Of the whole array: output of a gather, input of a scatter.
+        payload_bytes: Bytes of the whole array: output of a gather, input of a scatter.
         num_devices: Members of a group.
-        link: What they communicate over.
+        link: Their link.
     """
     seconds = _SECONDS.get(KINDS[kind].takes_as or kind)
     if seconds is None:
@@ -147,7 +145,7 @@ def wire_bytes(kind: str, payload_bytes: float, num_devices: int) -> float:
 
     Args:
         kind: One of `meshpar.collective_kinds.KINDS`.
-        payload_bytes: Of the whole array: output of a gather, input of a scatter.
+        payload_bytes: Bytes of the whole array: output of a gather, input of a scatter.
         num_devices: Members of a group.
 
     Reference: nccl-tests, `doc/PERFORMANCE.md` (bus bandwidth over algorithm's).

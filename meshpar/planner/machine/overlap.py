@@ -1,4 +1,4 @@
-"""What compiled programs hide: a table of shares, read from the audit's findings.
+"""Share of each collective that compiled programs hide, a table from the audit.
 
 `recipes.bench.overlap` compiles this library's steps for absent machines, reads from
 the scheduled programs which collectives have a matmul between their start and their
@@ -19,18 +19,18 @@ from meshpar.layout import Layout
 
 @dataclass(frozen=True, kw_only=True)
 class HiddenShare:
-    """How much of one kind of collective matmuls hide.
+    """Share of one kind of collective that matmuls hide in one program.
 
     Args:
         platform: `gpu` or `tpu`.
-        mesh_axis: Whose devices take part.
-        kind: Of the collective, as XLA calls it.
-        share: Of the bytes sent, those with a matmul between start and done, 0 to 1.
-        wire_bytes: What one device of the measured program sends so, in a step.
-        target: The machine that it was compiled for.
-        layout: How the model lay there.
-        num_parts: Of the batch, in which its blocks took it (`hardware.batch_parts`).
-        command: What measures it.
+        mesh_axis: Mesh axis of the devices that take part.
+        kind: XLA's name of the collective.
+        share: Share of the bytes sent with a matmul between start and done, 0 to 1.
+        wire_bytes: Bytes that one device sends with it in a step.
+        target: Machine that the program was compiled for.
+        layout: Layout of the model.
+        num_parts: Parts in which blocks took the batch (`Platform.num_batch_parts`).
+        command: Command that measures the row.
     """
 
     platform: str
@@ -46,7 +46,7 @@ class HiddenShare:
 
 @cache
 def hidden_shares() -> tuple[HiddenShare, ...]:
-    """The table."""
+    """Return the rows of the table."""
     text = files("meshpar.planner").joinpath("overlap.json").read_text()
     return tuple(HiddenShare(**row) for row in json.loads(text)["rows"])
 
@@ -55,63 +55,60 @@ def hidden_share(
     platform: str,
     mesh_axes: Sequence[str],
     kind: str,
-    at_work: Collection[str] = (),
+    active_axes: Collection[str] = (),
     *,
     in_parts: bool = False,
 ) -> float:
-    """The share of such collectives that compiled programs hide.
+    """Return the share of a collective that compiled programs hide.
 
-    Of the measured programs with the same of `tensor` and `stage` at work, whose
-    collectives take turns with one another's, and blocks in parts of the batch or not;
-    the least of any program where none has.
-    By bytes of those together; the least of several mesh axes; 0 of what was not
-    measured. Permutes over `tensor` are its gathers and scatters in chunks, so that
-    they count as these, and these as all that go around the ring.
+    The mean, by bytes, of the measured programs in which the same of `tensor` and
+    `stage` had several devices, whose collectives take turns with one another, and
+    whose blocks took the batch in parts or not alike; the least of any program if there
+    is none. The least of several mesh axes; 0 of what was not measured. Permutes over
+    `tensor` are its gathers and scatters in chunks, so the three count together.
 
     Args:
         platform: `gpu` or `tpu`.
-        mesh_axes: Over which the collective runs.
-        kind: As XLA calls it.
-        at_work: The layout's mesh axes of several devices.
-        in_parts: Whether blocks take the batch in parts.
+        mesh_axes: Mesh axes of the collective.
+        kind: XLA's name of the collective.
+        active_axes: The layout's mesh axes of several devices.
+        in_parts: True if blocks take the batch in parts.
 
     Example:
         >>> hidden_share("gpu", ("data",), "all-reduce")
         0.0
     """
-    beside = frozenset(at_work).intersection(_TAKE_TURNS), in_parts
-    return min(_share(platform, axis, kind, beside) for axis in mesh_axes)
+    condition = frozenset(active_axes).intersection(_TAKE_TURNS), in_parts
+    shares = [_shares().get((platform, axis, kind), {}) for axis in mesh_axes]
+    return min(each.get(condition, min(each.values(), default=0.0)) for each in shares)
 
 
-_Beside = tuple[frozenset[str], bool]
+_Condition = tuple[frozenset[str], bool]
 """Mesh axes that a collective takes turns with, and whether blocks are in parts."""
 
 
 @cache
-def _share(platform: str, axis: str, kind: str, beside: _Beside) -> float:
-    found = _shares().get((platform, axis, kind), {})
-    return found.get(beside, min(found.values(), default=0.0))
-
-
-@cache
-def _shares() -> dict[tuple[str, str, str], dict[_Beside, float]]:
-    """Platform, mesh axis and kind -> what took turns with it -> share."""
-    sums: dict[tuple[str, str, str], dict[_Beside, list[float]]] = {}
+def _shares() -> dict[tuple[str, str, str], dict[_Condition, float]]:
+    """Return platform, mesh axis and kind -> condition -> share."""
+    sums: dict[tuple[str, str, str], dict[_Condition, list[float]]] = {}
     for row in hidden_shares():
         sizes = Layout.of(row.layout).mesh_shape
         turns = frozenset(axis for axis in _TAKE_TURNS if sizes[axis] > 1)
-        beside = turns, row.num_parts > 1
+        condition = turns, row.num_parts > 1
         kinds: tuple[str, ...] = (row.kind,)
         if row.mesh_axis == "tensor" and row.kind in _AROUND_TENSOR:
             kinds = _AROUND_TENSOR
         for kind in kinds:
-            of_kind = sums.setdefault((row.platform, row.mesh_axis, kind), {})
-            found = of_kind.setdefault(beside, [0, 0])
-            found[0] += row.share * row.wire_bytes
-            found[1] += row.wire_bytes
+            by_condition = sums.setdefault((row.platform, row.mesh_axis, kind), {})
+            total = by_condition.setdefault(condition, [0, 0])
+            total[0] += row.share * row.wire_bytes
+            total[1] += row.wire_bytes
     return {
-        key: {beside: hidden / sent for beside, (hidden, sent) in of_kind.items()}
-        for key, of_kind in sums.items()
+        key: {
+            condition: hidden / sent
+            for condition, (hidden, sent) in by_condition.items()
+        }
+        for key, by_condition in sums.items()
     }
 
 
