@@ -80,14 +80,9 @@ def test_rows_of_other_targets_stay(refuses, tmp_path, monkeypatch):
 @pytest.fixture
 def no_shares_kept():
     """Shares are those of the table that the test gives, and no later test's."""
-
-    def clear():
-        planned._shares.cache_clear()
-        planned._share.cache_clear()
-
-    clear()
+    planned._shares.cache_clear()
     yield
-    clear()
+    planned._shares.cache_clear()
 
 
 def row(kind, share, wire_bytes, mesh_axis="tensor", layout="data=8,tensor=8"):
