@@ -18,7 +18,7 @@ from meshpar.planner.from_model import traced_workload
 from meshpar.planner.inference import estimate_inference
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.execution import MESHPAR
-from meshpar.planner.search.refusals import layout_problems
+from meshpar.planner.workload.problems import layout_problems
 from meshpar.planner.workload.shapes import OTHER_SHAPES
 from tests import test_zoo
 from tests.marks import slow

@@ -10,7 +10,7 @@ from meshpar import Layout, make_train_step
 from meshpar.cli.main import main
 from meshpar.models.convert.export import export
 from meshpar.models.presets import build
-from meshpar.planner.search.refusals import layout_problems
+from meshpar.planner.workload.problems import layout_problems
 from meshpar.planner.workload.shapes import SHAPES
 from meshpar.recipes import pretrain as run_module
 from meshpar.recipes.config import RunConfig

@@ -8,8 +8,8 @@ import pytest
 from meshpar.cli.main import main
 from meshpar.planner.curve import BEND, curve_in_words, scaling_curve
 from meshpar.planner.machine.clusters import cluster_of
-from meshpar.planner.search.constraints import Constraints
 from meshpar.planner.search.search import Request
+from meshpar.planner.search.space import Constraints
 from meshpar.planner.workload.shapes import workload_of
 
 WORDS = ["plan", "--preset", "dit-b2", "--devices", "16", "--global-batch", "256"]

@@ -8,7 +8,7 @@ from meshpar.cli.main import main
 from meshpar.layout import Layout
 from meshpar.planner.cost.estimate import estimate, estimate_in_words
 from meshpar.planner.machine.clusters import cluster_of
-from meshpar.planner.search.refusals import layout_problems
+from meshpar.planner.workload.problems import layout_problems
 from meshpar.planner.workload.shapes import SHAPES
 from meshpar.train.layout_refusals import layout_errors
 

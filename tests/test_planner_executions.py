@@ -47,8 +47,8 @@ from meshpar.planner.machine.execution import (
 )
 from meshpar.planner.machine.link import Link
 from meshpar.planner.machine.overlap import hidden_share, hidden_shares
-from meshpar.planner.search.constraints import Constraints
 from meshpar.planner.search.search import Request, search
+from meshpar.planner.search.space import Constraints
 from meshpar.planner.workload.shapes import SHAPES
 
 
@@ -434,7 +434,7 @@ def test_a_plan_says_whose_efficiency_it_takes():
             workload=SHAPES["llama3-8b"],
             cluster=cluster_of(hardware, devices=8),
             global_batch=8,
-            constraints=Constraints.of(keep=["fsdp=8", "remat=full"]),
+            constraints=Constraints.parse(keep=["fsdp=8", "remat=full"]),
         )
         notes = " ".join(search(request).notes)
         assert ("taken to achieve what h100-80gb achieves" in notes) == told

@@ -15,17 +15,16 @@ from meshpar.planner.cost.step_time import step_time
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.execution import EXECUTIONS, MESHPAR
 from meshpar.planner.search.bounds import Bounds, held_microbatches
-from meshpar.planner.search.constraints import Constraints
-from meshpar.planner.search.mesh_choices import choices_of
-from meshpar.planner.search.nearest_fit import nearest_fit
-from meshpar.planner.search.refusals import layout_problems
-from meshpar.planner.search.rejection import too_slow
+from meshpar.planner.search.candidates import too_slow
+from meshpar.planner.search.choices import mesh_choices
+from meshpar.planner.search.remedies import nearest_fit, sensitivities
 from meshpar.planner.search.search import Request, possible_meshes, search
-from meshpar.planner.search.sensitivity import sensitivities
 from meshpar.planner.search.space import (
+    Constraints,
     Variant,
     mesh_layouts,
 )
+from meshpar.planner.workload.problems import layout_problems
 from meshpar.planner.workload.shapes import SHAPES, workload_of
 from meshpar.train.layout_refusals import layout_errors
 from tests.marks import slow
@@ -63,7 +62,7 @@ def all_runs(asked):
         program = {"execution": like.execution}
         if layout_problems(like.workload, plain, **size, **program):
             continue
-        choices = choices_of(like, mesh, asked.constraints)
+        choices = mesh_choices(like, mesh, asked.constraints)
         for variant in choices.variants():
             yield mesh, choices, variant, bounds.run(mesh, variant)
 
@@ -71,14 +70,14 @@ def all_runs(asked):
 @pytest.mark.parametrize(
     "asked, each",
     [
-        (request(constraints=Constraints.of(forbid=["data"])), 67),
-        slow(request(constraints=Constraints.of(forbid=["data"])), 29),
+        (request(constraints=Constraints.parse(forbid=["data"])), 67),
+        slow(request(constraints=Constraints.parse(forbid=["data"])), 29),
         slow(
             request(
                 workload=MOE,
                 cluster=cluster_of("h100-80gb", devices=16),
                 seq=1024,
-                constraints=Constraints.of(keep=["data=1"]),
+                constraints=Constraints.parse(keep=["data=1"]),
             ),
             29,
         ),
@@ -87,7 +86,7 @@ def all_runs(asked):
                 workload=MOE,
                 seq=1024,
                 execution=EXECUTIONS["maxtext"],
-                constraints=Constraints.of(forbid=["data"]),
+                constraints=Constraints.parse(forbid=["data"]),
             ),
             67,
         ),
@@ -122,7 +121,7 @@ def opened(choices, variant):
 
 @pytest.mark.parametrize("forbidden", [("data", "context"), slow(("data",))])
 def test_search_finds_what_estimating_everything_finds(forbidden):
-    asked = request(constraints=Constraints.of(forbid=forbidden, keep=["chunks=1"]))
+    asked = request(constraints=Constraints.parse(forbid=forbidden, keep=["chunks=1"]))
     found = search(asked, num_plans=5)
     capacity = asked.cluster.device.usable_bytes
     every = [
@@ -198,7 +197,7 @@ def test_no_layout_of_the_space_is_refused_by_the_step_or_the_lint(
     asked = request(
         workload=SHAPES[preset],
         seq=64,
-        constraints=Constraints.of(keep=kept, forbid=forbidden),
+        constraints=Constraints.parse(keep=kept, forbid=forbidden),
     )
     model, linted = build(preset), set()
     for _, _, _, run in all_runs(asked):
@@ -227,13 +226,13 @@ def test_every_rejected_layout_has_a_reason_with_both_numbers():
 
 
 def test_tensor_over_several_hosts_says_what_that_exposes():
-    kept = Constraints.of(keep=["tensor=16,remat=full"])
+    kept = Constraints.parse(keep=["tensor=16,remat=full"])
     model = {"workload": SHAPES["llama2-7b"], "seq": 4096}  # 32 heads for each of KV
     asked = request(
         cluster=cluster_of("h100-80gb", devices=16), constraints=kept, **model
     )
     slow = search(asked).plans[0]
-    others = Constraints.of(keep=["stage=1,context=1"])
+    others = Constraints.parse(keep=["stage=1,context=1"])
     fast = search(request(cluster=asked.cluster, constraints=others, **model)).plans
     assert slow.step_s > fast[-1].step_s
     reason = too_slow(slow, fast[-1])
@@ -244,7 +243,7 @@ def test_tensor_over_several_hosts_says_what_that_exposes():
 
 def test_what_is_kept_and_forbidden_holds_for_every_plan():
     kept = ["tensor=2,remat=full", "microbatches=4"]
-    constraints = Constraints.of(keep=kept, forbid=["fsdp"], max_memory_bytes=60e9)
+    constraints = Constraints.parse(keep=kept, forbid=["fsdp"], max_memory_bytes=60e9)
     found = search(request(constraints=constraints))
     assert found.plans
     for plan in found.plans:
@@ -268,22 +267,22 @@ def test_what_is_kept_and_forbidden_holds_for_every_plan():
 )
 def test_constraints_that_make_no_sense_are_refused(given, refusal, refuses):
     with refuses(*refusal):
-        Constraints.of(**given)
+        Constraints.parse(**given)
 
 
 def test_microbatches_that_divide_no_batch_leave_no_plan():
-    found = search(request(constraints=Constraints.of(keep=["microbatches=3"])))
+    found = search(request(constraints=Constraints.parse(keep=["microbatches=3"])))
     assert found.plans == () and found.estimated_count == 0
     assert found.rejected_count == found.considered_count > 0
 
 
 def test_sizes_that_do_not_divide_the_devices_are_refused(refuses):
     with refuses("plan.no_such_layout", 8, "tensor=3"):
-        search(request(constraints=Constraints.of(keep=["tensor=3"])))
+        search(request(constraints=Constraints.parse(keep=["tensor=3"])))
 
 
 def test_expert_is_used_for_models_with_experts_alone():
-    constraints = Constraints.of(keep=["stage=1,context=1"])
+    constraints = Constraints.parse(keep=["stage=1,context=1"])
     found = search(request(workload=MOE, seq=1024, constraints=constraints))
     assert any(plan.run.layout.expert > 1 for plan in found.plans)
     assert all(plan.run.layout.expert == 1 for plan in default_search().plans)
@@ -298,7 +297,7 @@ def test_where_nothing_fits_the_nearest_change_does():
     asked = request(
         workload=SHAPES["llama3-70b"],
         cluster=cluster_of("h100-80gb", devices=16),
-        constraints=Constraints.of(keep=["remat=none"], forbid=["fsdp", "context"]),
+        constraints=Constraints.parse(keep=["remat=none"], forbid=["fsdp", "context"]),
     )
     assert search(asked).plans == ()
     why, changes = nearest_fit(asked)
@@ -334,7 +333,7 @@ def test_a_faster_network_helps_what_waits_for_it():
 @pytest.mark.parametrize("kept", [("tensor=2,microbatches=2,remat=full",), slow(())])
 @pytest.mark.parametrize("name", sorted(EXECUTIONS))
 def test_programs_of_others_are_planned_too(name, kept):
-    constraints = Constraints.of(keep=kept)
+    constraints = Constraints.parse(keep=kept)
     asked = request(execution=EXECUTIONS[name], constraints=constraints)
     found = search(asked, num_plans=2)
     assert len(found.plans) == 2 or name == MESHPAR.name
@@ -346,7 +345,7 @@ def test_named_residuals_are_kept_or_moved_where_that_is_faster():
         workload=SHAPES["llama3-70b"],
         cluster=cluster_of("h100-80gb", devices=512),
         global_batch=1024,
-        constraints=Constraints.of(keep=only_fsdp),
+        constraints=Constraints.parse(keep=only_fsdp),
     )
     best = search(asked).plans[0]
     assert best.run.layout.residual_names.offload
@@ -366,7 +365,7 @@ def test_named_residuals_are_kept_or_moved_where_that_is_faster():
 def test_parameters_of_16_bits_are_tried_where_they_lie_whole():
     def dtypes(**sizes):
         mesh = Layout(precision="bf16", **sizes)
-        states = choices_of(request().run, mesh, Constraints()).states
+        states = mesh_choices(request().run, mesh, Constraints()).states
         return {state[:3] for state in states}
 
     assert (1, "step", "bf16") in dtypes(data=8)
@@ -377,7 +376,7 @@ def test_where_layers_do_not_divide_the_shorter_stages_may_come_first():
     def splits(**changes):
         mesh = Layout(precision="bf16", stage=5)
         asked = request(cluster=cluster_of("h100-80gb", devices=5), **changes)
-        found = choices_of(asked.run, mesh, Constraints())
+        found = mesh_choices(asked.run, mesh, Constraints())
         return {splits for _, chunks, splits in found.schedules if chunks == 1}
 
     even, shorter_first = (), (6, 6, 6, 7, 7)
@@ -388,6 +387,6 @@ def test_where_layers_do_not_divide_the_shorter_stages_may_come_first():
 
 
 def test_splits_can_be_kept():
-    kept = Constraints.of(keep=["stage=2,splits=14/18,schedule=1f1b,remat=full"])
+    kept = Constraints.parse(keep=["stage=2,splits=14/18,schedule=1f1b,remat=full"])
     for plan in search(request(constraints=kept), num_plans=3).plans:
         assert plan.run.stage_blocks == (14, 18)

@@ -17,9 +17,9 @@ from meshpar.layout import MESH_AXES, STAGE_REMATS, Layout
 from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.execution import EXECUTIONS
-from meshpar.planner.search.refusals import residual_names_of
 from meshpar.planner.search.search import Request, search
 from meshpar.planner.search.space import divisors
+from meshpar.planner.workload.problems import residual_names
 from meshpar.planner.workload.shapes import SHAPES
 from meshpar.schedules import SCHEDULES, step_refusal
 from meshpar.train.layout_refusals import layout_errors
@@ -126,7 +126,7 @@ def random_remat(draw, workload, stages):
     if draw.random() < 0.4:
         return draw.choice(words)
     ways = {"save": [], "offload": []}
-    for name in residual_names_of(workload):
+    for name in residual_names(workload):
         way = draw.choice(("save", "offload", None))
         if way:
             ways[way].append(name)

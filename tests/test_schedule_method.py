@@ -14,8 +14,8 @@ from meshpar.planner.cost.pipeline_time import in_flight, lock_step, span_s
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.execution import MEGATRON_2022, MESHPAR
 from meshpar.planner.search.bounds import Bounds
-from meshpar.planner.search.constraints import Constraints
 from meshpar.planner.search.search import Request, possible_meshes, search
+from meshpar.planner.search.space import Constraints
 from meshpar.planner.workload.shapes import SHAPES
 from meshpar.schedules import (
     SCHEDULES,

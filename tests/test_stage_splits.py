@@ -12,7 +12,7 @@ from meshpar import Layout, batch_shapes, memory_report
 from meshpar.models.presets import build
 from meshpar.parallel.pipeline.layer_costs import layer_costs
 from meshpar.parallel.pipeline.program import layers_of_stages, with_costs
-from meshpar.planner.search.refusals import stage_blocks_of
+from meshpar.planner.workload.problems import layout_stage_blocks
 from meshpar.planner.workload.shapes import workload_of
 from meshpar.schedules.stage_splits import split_by_cost, split_evenly, tick_cost
 from meshpar.train.memory_report import estimated_bytes
@@ -69,7 +69,7 @@ def test_planner_and_step_split_one_model_by_cost_alike():
         for layer in range(16)
     ]
     layout = Layout(stage=4, microbatches=4, splits="cost")
-    planned = stage_blocks_of(workload, layout)
+    planned = layout_stage_blocks(workload, layout)
     model = model_of(16)
     (group,) = model.groups
     costly = replace(model, groups=(replace(group, costs=tuple(costs)),))
@@ -224,7 +224,7 @@ def test_matmuls_in_a_loop_of_unknown_length_need_costs_given(refuses):
 @pytest.mark.parametrize("preset", ["mixtral-8x7b", "deepseek-v3"])
 def test_stages_of_experts_are_those_of_the_plan(preset, stages):
     layout = Layout.parse(f"stage={stages},microbatches={stages},splits=cost")
-    planned = stage_blocks_of(workload_of(preset), layout)
+    planned = layout_stage_blocks(workload_of(preset), layout)
     assert layers_of_stages(build(preset), layout) == planned
 
 

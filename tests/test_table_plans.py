@@ -9,7 +9,7 @@ from meshpar.cli.main import main
 from meshpar.models.presets import build
 from meshpar.planner.curve import scaling_curve
 from meshpar.planner.machine.clusters import cluster_of
-from meshpar.planner.search.constraints import Constraints
+from meshpar.planner.search.space import Constraints
 from meshpar.tables import Table
 from meshpar.tables.exchange import LEAST_ROOM, SLACK
 from meshpar.tables.plan_request import TableRequest

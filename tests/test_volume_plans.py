@@ -15,7 +15,7 @@ from meshpar.models.presets import OTHER_PRESETS, build
 from meshpar.planner.curve import BEND, curve_in_words, scaling_curve
 from meshpar.planner.from_model import traced_space, traced_volume
 from meshpar.planner.machine.clusters import cluster_of
-from meshpar.planner.search.constraints import Constraints
+from meshpar.planner.search.space import Constraints
 from meshpar.planner.search.volume_plans import VolumeRequest
 from meshpar.planner.volumes import (
     Kernel,

@@ -52,10 +52,9 @@ from meshpar.planner.curve import BATCHES, bend_in_words, curve_in_words, scalin
 from meshpar.planner.machine.execution import execution_of
 from meshpar.planner.plan import PlanRequest
 from meshpar.planner.published import validate
-from meshpar.planner.search.constraints import Constraints
-from meshpar.planner.search.nearest_fit import nearest_fit
+from meshpar.planner.search.remedies import nearest_fit, sensitivities
 from meshpar.planner.search.search import Request, SearchResult, search
-from meshpar.planner.search.sensitivity import sensitivities
+from meshpar.planner.search.space import Constraints
 from meshpar.planner.search.training_cost import TrainingCost, training_cost
 from meshpar.planner.workload.shapes import OTHER_SHAPES, PUBLISHED
 
@@ -237,7 +236,7 @@ def _constraints(args: argparse.Namespace) -> Constraints:
     """Return the constraints of the options and of `--layout`."""
     every, limit = args.sync_every, args.max_memory_gib
     by_options = [args.layout, None if every is None else f"sync_every={every}"]
-    return Constraints.of(
+    return Constraints.parse(
         keep=[*args.keep, *filter(None, by_options)],
         forbid=args.forbid,
         max_memory_bytes=None if limit is None else limit * _GIB,

@@ -14,7 +14,7 @@ from meshpar.planner.cost.step_time import StepTime, step_time
 from meshpar.planner.cost.step_traffic import Sent, sent_in_a_step
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import MESHPAR, Execution
-from meshpar.planner.search.refusals import layout_problems, stage_blocks_of
+from meshpar.planner.workload.problems import layout_problems, layout_stage_blocks
 from meshpar.planner.workload.workload import Workload
 
 _ONCE = "gradients are reduced once, behind the last backward"
@@ -171,7 +171,7 @@ def estimate(
             execution=execution,
             global_batch=global_batch,
             seq=seq,
-            stage_blocks=stage_blocks or stage_blocks_of(workload, layout),
+            stage_blocks=stage_blocks or layout_stage_blocks(workload, layout),
         )
     )
 

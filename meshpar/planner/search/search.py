@@ -1,8 +1,8 @@
-"""Search: the layouts that fit, fastest first, and why each of the others does not do.
+"""Search: the layouts that fit, fastest first, and why each of the others is no plan.
 
-Every layout of the space is considered. Most are rejected by a bound that the estimate
-cannot fall below, and only the others are estimated, those of the lowest bound first;
-so what is returned is what estimating all of them would give.
+Every layout of the space is considered. Lower bounds reject most of them, and only the
+others are estimated, those of the lowest bound first; so the plans are those that
+estimating all of them would give.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ from meshpar.planner.cost.run import Run
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import MESHPAR, Execution
 from meshpar.planner.search.bounds import Bounds
-from meshpar.planner.search.candidates import FRONT_REACH, Findings, Leaf, settle
-from meshpar.planner.search.constraints import Constraints
-from meshpar.planner.search.context_method import why_method, with_method
-from meshpar.planner.search.mesh_choices import choices_of
-from meshpar.planner.search.refusals import layout_problems, whatever_the_mesh
-from meshpar.planner.search.rejection import Rejected, rejected
-from meshpar.planner.search.space import mesh_layouts
+from meshpar.planner.search.candidates import (
+    FRONT_REACH,
+    Findings,
+    Leaf,
+    Rejected,
+    rejected,
+    settle,
+)
+from meshpar.planner.search.choices import mesh_choices, why_method, with_method
+from meshpar.planner.search.space import Constraints, mesh_layouts
+from meshpar.planner.workload.problems import layout_problems, problems_on_any_mesh
 from meshpar.planner.workload.workload import Workload
 
 _NUM_PLANS = 10
@@ -40,19 +44,19 @@ _SAMPLE = 8
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """What a search found.
+    """Result of a search.
 
     Args:
         plans: The fastest layouts that fit, best first.
-        front: Those that no other beats in both time and memory, fastest first, up to
+        front: Layouts that no other beats in both time and memory, fastest first, up to
             1.5 times the fastest plan's time.
         rejected: Some of the others, each with its reason.
-        rejected_count: How many others there are.
-        considered_count: Layouts in all.
-        estimated_count: Those of them that no bound settled.
+        rejected_count: Number of the others.
+        considered_count: Number of all layouts.
+        estimated_count: Number of layouts that no bound rejected.
         seconds: Time of the search.
-        capacity_bytes: What a plan may fill of a device.
-        notes: What the reader must know of the plans.
+        capacity_bytes: Memory of a device that a plan may fill.
+        notes: Caveats of the plans.
     """
 
     plans: tuple[Estimate, ...]
@@ -66,7 +70,7 @@ class SearchResult:
     notes: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """What `meshpar plan --json` prints."""
+        """Object that `meshpar plan --json` prints."""
         return {
             "plans": [plan.as_json() for plan in self.plans],
             "front": [
@@ -91,15 +95,15 @@ class SearchResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is to be laid out.
+    """A model, a machine and a batch to find a layout for.
 
     Args:
-        workload: What is trained.
-        cluster: On what.
+        workload: The model.
+        cluster: The devices.
         global_batch: Sequences in a step.
-        seq: Tokens of one; the workload's own when 0.
+        seq: Tokens of a sequence; 0 for the workload's own.
         execution: The program that runs it.
-        constraints: What may be chosen; everything that a step lays out by default.
+        constraints: Limits of the search.
 
     Raises:
         InputError: A count below 1 or beyond any run, more tokens than positions, or
@@ -121,17 +125,19 @@ class Request:
             )
         kept = Layout(remat=self.constraints.kept.get("remat", "none"))
         batch = {"global_batch": self.global_batch, "seq": self.run.seq}
-        for problem in whatever_the_mesh(self.workload, kept, self.execution, **batch):
+        for problem in problems_on_any_mesh(
+            self.workload, kept, self.execution, **batch
+        ):
             raise InputError(problem.message, key=problem.fault)
 
     @property
     def capacity_bytes(self) -> float:
-        """What a plan may fill of a device."""
+        """Memory of a device that a plan may fill."""
         return self.constraints.capacity_bytes(self.cluster.device)
 
     @property
     def run(self) -> Run:
-        """What all its layouts share, as a run of none of them."""
+        """Run that has everything but the layout."""
         return Run(
             workload=self.workload,
             cluster=self.cluster,
@@ -144,7 +150,7 @@ class Request:
 
 
 def search(request: Request, *, num_plans: int = _NUM_PLANS) -> SearchResult:
-    """The fastest layouts that fit, those small for their speed, and why not others.
+    """Find the fastest layouts that fit, those small for their speed, and say why.
 
     Raises:
         InputError: Constraints that no layout of so many devices meets.
@@ -182,19 +188,24 @@ def search(request: Request, *, num_plans: int = _NUM_PLANS) -> SearchResult:
 def possible_meshes(
     request: Request, bounds: Bounds
 ) -> tuple[list[Leaf], list[Rejected]]:
-    """The mesh shapes that can be, each with the bound of all its variants.
-
-    And those that cannot, with the reason.
-    """
+    """Return mesh shapes with the bound of all their variants, and those refused."""
     like, constraints = request.run, request.constraints
-    size = {"global_batch": like.global_batch, "seq": like.seq}
-    size_and_program: dict[str, Any] = {**size, "execution": like.execution}
     leaves, refused = [], []
-    allowed = _without_idle_axes(constraints, like.workload)
+    allowed = constraints
+    if not like.workload.experts and "expert" not in constraints.kept:
+        # Only experts are split over it.
+        forbidden = constraints.forbidden | {"expert"}
+        allowed = replace(constraints, forbidden=forbidden)
     for order, mesh in enumerate(mesh_layouts(like.cluster.num_devices, allowed)):
         mesh = with_method(mesh, like, allowed)
-        problems = layout_problems(like.workload, _plain(mesh), **size_and_program)
-        choices = choices_of(like, mesh, constraints)
+        problems = layout_problems(
+            like.workload,
+            _without_variant(mesh),
+            global_batch=like.global_batch,
+            seq=like.seq,
+            execution=like.execution,
+        )
+        choices = mesh_choices(like, mesh, constraints)
         if problems:
             refused.append(Rejected(mesh, problems[0].message, problems[0].fault))
         elif not choices.num_variants:
@@ -207,19 +218,11 @@ def possible_meshes(
     return leaves, refused
 
 
-def _without_idle_axes(constraints: Constraints, workload: Workload) -> Constraints:
-    """Those of a workload, whose experts alone `expert` splits."""
-    if workload.experts or "expert" in constraints.kept:
-        return constraints
-    return replace(constraints, forbidden=constraints.forbidden | {"expert"})
-
-
-def _plain(mesh: Layout) -> Layout:
-    """The mesh alone: how it is run is not its fault."""
+def _without_variant(mesh: Layout) -> Layout:
+    """Return the keys of a layout that its mesh shape decides, else defaults."""
     sizes: dict[str, Any] = dict(mesh.mesh_shape)
-    attention, zero, zero_axes = mesh.attention, mesh.zero, mesh.zero_axes
-    how: dict[str, Any] = dict(attention=attention, zero=zero, zero_axes=zero_axes)
-    return Layout(**sizes, **how, sync_every=mesh.sync_every)
+    keys = ("attention", "zero", "zero_axes", "sync_every")
+    return Layout(**sizes, **{key: getattr(mesh, key) for key in keys})
 
 
 def _no_mesh(like: Run, constraints: Constraints) -> str:
@@ -260,14 +263,8 @@ def _result(
         estimated_count=len(findings.fitting),
         seconds=time.perf_counter() - started,
         capacity_bytes=findings.capacity_bytes,
-        notes=(*_notes(request), *_methods(plans)),
+        notes=_notes(request, plans),
     )
-
-
-def _methods(plans: tuple[Estimate, ...]) -> tuple[str, ...]:
-    """Why the first plan crosses `context` as it does."""
-    found = why_method(plans[0].run.layout, plans[0].run) if plans else ""
-    return (found,) if found else ()
 
 
 def _sample(
@@ -276,7 +273,7 @@ def _sample(
     plans: tuple[Estimate, ...],
     others: list[Estimate],
 ) -> tuple[Rejected, ...]:
-    """Those that would have been fastest, of every kind of reason."""
+    """Return the rejected layouts with the lowest bounds, for every kind of reason."""
     slowest = plans[-1] if plans else None
     near = [found.run for found in others[:_SAMPLE]]
     for leaves in (
@@ -285,7 +282,7 @@ def _sample(
     ):
         near += [
             bounds.run(leaf.mesh, leaf.some_variant)
-            for leaf in sorted(_one_of_each(leaves), key=lambda leaf: leaf[:2])[
+            for leaf in sorted(_one_per_split(leaves), key=lambda leaf: leaf[:2])[
                 :_SAMPLE
             ]
         ]
@@ -295,9 +292,9 @@ def _sample(
 
 
 def _timed(leaves: list[Leaf], bounds: Bounds) -> list[Leaf]:
-    """Of every mesh shape the first, which keeps most and is fastest, with its time.
+    """Return one too large layout of every mesh shape with the bound of its time.
 
-    The search has found none of what is too large.
+    The first of each keeps most and is fastest.
     """
     first: dict[int, Leaf] = {}
     for leaf in leaves:
@@ -310,8 +307,8 @@ def _timed(leaves: list[Leaf], bounds: Bounds) -> list[Leaf]:
     ]
 
 
-def _one_of_each(leaves: list[Leaf]) -> list[Leaf]:
-    """The one of the lowest bound of every split of the model."""
+def _one_per_split(leaves: list[Leaf]) -> list[Leaf]:
+    """Return the leaf of the lowest bound for every split of the model."""
     best: dict[tuple[int, ...], Leaf] = {}
     for leaf in leaves:
         mesh = leaf.mesh
@@ -321,7 +318,7 @@ def _one_of_each(leaves: list[Leaf]) -> list[Leaf]:
     return list(best.values())
 
 
-def _notes(request: Request) -> tuple[str, ...]:
+def _notes(request: Request, plans: tuple[Estimate, ...]) -> tuple[str, ...]:
     notes, device = [], request.cluster.device
     if device.taken_from:
         notes.append(
@@ -329,4 +326,6 @@ def _notes(request: Request) -> tuple[str, ...]:
             f"what {device.taken_from} achieves of its peaks, attention kernels "
             "included, so that its times are a guess; meshpar calibrate measures"
         )
-    return tuple(notes)
+    if plans:
+        notes.append(why_method(plans[0].run.layout, plans[0].run))
+    return tuple(filter(None, notes))

@@ -1,18 +1,109 @@
-"""The layouts that a search considers: mesh shapes, and ways to run each of them."""
+"""The space of a search: its constraints, mesh shapes, and ways to run each."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
+from meshpar.errors import InputError, nearest
+from meshpar.hardware.device import Device
 from meshpar.layout import MESH_AXES, Layout
-from meshpar.planner.search.constraints import Constraints
+from meshpar.schedules import step_refusal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constraints:
+    """Limits of a search.
+
+    Args:
+        kept: Key of a layout -> the value that it must have.
+        forbidden: Mesh axes that must have size 1.
+        max_memory_bytes: Memory of a device that plans may fill; None for all of it.
+
+    Raises:
+        InputError: A key or a value that no layout has, a schedule that no step runs,
+            or an axis both kept and forbidden.
+
+    Example:
+        >>> Constraints.parse(keep=["tensor=8"], forbid=["stage"]).kept
+        {'tensor': 8}
+    """
+
+    kept: Mapping[str, Any] = field(default_factory=dict)
+    forbidden: frozenset[str] = frozenset()
+    max_memory_bytes: float | None = None
+
+    def __post_init__(self) -> None:
+        refused = step_refusal(Layout(**self.kept).schedule)
+        if refused is not None:
+            raise refused
+        for axis in MESH_AXES:
+            if self.kept.get(axis) == -1:
+                raise InputError(
+                    f"{axis}=-1 is kept, but a search gives every mesh axis a size; "
+                    "leave it out, or keep a size",
+                    key="plan.open_size_kept",
+                )
+        for axis in self.forbidden:
+            if axis not in MESH_AXES:
+                raise InputError(
+                    f"forbidden {axis!r} is no mesh axis; {nearest(axis, MESH_AXES)}",
+                    key="mesh.unknown_axis",
+                )
+            if self.kept.get(axis, 1) != 1:
+                raise InputError(
+                    f"{axis}={self.kept[axis]} is kept and {axis!r} is forbidden; "
+                    "leave one of them out",
+                    key="plan.axis_kept_and_forbidden",
+                )
+        limit = self.max_memory_bytes
+        if limit is not None and not limit > 0:
+            raise InputError(
+                f"maximum memory of {limit} bytes: must be above 0",
+                key="value.not_positive",
+            )
+
+    @classmethod
+    def parse(
+        cls,
+        *,
+        keep: list[str] | tuple[str, ...] = (),
+        forbid: list[str] | tuple[str, ...] = (),
+        max_memory_bytes: float | None = None,
+    ) -> Constraints:
+        """Parse `keep`, lines of a layout, and `forbid`, names of mesh axes.
+
+        Raises:
+            InputError: As the constraints themselves; a key kept at two values.
+        """
+        kept: dict[str, Any] = {}
+        for line in keep:
+            layout = Layout.parse(line)
+            for key in (part.partition("=")[0].strip() for part in line.split(",")):
+                value = getattr(layout, key)
+                if kept.setdefault(key, value) != value:
+                    raise InputError(
+                        f"{key} is kept at both {kept[key]} and {value}; keep it once",
+                        key="plan.kept_twice",
+                    )
+        forbidden = frozenset(forbid)
+        return cls(kept=kept, forbidden=forbidden, max_memory_bytes=max_memory_bytes)
+
+    def capacity_bytes(self, device: Device) -> float:
+        """Return the memory of a device that a plan may fill."""
+        own = device.usable_bytes
+        return min(own, self.max_memory_bytes or own)
+
+    def choices(self, key: str, values: tuple) -> tuple:
+        """Return the value that is kept for a key, or else all of these."""
+        return (self.kept[key],) if key in self.kept else values
+
 
 Splits = tuple[int, ...] | Literal["cost"]
-"""`Layout.splits`: layers of every stage, or what decides them."""
+"""`Layout.splits`: layers of every stage, or the rule that decides them."""
 
 Scheduled = tuple[str, int, Splits]
 """A schedule, the chunks of a rank, and the splits of the stages."""
@@ -36,7 +127,7 @@ class Variant(NamedTuple):
     remat: str
 
     def with_state(self, state: State) -> Variant:
-        """The same with one of `MeshChoices.states`."""
+        """Return the variant with one of `MeshChoices.states`."""
         zero, gather, dtype, memory = state
         return self._replace(
             zero=zero, fsdp_gather=gather, param_dtype=dtype, optimizer_memory=memory
@@ -44,10 +135,9 @@ class Variant(NamedTuple):
 
 
 def mesh_layouts(num_devices: int, constraints: Constraints) -> Iterator[Layout]:
-    """Every way to factor the devices over the mesh axes that may be used.
+    """Yield a layout for each way to factor the devices over the allowed mesh axes.
 
-    Each is a layout with what is kept and all else at its default, or at what keeps
-    the search to one choice (`precision=bf16`).
+    Each has the kept values, and else defaults and `precision=bf16`.
     """
     free = [axis for axis in MESH_AXES if axis not in constraints.forbidden]
     base = Layout(**{"precision": "bf16", **constraints.kept})
@@ -63,9 +153,7 @@ def _factorizations(
         if number == 1:
             yield ()
         return
-    wanted = kept.get(axes[0], -1)
-    sizes = divisors(number) if wanted == -1 else (wanted,)
-    for size in sizes:
+    for size in (kept[axes[0]],) if axes[0] in kept else divisors(number):
         if number % size == 0:
             for rest in _factorizations(number // size, axes[1:], kept):
                 yield (size, *rest)
@@ -73,7 +161,7 @@ def _factorizations(
 
 @lru_cache(maxsize=1024)
 def chunk_counts(layers: int, stages: int) -> tuple[int, ...]:
-    """Chunks of a rank that leave no more places empty than one chunk does.
+    """Return the chunks of a rank that leave no more places empty than one does.
 
     Example:
         >>> chunk_counts(126, 16)
@@ -88,18 +176,18 @@ def chunk_counts(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def with_variant(mesh: Layout, variant: Variant) -> Layout:
-    """The whole layout: that mesh, run so."""
+    """Return the layout of a mesh shape that is run so."""
     return replace(mesh, **variant._asdict())
 
 
-def variant_of(layout: Layout) -> Variant:
-    """How a layout runs its mesh shape."""
+def layout_variant(layout: Layout) -> Variant:
+    """Return the way in which a layout runs its mesh shape."""
     return Variant(*(getattr(layout, key) for key in Variant._fields))
 
 
 @lru_cache(maxsize=4096)
 def divisors(number: int) -> tuple[int, ...]:
-    """All divisors, smallest first.
+    """Return all divisors, smallest first.
 
     Example:
         >>> divisors(12)

@@ -48,7 +48,7 @@ MUTANTS = (
     Mutant(
         name="indivisible-microbatches-planned",
         effect="planned microbatches do not divide the batch",
-        file="meshpar/planner/search/mesh_choices.py",
+        file="meshpar/planner/search/choices.py",
         old="microbatches=tuple(count for count in counts if each % count == 0),",
         new="microbatches=tuple(counts),",
         tests=(

@@ -1,4 +1,4 @@
-"""Why a layout cannot be, whatever the hardware: all reasons, as data."""
+"""Reasons why a workload cannot have a layout, on any hardware, as data."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _MOST = 10**9
 
 
 class Problem(NamedTuple):
-    """One reason.
+    """A reason why a workload cannot have a layout.
 
     Args:
-        key: Key of the layout whose value does not go.
-        message: What was asked, what was found, and a way out.
-        fault: Stable name of the reason, as the key of an `InputError`.
+        key: Key of the layout whose value does not suit.
+        message: Both numbers and a way out.
+        fault: Stable name of the reason: the key of an `InputError`.
     """
 
     key: str
@@ -45,21 +45,21 @@ def layout_problems(
     stage_blocks: tuple[int, ...] | None = None,
     execution: Execution = MESHPAR,
 ) -> list[Problem]:
-    """Every reason why `workload` cannot be laid out so; empty if it can.
+    """Return every reason why a workload cannot have a layout; empty if it can.
 
     Args:
-        workload: What is trained.
-        layout: How it lies.
+        workload: The model.
+        layout: Its layout.
         global_batch: Sequences in a step.
-        seq: Tokens of one.
-        stage_blocks: Blocks of every stage, where the layout cannot say it.
+        seq: Tokens of a sequence.
+        stage_blocks: Blocks of every stage, if the layout cannot express them.
         execution: The program that runs it; ours splits evenly or not at all.
     """
-    batch = {"global_batch": global_batch, "seq": seq}
-    if any(_sizes(**batch)):
-        return [*_sizes(**batch)]
+    if sizes := [*_sizes(global_batch, seq)]:
+        return sizes
     return [
-        *whatever_the_mesh(workload, layout, execution, **batch),
+        *_positions(workload, seq, execution),
+        *_residuals(workload, layout, execution),
         *_batch(layout, global_batch),
         *_local_steps(layout),
         *_tensor(workload, layout, seq),
@@ -70,7 +70,7 @@ def layout_problems(
     ]
 
 
-def whatever_the_mesh(
+def problems_on_any_mesh(
     workload: Workload,
     layout: Layout,
     execution: Execution,
@@ -78,7 +78,7 @@ def whatever_the_mesh(
     global_batch: int,
     seq: int,
 ) -> list[Problem]:
-    """Those of them that no mesh shape would mend."""
+    """Return the reasons that no mesh shape would change."""
     return [
         *_sizes(global_batch, seq),
         *_positions(workload, seq, execution),
@@ -119,7 +119,7 @@ def _residuals(
     names = layout.residual_names
     if names is None or execution.eager or workload.traced:
         return
-    known = residual_names_of(workload)
+    known = residual_names(workload)
     for name in names.every:
         if name not in (BLOCK_INPUT, *known):
             yield Problem(
@@ -130,10 +130,11 @@ def _residuals(
             )
 
 
-def residual_names_of(workload: Workload) -> tuple[str, ...]:
-    """What its blocks name: gated ones have `mlp_gate_up`, others `mlp_up`.
+def residual_names(workload: Workload) -> tuple[str, ...]:
+    """Return the residuals that a workload's blocks name.
 
-    Routed ones have their experts' names, and an MLP's only of shared experts.
+    Gated blocks have `mlp_gate_up`, others `mlp_up`. Routed blocks have their experts'
+    names, and an MLP's only for shared experts.
     """
     without = {"mlp_up" if workload.gated else "mlp_gate_up"}
     if workload.experts and not (workload.shared_experts or workload.dense_layers):
@@ -165,20 +166,17 @@ def _local_steps(layout: Layout) -> Iterator[Problem]:
 
 
 def _tensor(workload: Workload, layout: Layout, seq: int) -> Iterator[Problem]:
-    tensor = layout.tensor
+    tensor, kv_heads = layout.tensor, workload.kv_heads
     sizes = {"heads": workload.heads, "ffn": workload.ffn}
     if workload.experts:
         sizes["expert_ffn"] = workload.expert_ffn
-        sizes.pop("ffn") if not workload.dense_layers else None
+        if not workload.dense_layers:
+            sizes.pop("ffn")
     yield from _undivided(sizes, tensor)
-    if (
-        not workload.kv_lora_rank
-        and workload.kv_heads % tensor
-        and (tensor % workload.kv_heads)
-    ):
+    if not workload.kv_lora_rank and kv_heads % tensor and tensor % kv_heads:
         yield Problem(
             "tensor",
-            f"kv_heads={workload.kv_heads} and tensor={tensor} do not divide one "
+            f"kv_heads={kv_heads} and tensor={tensor} do not divide one "
             "another; choose a divisor or a multiple",
             "layout.indivisible",
         )
@@ -202,7 +200,7 @@ def _undivided(sizes: Mapping[str, int], tensor: int) -> Iterator[Problem]:
 
 
 def _uneven(workload: Workload, layout: Layout) -> Iterator[Problem]:
-    """What our rules split, and cannot split evenly (`meshpar.rules.presets`)."""
+    """Sizes that our rules split (`meshpar.rules.presets`), but not evenly."""
     sizes = {"kv_heads": workload.kv_heads, "vocab": workload.vocab}
     if workload.kv_lora_rank:
         sizes.pop("kv_heads")  # latent attention has as many as heads
@@ -227,10 +225,10 @@ def _context(workload: Workload, layout: Layout, seq: int) -> Iterator[Problem]:
             f"{seq} tokens do not divide over context={context}",
             "layout.indivisible",
         )
-    trading = layout.attention_method.heads
+    parts = layout.attention_method.heads
     heads = workload.heads // layout.tensor
-    if heads % trading:
-        over = f"context={context}" if trading == context else f"{trading} devices"
+    if heads % parts:
+        over = f"context={context}" if parts == context else f"{parts} devices"
         yield Problem(
             "attention",
             f"attention={layout.attention} splits the {heads} heads of a device, which "
@@ -281,8 +279,8 @@ def _stage(
         yield Problem(key, str(wrong), wrong.key)
 
 
-def stage_blocks_of(workload: Workload, layout: Layout) -> tuple[int, ...]:
-    """Blocks of every stage, as the layout splits them.
+def layout_stage_blocks(workload: Workload, layout: Layout) -> tuple[int, ...]:
+    """Return the blocks of every stage of a layout.
 
     Raises:
         InputError: `splits` is of another number of stages or layers.
@@ -293,9 +291,7 @@ def stage_blocks_of(workload: Workload, layout: Layout) -> tuple[int, ...]:
         workload.active_block_parameters(moe=workload.is_moe(layer))
         for layer in range(workload.layers)
     )
-    return _by_cost(costs, layout.stage * layout.chunks)
+    return _split_by_cost(costs, layout.stage * layout.chunks)
 
 
-@lru_cache(maxsize=256)
-def _by_cost(costs: tuple[int, ...], num_stages: int) -> tuple[int, ...]:
-    return split_by_cost(costs, num_stages)
+_split_by_cost = lru_cache(maxsize=256)(split_by_cost)

@@ -1,4 +1,11 @@
-"""Mesh choices: what a mesh shape leaves to choose, and what of it is worth trying."""
+"""Choices: how a mesh shape may be run, and how attention crosses its `context`.
+
+Ring and gather make scores in tiles of our own, as they merge softmaxes. After Ulysses'
+all-to-alls a device has whole sequences, which a fused kernel takes if there is one,
+but its heads must divide. Where `context` is larger than a host, both degrees are tried
+too: all-to-alls inside hosts, and a ring across. Only the traffic and the attention of
+a step differ between them.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +18,15 @@ from typing import Any, NamedTuple
 
 from meshpar.hardware.platforms import platform_named
 from meshpar.layout import BY_COST, STAGE_REMATS, Layout
+from meshpar.planner.cost.kernel_time import (
+    attention_backward_s,
+    attention_forward_s,
+)
 from meshpar.planner.cost.run import Run
-from meshpar.planner.search.constraints import Constraints
-from meshpar.planner.search.refusals import residual_names_of, stage_blocks_of
+from meshpar.planner.cost.traffic import context_rows
+from meshpar.planner.cost.traffic_row import row_s
 from meshpar.planner.search.space import (
+    Constraints,
     Scheduled,
     Splits,
     State,
@@ -23,6 +35,11 @@ from meshpar.planner.search.space import (
     divisors,
 )
 from meshpar.planner.workload.activations import OF_MATMULS
+from meshpar.planner.workload.problems import (
+    layout_problems,
+    layout_stage_blocks,
+    residual_names,
+)
 from meshpar.schedules import SCHEDULES, step_refusal
 from meshpar.schedules.stage_splits import split_evenly
 
@@ -30,21 +47,20 @@ _PLAIN = Layout()
 # What computes again least, and keeps most, comes first.
 _WORDS = ("none", "selective", "dots")
 _OF_ROUTED = ("attention_qkv", "attention_out", "experts_gate_up")
-"""`OF_MATMULS` of blocks with routed experts; a shared expert's matmuls are small."""
+"""`OF_MATMULS` for blocks with routed experts; a shared expert's matmuls are small."""
 
 
 class MeshChoices(NamedTuple):
-    """What a mesh shape leaves to choose.
+    """Values of each key of a layout that its mesh shape leaves open.
 
     Args:
-        ranks: Its pipeline's.
-        microbatches: Their numbers.
-        schedules: Schedules, each with chunks and splits; not all exist for all
-            microbatches.
-        states: What ZeRO splits, when it gathers, how parameters are stored and where
-            the optimizer's state lies.
-        sequence_parallel: Whether the residual stream is split.
-        remats: What is computed again, least of it first.
+        ranks: Ranks of the pipeline.
+        microbatches: Numbers of microbatches.
+        schedules: Schedules, each with chunks and splits; not every one exists for
+            every number of microbatches.
+        states: Values of `zero`, `fsdp_gather`, `param_dtype` and `optimizer_memory`.
+        sequence_parallel: Values of it.
+        remats: Values of `remat`, those first that compute least again.
     """
 
     ranks: int
@@ -56,7 +72,7 @@ class MeshChoices(NamedTuple):
 
     @property
     def num_variants(self) -> int:
-        """Ways to run the mesh shape."""
+        """Number of ways to run the mesh shape."""
         return len(self.sequence_parallel) * sum(
             sum(1 for _ in self._scheduled(count))
             * sum(map(self._has_state, self.states, repeat(count)))
@@ -66,11 +82,11 @@ class MeshChoices(NamedTuple):
 
     @property
     def is_one(self) -> bool:
-        """Whether nothing is left to choose."""
+        """True if there is at most one value for every key."""
         return max(map(len, self[1:])) == 1
 
     def variants(self) -> Iterator[Variant]:
-        """Every way to run the mesh shape."""
+        """Yield every way to run the mesh shape."""
         for part in map(self.with_microbatches, self.microbatches):
             (count,) = part.microbatches
             for (name, chunks, splits), state, sequence, remat in product(
@@ -83,7 +99,7 @@ class MeshChoices(NamedTuple):
                 yield Variant(count, *how, sequence, remat)
 
     def with_microbatches(self, count: int) -> MeshChoices:
-        """The choices that so many leave."""
+        """Return the choices that so many microbatches leave."""
         return self._replace(
             microbatches=(count,),
             states=tuple(one for one in self.states if self._has_state(one, count)),
@@ -91,21 +107,21 @@ class MeshChoices(NamedTuple):
         )
 
     def _has_state(self, state: State, count: int) -> bool:
-        """Without microbatches, a microbatch's gather is the step's."""
+        """True unless a single microbatch's gather is the step's."""
         return self.ranks > 1 or count > 1 or state[1] == _PLAIN.fsdp_gather
 
     def _has_remat(self, remat: str, count: int) -> bool:
-        """With them, residuals wait in slots on the device (`layout_errors`)."""
+        # In ticks residuals wait in slots on the device (`layout_errors`).
         return "offload:" not in remat or (self.ranks == 1 and count == 1)
 
     def _scheduled(self, count: int) -> Iterator[Scheduled]:
-        """The schedules that exist for so many microbatches."""
+        """Yield the schedules that exist for so many microbatches."""
         for name, chunks, splits in self.schedules:
             if self.ranks == 1 or _exists(name, self.ranks, count, chunks):
                 yield name, chunks, splits
 
     def parts(self) -> Iterator[tuple[MeshChoices, int]]:
-        """The same choices apart, by the first that is open, and how many each is."""
+        """Yield a part for each value of an open key, and its number of variants."""
         key = next(key for key in _OPENED if len(getattr(self, key)) > 1)
         for value in getattr(self, key):
             opened: dict[str, Any] = {key: (value,)}
@@ -117,7 +133,7 @@ class MeshChoices(NamedTuple):
                 yield part, number
 
 
-# Those that bounds tell most of come first.
+# Keys that change bounds most come first.
 _OPENED = (
     "microbatches",
     "states",
@@ -132,8 +148,8 @@ def _exists(schedule: str, ranks: int, microbatches: int, chunks: int) -> bool:
     return SCHEDULES[schedule].exists(ranks, microbatches, chunks)
 
 
-def choices_of(like: Run, mesh: Layout, constraints: Constraints) -> MeshChoices:
-    """The choices of a mesh shape whose axes suit the run's workload; maybe none."""
+def mesh_choices(like: Run, mesh: Layout, constraints: Constraints) -> MeshChoices:
+    """Return the choices of a mesh shape that suits the run's workload."""
     seq = like.seq
     each = like.global_batch // mesh.batch_shards
     counts = constraints.choices("microbatches", divisors(each))
@@ -157,37 +173,36 @@ def choices_of(like: Run, mesh: Layout, constraints: Constraints) -> MeshChoices
 
 
 def _remats(like: Run, mesh: Layout, *, has_host: bool) -> tuple[str, ...]:
-    """Policies, least of what they compute again first, least of what they keep last.
+    """Return policies, from those that keep most to those that compute most again.
 
-    Of residuals with names those alone that spare a matmul: every way to keep some of
-    them, move some to the host, and make the others again.
+    Policies by name only mention residuals that spare a matmul: every way to keep some,
+    move some to the host, and compute the others again.
     """
     stage = STAGE_REMATS if mesh.stage > 1 else ()
     if like.execution.eager or like.workload.traced:
         return (*_WORDS, "full", *stage)
-    known = residual_names_of(like.workload)
     makers = _OF_ROUTED if like.workload.experts else OF_MATMULS
-    spared = [name for name in makers if name in known]
+    named_by_blocks = residual_names(like.workload)
+    spared = [name for name in makers if name in named_by_blocks]
     ways = ("", "save", "offload") if has_host and mesh.stage == 1 else ("", "save")
     named = []
     for chosen in product(ways, repeat=len(spared)):
-        of_way = {
+        names = {
             way: [name for name, its in zip(spared, chosen, strict=True) if its == way]
             for way in ways[1:]
         }
-        text = "+".join(f"{way}:{'/'.join(of)}" for way, of in of_way.items() if of)
+        text = "+".join(f"{way}:{'/'.join(its)}" for way, its in names.items() if its)
         # All saved is `dots`, and none is `full`.
-        if text and len(of_way["save"]) < len(spared):
+        if text and len(names["save"]) < len(spared):
             named.append(text)
     return (*_WORDS, *named, "full", *stage)
 
 
 def _states(like: Run, mesh: Layout, constraints: Constraints) -> Iterator[State]:
-    """What ZeRO splits, when it gathers, how parameters are stored, and state where.
+    """Yield values of the keys of a `State` that can help.
 
-    Of two that are the same (ZeRO-1 over `data` or over `fsdp` alone) one is left out;
-    so is what cannot help: parameters of 16 bits where they are split, whose master
-    makes them larger.
+    Of two that mean the same (ZeRO-1 over `data` or over `fsdp` alone) one is left out,
+    and so are split parameters of 16 bits, which their master makes larger.
     """
     workload = like.workload
     if mesh.zero_axes or "zero" in constraints.kept:
@@ -221,7 +236,7 @@ def _schedules(
         if not mesh.splits:
             yield mesh.schedule, mesh.chunks, ()
         return
-    # One that another schedule beats is considered only if it is kept.
+    # A schedule that another one beats is considered only if it is kept.
     searched = tuple(
         name
         for name, method in SCHEDULES.items()
@@ -232,7 +247,7 @@ def _schedules(
         method = SCHEDULES[name]
         has_one = method.num_chunks == 1
         for chunks in constraints.choices("chunks", (1,) if has_one else several):
-            # One that may have any number is another schedule when it has one.
+            # With one chunk a schedule of several is another schedule.
             if (chunks == 1) == has_one and method.has_chunks(chunks):
                 stages = mesh.stage * chunks
                 others = tuple(_splits(like, mesh)) if chunks == 1 else ()
@@ -242,18 +257,18 @@ def _schedules(
 
 
 def _splits(like: Run, mesh: Layout) -> Iterator[Splits]:
-    """Splits other than the even one that may be faster or smaller.
+    """Yield splits other than the even one that may be faster or smaller.
 
-    By cost where layers cost differently. Where layers do not divide, with the shorter
-    stages first, whose ranks hold most microbatches; and with the shorter ones at both
-    ends, where embedding and head are, if the program leaves them there.
+    By cost if layers differ in cost. If layers do not divide: with the shorter stages
+    first, whose ranks hold most microbatches; and with the shorter ones at both ends,
+    if the program has embedding and head there.
     """
     workload, stages = like.workload, mesh.stage
     if stages > workload.layers:
         return
     even = split_evenly(workload.layers, stages)
     by_cost = replace(_PLAIN, stage=stages, splits=BY_COST)
-    if workload.dense_layers and stage_blocks_of(workload, by_cost) != even:
+    if workload.dense_layers and layout_stage_blocks(workload, by_cost) != even:
         yield BY_COST
     longer = even.count(even[0])
     if longer == stages:
@@ -262,3 +277,65 @@ def _splits(like: Run, mesh: Layout) -> Iterator[Splits]:
     if not like.execution.shared_ends:
         before = (stages - longer) // 2
         yield (*even[longer:][:before], *even[:longer], *even[longer:][before:])
+
+
+METHODS = ("ring", "allgather", "ulysses")
+
+
+def with_method(mesh: Layout, like: Run, constraints: Constraints) -> Layout:
+    """Return the mesh with the attention method that takes least time, or the kept."""
+    if mesh.context == 1 or "attention" in constraints.kept:
+        return mesh
+    seconds = dict(_method_seconds(mesh, like))
+    fastest = min(seconds, key=seconds.__getitem__, default="ring")
+    return replace(mesh, attention=fastest)
+
+
+def why_method(layout: Layout, like: Run) -> str:
+    """Return a line with the time of each method; empty without `context`."""
+    if layout.context == 1:
+        return ""
+    seconds = dict(_method_seconds(layout, like))
+    words = ", ".join(f"{name} {s * 1e3:.2f} ms" for name, s in seconds.items())
+    left = [name for name in _methods(layout, like) if name not in seconds]
+    if left:
+        words += f"; {' and '.join(left)}: the heads do not divide"
+    return (
+        f"attention={layout.attention} over context={layout.context}: attention and "
+        f"what it waits for, a block and step: {words}"
+    )
+
+
+def _method_seconds(mesh: Layout, like: Run) -> Iterator[tuple[str, float]]:
+    """Yield each possible method and the time of a block's attention and exchange."""
+    sizes: dict[str, Any] = dict(mesh.mesh_shape)
+    for method in _methods(mesh, like):
+        layout = Layout(**sizes, attention=method, precision=mesh.precision)
+        problems = layout_problems(
+            like.workload,
+            layout,
+            global_batch=like.global_batch,
+            seq=like.seq,
+            execution=like.execution,
+        )
+        if not any(problem.key == "attention" for problem in problems):
+            yield method, _block_s(replace(like, layout=layout))
+
+
+def _methods(mesh: Layout, like: Run) -> tuple[str, ...]:
+    """Return all methods, and both degrees if hosts cut `context` evenly."""
+    inner, context = like.cluster.link(mesh, "context").inner, mesh.context
+    if inner in (1, context) or context % inner:
+        return METHODS
+    return (*METHODS, f"ulysses:{inner}+ring:{context // inner}")
+
+
+def _block_s(run: Run) -> float:
+    work_s = attention_forward_s(run), attention_backward_s(run)
+    total = sum(work_s)
+    for passes, own_s in zip(("forward", "backward"), work_s, strict=True):
+        rows = [row for row in context_rows(run) if row.passes == passes]
+        total += sum(row_s(run, row) for row in rows if not row.beside)
+        beside_s = sum(row_s(run, row) for row in rows if row.beside)
+        total += max(0.0, beside_s - own_s)
+    return total
