@@ -28,7 +28,7 @@ from meshpar.planner.machine.clusters import cluster_of, device_of
 from meshpar.planner.machine.collective_cost import wire_bytes
 from meshpar.planner.machine.execution import MEGATRON_2023, MESHPAR
 from meshpar.planner.search.bounds import Bounds
-from meshpar.planner.search.space import variant_of
+from meshpar.planner.search.space import layout_variant
 from meshpar.planner.workload.activations import (
     kept_bytes,
     offloaded_bytes,
@@ -335,7 +335,7 @@ def test_a_bound_sums_gradients_over_context_too(attention, zero):
         seq=2048,
     )
     layout = found.run.layout
-    bound = Bounds(found.run).bound(layout, variant_of(layout))
+    bound = Bounds(found.run).bound(layout, layout_variant(layout))
     assert 0.9 * found.step_s < bound.step_s <= found.step_s
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshpar.errors import InputError, nearest
+from meshpar.hardware.platforms import platform_named
 from meshpar.model.inputs import BATCH_DIM, Input, Inputs
 
 _ACCEPTED = {
@@ -127,7 +128,7 @@ def _in_host_memory(array: Any) -> np.ndarray | None:
         return array
     if not isinstance(array, jax.Array) or not array.is_fully_addressable:
         return None
-    on_host = all(device.platform == "cpu" for device in array.devices())
+    on_host = all(platform_named(one.platform).is_host for one in array.devices())
     return np.asarray(array) if on_host else None
 
 

@@ -24,7 +24,7 @@ from meshpar.planner.cost.estimate import Estimate, estimate, estimate_in_words
 from meshpar.planner.inference import estimate_inference, inference_lines
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import execution_of
-from meshpar.planner.search.constraints import Constraints
+from meshpar.planner.search.space import Constraints
 from meshpar.planner.workload.workload import Workload
 from meshpar.train.layout_refusals import layout_errors
 

@@ -40,6 +40,7 @@ from meshpar.cli.plan_training import (
     training_of,
 )
 from meshpar.errors import InputError, local_path
+from meshpar.hardware.platforms import platform_named
 from meshpar.layout import MESH_AXES
 from meshpar.planner.cost.estimate import (
     Estimate,
@@ -296,7 +297,7 @@ def _how_to_run(args: argparse.Namespace, best: Estimate) -> str:
         return (
             "run it: not yet; a config.json has its own vocabulary; leave --vocab out"
         )
-    real = run.cluster.device.platform != "cpu"
+    real = not platform_named(run.cluster.device.platform).is_host
     preset, sizes = model_words(args)
     if args.preset is None or sizes:
         try:

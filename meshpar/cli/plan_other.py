@@ -16,7 +16,7 @@ from meshpar.planner.cost.estimate import gigabytes, milliseconds
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import MESHPAR
 from meshpar.planner.plan import Plan, PlanRequest
-from meshpar.planner.search.constraints import Constraints
+from meshpar.planner.search.space import Constraints
 from meshpar.planner.workload.shapes import TRACED
 
 if TYPE_CHECKING:  # It needs jax.

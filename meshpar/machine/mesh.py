@@ -15,6 +15,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from meshpar.errors import InputError
+from meshpar.hardware.platforms import platform_named
 from meshpar.layout import MESH_AXES, Layout
 from meshpar.machine.mesh_order import Sent, SlowAxis, full_order, in_order, slow_axes
 from meshpar.machine.topology import Topology, device_domains
@@ -158,7 +159,7 @@ def mesh_platform(mesh: Mesh | AbstractMesh) -> str:
 
 def _arrange(devices: list[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
     """Return an array of the devices, with neighbours along its last dims."""
-    if devices[0].platform == "tpu":
+    if platform_named(devices[0].platform).has_torus:
         return _along_torus(devices, shape)
     placed = sorted(
         zip(device_domains(devices), devices, strict=True),

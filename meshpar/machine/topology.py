@@ -13,6 +13,7 @@ import jax
 
 from meshpar.errors import InputError
 from meshpar.hardware.devices import device_from_kind
+from meshpar.hardware.platforms import platform_named
 from meshpar.layout import MESH_AXES, Layout
 
 Crossing = Literal["none", "host", "network"]
@@ -151,17 +152,18 @@ def device_domains(devices: Sequence[Any]) -> list[int]:
     """
 
     def slice_number(device: Any) -> int:
-        platform = getattr(device, "platform", "")
+        platform = platform_named(getattr(device, "platform", ""))
         number = getattr(device, "slice_index", None)
-        if platform in ("tpu", "gpu") and number is not None:
+        if not platform.is_host and number is not None:
             return number
-        return 0 if platform == "tpu" else device.process_index
+        return 0 if platform.has_torus else device.process_index
 
     def is_too_large(num_devices: int, device: Any) -> bool:
         """Return True if no link joins so many GPUs of this kind."""
         known = device_from_kind(getattr(device, "device_kind", ""))
-        is_gpu = getattr(device, "platform", "") == "gpu"
-        return is_gpu and known is not None and num_devices > known.domain_devices
+        if known is None or known.torus_dims:
+            return False
+        return num_devices > known.domain_devices
 
     slices = [slice_number(device) for device in devices]
     sizes = Counter(slices)

@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshpar.collectives import asked, sum_dtype
 from meshpar.errors import InputError
+from meshpar.hardware.platforms import platform_named
 from meshpar.layout import BATCH_AXES, MANUAL_AXES, TOKEN_AXES, Layout
 from meshpar.model.contract import RESIDUAL, Model, Stream
 from meshpar.model.inputs import Batch
@@ -52,9 +53,6 @@ REPLICATED = PartitionSpec()
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 PARAM_DTYPES = {**DTYPES, "bf16_stochastic": jnp.bfloat16}
 """Dtype of stored parameters, by the layout's `param_dtype`."""
-
-_TPU_COLUMNS = 2048
-"""XLA:TPU scattered every matrix tried whose columns are a multiple of this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,7 +320,7 @@ class Placement:
             compute_dtype=self.compute_dtype,
             gradient_dtype=self.gradient_dtype,
             sum_dtype=sum_dtype(self.gradient_dtype, self.platform),
-            scatter_columns=_TPU_COLUMNS if self.platform == "tpu" else 1,
+            scatter_columns=platform_named(self.platform).scatter_columns,
         )
 
     @cached_property

@@ -12,8 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from meshpar.layout import Layout
 from meshpar.planner.cost.estimate import gigabytes, milliseconds
 from meshpar.planner.cost.step_time import StepTime
-from meshpar.planner.machine.cluster import Cluster
-from meshpar.planner.machine.link import Link
+from meshpar.planner.machine.cluster import Cluster, Link
 
 
 class PlannedRun(Protocol):

@@ -14,11 +14,11 @@ import math
 from dataclasses import dataclass
 
 from meshpar.hardware import device as matmul_time
+from meshpar.hardware.platforms import platform_named
 from meshpar.layout import BATCH_AXES, Layout
 from meshpar.planner.cost.step_time import StepTime, straggler_fraction
-from meshpar.planner.machine.cluster import Cluster
+from meshpar.planner.machine.cluster import Cluster, Link
 from meshpar.planner.machine.collective_cost import all_reduce_s, send_s
-from meshpar.planner.machine.link import Link
 from meshpar.rules.spatial import short_dim
 
 
@@ -286,8 +286,8 @@ class VolumeMemory:
 def volume_memory(run: VolumeRun) -> VolumeMemory:
     """Return the memory of a step on one device."""
     work, share = run.workload, run.volumes / run.sharing
-    on_tpus = run.cluster.device.platform == "tpu"
-    at_once = work.on_tpus if on_tpus else work.at_once
+    has_lanes = platform_named(run.cluster.device.platform).lanes > 1
+    at_once = work.on_tpus if has_lanes else work.at_once
     return VolumeMemory(
         state_bytes=_STATE_BYTES * work.num_parameters,
         batch_bytes=work.batch_bytes * share,

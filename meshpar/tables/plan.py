@@ -12,8 +12,7 @@ from meshpar.hardware import device as matmul_time
 from meshpar.layout import Layout
 from meshpar.planner.cost.estimate import milliseconds
 from meshpar.planner.cost.step_time import StepTime
-from meshpar.planner.machine.cluster import Cluster
-from meshpar.planner.machine.link import Link
+from meshpar.planner.machine.cluster import Cluster, Link
 from meshpar.planner.plan import Plan
 from meshpar.tables.memory import TableMemory
 from meshpar.tables.placement import Placements

@@ -23,7 +23,7 @@ from meshpar.planner.cost.step_time import StepTime, straggler_fraction
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.collective_cost import all_reduce_s
 from meshpar.planner.plan import Plan
-from meshpar.planner.search.constraints import Constraints
+from meshpar.planner.search.space import Constraints
 from meshpar.planner.volumes import Kernel
 from meshpar.tables.optimizers import RowwiseAdagrad
 from meshpar.tables.plan import TableRun, table_plan

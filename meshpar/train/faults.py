@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from meshpar.distributed import Processes
 from meshpar.errors import InputError
+from meshpar.hardware.platforms import platform_named
 
 if TYPE_CHECKING:
     import jax
@@ -144,7 +145,6 @@ SLOW = 1.5
 
 _ROUNDS = 5
 _MATMULS = 4
-_SIZE = {"cpu": 256, "gpu": 8192, "tpu": 8192}
 
 
 def probe_s(devices: Sequence[jax.Device]) -> list[float]:
@@ -159,8 +159,8 @@ def probe_s(devices: Sequence[jax.Device]) -> list[float]:
     """
     import jax.numpy as jnp
 
-    work = _work(devices[0].platform)
-    size = _SIZE.get(devices[0].platform, 1024)
+    platform = devices[0].platform
+    work, size = _work(platform), platform_named(platform).probe_size
     return [_least_s(work, jnp.ones((size, size), device=one)) for one in devices]
 
 

@@ -14,10 +14,11 @@ from jaxtyping import Float
 
 from meshpar import Scope
 from meshpar.hardware.attention_choice import (
-    AttentionAsked,
     AttentionChoice,
+    AttentionRequest,
     attention_choice,
 )
+from meshpar.hardware.platforms import platform_named
 from meshpar.model.token_cache import refuse_uncached
 from meshpar.models.field_types import check_kv_heads
 from meshpar.models.layers.biased_attention import attend_with_bias
@@ -270,13 +271,14 @@ def _blockwise(
 
 def _asked(
     q: jax.Array, k: jax.Array, mask: Mask, scope: Scope, *, hidden: bool, packed: bool
-) -> AttentionAsked:
+) -> AttentionRequest:
     """Return the features that a fused kernel needs here."""
     order = scope.order
     ranks = 1 if order is None else order.num_ranks
     method = "" if order is None or ranks == 1 else order.text
-    halves = (jnp.bfloat16,) if scope.platform == "tpu" else (jnp.bfloat16, jnp.float16)
-    return AttentionAsked(
+    kernel = platform_named(scope.platform).fused_attention
+    halves = (jnp.bfloat16,) if kernel == "splash" else (jnp.bfloat16, jnp.float16)
+    return AttentionRequest(
         platform=scope.platform,
         half=q.dtype in halves,
         queries=q.shape[1] * ranks,
@@ -290,7 +292,7 @@ def _asked(
         hidden=hidden,
         padded=bool(order is not None and order.lengths),
         # Where the GPU is not there, tracing finds no cuDNN to ask.
-        absent=scope.platform == "gpu" and jax.default_backend() != "gpu",
+        absent=kernel == "cudnn" and jax.default_backend() != scope.platform,
         probing=order is not None and order.probing,
         capability=_capability(scope.platform),
         idle_axis=next(iter(scope.idle_axes(_HEADS, q.shape)), ""),
@@ -299,7 +301,8 @@ def _asked(
 
 def _capability(platform: str) -> float:
     """Return the compute capability of the local GPU, or 0 without one."""
-    if platform != "gpu" or jax.default_backend() != "gpu":
+    kernel = platform_named(platform).fused_attention
+    if kernel != "cudnn" or jax.default_backend() != platform:
         return 0.0
     return float(getattr(jax.devices()[0], "compute_capability", 0))
 

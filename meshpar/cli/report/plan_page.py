@@ -16,8 +16,8 @@ from meshpar.planner.cost.estimate import (
     gigabytes,
     milliseconds,
 )
+from meshpar.planner.search.remedies import sensitivities
 from meshpar.planner.search.search import SearchResult
-from meshpar.planner.search.sensitivity import sensitivities
 
 if TYPE_CHECKING:  # They need jax, which the page does not.
     from plotly.graph_objects import Figure, Scatter

@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshpar.hardware.platforms import platform_named
+
 _LEAST_TILE, _MOST_TILE = 8, 1024
 _WASTE = 8
 """An expert has at least this many tiles at balanced load."""
@@ -137,7 +139,7 @@ def backward(
 
     def wide(dims: str, left: jax.Array, right: jax.Array) -> jax.Array:
         # XLA:CPU has no fp32 product of narrower operands in a loop.
-        if platform == "cpu":
+        if not platform_named(platform).sums_16_bits:
             left, right = left.astype(jnp.float32), right.astype(jnp.float32)
         return jnp.einsum(dims, left, right, preferred_element_type=jnp.float32)
 

@@ -1,19 +1,21 @@
-"""Clusters by name: of known devices, of a TOML file's, of a TPU's torus."""
+"""Clusters and devices by name: known ones, TOML files, a TPU with its torus."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 from meshpar.errors import InputError, nearest
+from meshpar.foreign_files import read_toml
 from meshpar.hardware.device import Device, Efficiency
 from meshpar.hardware.devices import DEVICES, OTHER_NAMES
 from meshpar.planner.machine.cluster import Cluster
-from meshpar.planner.machine.toml_file import check_fields, toml_values
 
 
 def device_of(name: str) -> Device:
-    """The device of a name, or of a TOML file (`load_device`).
+    """Return the device of a name, or of a TOML file (`load_device`).
 
     Raises:
         InputError: No such device, or a file that does not describe one.
@@ -33,12 +35,12 @@ def device_of(name: str) -> Device:
 def cluster_of(
     hardware: str, *, devices: int | None = None, hosts: int | None = None
 ) -> Cluster:
-    """The cluster of `--hardware`, `--devices` and `--hosts`.
+    """Return the cluster of `--hardware`, `--devices` and `--hosts`.
 
     Args:
         hardware: A name, a `.toml` file, or a TPU with its torus (`tpu v5p:8x8x8`).
-        devices: Devices of all hosts; one host's when absent.
-        hosts: Hosts (slices of a TPU); as few as hold the devices when absent.
+        devices: Devices of all hosts; None for one host's.
+        hosts: Hosts (slices of a TPU); None for as few as hold the devices.
 
     Raises:
         InputError: Unknown hardware, or counts that do not fit together.
@@ -127,7 +129,7 @@ def _slices(
 
 
 def _even_torus(devices: int, dims: int) -> tuple[int, ...]:
-    """Sizes as even as possible, smallest first.
+    """Return sizes as even as possible, smallest first.
 
     Example:
         >>> _even_torus(512, 3), _even_torus(128, 2)
@@ -144,7 +146,7 @@ def _even_torus(devices: int, dims: int) -> tuple[int, ...]:
 
 
 def load_device(path: str | Path) -> Device:
-    """A device from a TOML file.
+    """Read a device from a TOML file.
 
     The file has the fields of `Device`, `peak_flops` and `efficiency` as tables, and
     may start from a known one with `like`. Its name is the file's, unless it gives one:
@@ -159,7 +161,7 @@ def load_device(path: str | Path) -> Device:
     Raises:
         InputError: The file cannot be read, or lacks a field or has one too many.
     """
-    values = toml_values(path, room="hardware")
+    values = read_toml(path, key="hardware.unreadable_toml")
     like = values.pop("like", None)
     if like is not None and str(like).endswith(".toml"):
         raise InputError(
@@ -169,8 +171,9 @@ def load_device(path: str | Path) -> Device:
         )
     base = {}
     if like is not None:
-        known = device_of(str(like))
-        base = {**vars(known), "efficiency": vars(known.efficiency)}
+        start_device = device_of(str(like))
+        efficiency = vars(start_device.efficiency)
+        base = {**vars(start_device), "efficiency": efficiency}
     for table in ("peak_flops", "efficiency"):
         given = values.get(table, {})
         if not isinstance(given, dict):
@@ -187,3 +190,39 @@ def load_device(path: str | Path) -> Device:
     merged["efficiency"] = Efficiency(**achieved)
     check_fields(Device, merged, f"{str(path)!r}:", start, room="hardware")
     return Device(**merged)
+
+
+def check_fields(
+    kind: type, given: Collection[str], where: str, start: str, *, room: str
+) -> None:
+    """Check the fields that a TOML file gives a dataclass.
+
+    Args:
+        kind: The dataclass.
+        given: Names of the fields that have a value.
+        where: The file, and the table in it, for an error.
+        start: Words for something known that the file may start from.
+        room: First part of an error's key: `hardware` or `plan`.
+
+    Raises:
+        InputError: A name is no field, or a field without a default has no value.
+    """
+    known = {field.name: field for field in fields(kind)}
+    for name in given:
+        if name not in known:
+            raise InputError(
+                f"{where} no field {name!r}; {nearest(name, known)}",
+                key=f"{room}.unknown_field",
+            )
+    lacking = [
+        name
+        for name, field in known.items()
+        if field.default is MISSING
+        and field.default_factory is MISSING
+        and name not in given
+    ]
+    if lacking:
+        raise InputError(
+            f"{where} give {', '.join(lacking)}, or start from a known {start}",
+            key=f"{room}.missing_field",
+        )

@@ -1,17 +1,182 @@
-"""Training programs: ours, and those whose published runs the planner is held against.
+"""Training programs: ours, and those whose published runs test the planner.
 
 `--execution` takes one by name, or a TOML file.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from meshpar.errors import InputError, nearest
-from meshpar.hardware.attention_kernels import OWN_KERNEL
-from meshpar.planner.machine.execution_fields import Execution
-from meshpar.planner.machine.toml_file import check_fields, toml_values
+from meshpar.foreign_files import read_toml
+from meshpar.hardware.attention_kernels import KERNELS, OWN_KERNEL, is_number
+from meshpar.planner.machine.clusters import check_fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """One training program.
+
+    Args:
+        name: Its name for `--execution`.
+        fused_attention: True if one kernel does attention without storing the scores,
+            and skips what a causal mask hides (FlashAttention), where the device has
+            one: `Run.attention`.
+        attention_kernel: Name in `meshpar.hardware.attention_kernels` of that kernel,
+            or `own` for the one that this library takes on the device.
+        fused_activation: True if one kernel does the MLP's bias, activation and gate.
+        dropout: True if blocks drop values, whose masks are kept.
+        lock_step: True if all pipeline ranks move together, tick by tick, idle ones too
+            (`meshpar.parallel.pipeline`); else each waits for its inputs.
+        shared_ends: True if all pipeline ranks share embedding and head; else the first
+            has the embedding and the last the head.
+        tensor_overlap: True if the backward's collectives over `tensor` run beside the
+            matmuls for the weight gradients.
+        tensor_ring: True if they, and the forward's, run in chunks around a ring, each
+            beside the matmul of another chunk.
+        reduction_overlap: True if gradients are reduced beside the last backward.
+        update_overlap: True if updated parameters are gathered beside the next forward.
+        gather_overlap: True if weights split over `fsdp` are gathered one layer ahead.
+        gathers_again: True if they are gathered once more for what a block recomputes.
+        measured_overlap: True if the hidden share of a step's collectives is measured
+            in compiled programs (`meshpar.planner.machine.overlap`), not a yes or no of
+            the options above.
+        rails: Network ports of a host that one collective uses at once; 0 for all.
+        hop_overlap: True if activations hop between stages beside computation.
+        hop_split: True if a hop is split over `tensor` and gathered after it.
+        fused_accumulation: True if the matmul that makes a weight gradient adds it to
+            its sum.
+        keeps_gathered: True if what sequence parallelism gathers is kept for the
+            backward; else it is gathered again.
+        weight_bytes: Bytes of a parameter as it is stored for use.
+        gradient_bytes: Bytes of a parameter's gradient sum.
+        bucket_copy_bytes: Bytes per parameter of copies of its gradient in the buckets
+            that collectives sum.
+        reduction_bytes: Bytes per parameter in the reduction over `data`.
+        state_bytes: Bytes per parameter of optimizer state, its master included.
+        logit_bytes: Bytes per logit at the loss, all its copies together: fp32 logits
+            and their gradient (8); in Megatron-LM and nanotron 16-bit logits, the fp32
+            copy, its softmax, and a 16-bit gradient (12).
+        launch_s: Time that launching a kernel of a forward takes from Python besides
+            the device's (`Efficiency.launch_s`).
+        host_s: Time of the host between steps that no device work hides.
+        hop_wait_s: Time of each hop between stages besides its bytes: the host waits
+            for it and starts the device again.
+        bucket_bytes: Bytes of the gradients that one collective over data-parallel
+            devices sums, and of the parameters that one gathers after an update; 0 for
+            all.
+        reserve: Bytes that the allocator holds besides what is counted, as a fraction
+            of that: rounding, fragments, temporaries of library calls.
+        eager: True if operations run one by one, as written; else a compiler fuses
+            them, casts parameters for use, and drops what no result needs.
+
+    Raises:
+        InputError: A value of another type, or outside of what it can be.
+    """
+
+    name: str
+    fused_attention: bool
+    fused_activation: bool
+    dropout: bool
+    lock_step: bool
+    shared_ends: bool
+    tensor_overlap: bool
+    reduction_overlap: bool
+    gather_overlap: bool
+    hop_overlap: bool
+    hop_split: bool
+    fused_accumulation: bool
+    keeps_gathered: bool
+    weight_bytes: int
+    gradient_bytes: int
+    reduction_bytes: int
+    state_bytes: int
+    logit_bytes: float
+    host_s: float
+    eager: bool
+    launch_s: float = 0.0
+    attention_kernel: str = "cudnn"
+    tensor_ring: bool = False
+    update_overlap: bool = False
+    gathers_again: bool = False
+    measured_overlap: bool = False
+    rails: int = 0
+    hop_wait_s: float = 0.0
+    bucket_bytes: float = 0.0
+    bucket_copy_bytes: int = 0
+    reserve: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            _check(self.name, field.name, str(field.type), getattr(self, field.name))
+
+    @property
+    def update_bytes(self) -> int:
+        """Bytes that the update reads and writes for each parameter.
+
+        The sum's norm reads it, Adam reads it and reads and writes its state. Compiled,
+        the parameter is read and written. Operation by operation, clipping reads and
+        writes the sum, the master is read to write the parameter, and the sum is set to
+        zero; one of 16 bits is first copied to fp32.
+        """
+        adam = 2 * 4 + 2 * self.state_bytes
+        if not self.eager:
+            return adam + 2 * self.weight_bytes
+        copied = 2 + 4 if self.gradient_bytes == 2 else 0
+        return adam + 2 * 4 + 4 + self.weight_bytes + self.gradient_bytes + copied
+
+
+# Least and most of each number.
+_RANGES = {
+    "weight_bytes": (1, 8),
+    "gradient_bytes": (0, 8),
+    "bucket_copy_bytes": (0, 8),
+    "reduction_bytes": (0, 8),
+    "state_bytes": (0, 32),
+    "logit_bytes": (0, 64),
+    "host_s": (0, 3600),
+    "launch_s": (0, 1),
+    "hop_wait_s": (0, 1),
+    "bucket_bytes": (0, math.inf),
+    "reserve": (0, 1),
+    "rails": (0, 72),
+}
+_KINDS = {
+    "bool": (lambda value: isinstance(value, bool), "true or false"),
+    "str": (lambda value: isinstance(value, str), "text, in quotes"),
+    "int": (
+        lambda value: is_number(value) and float(value).is_integer(),
+        "a whole number",
+    ),
+    "float": (is_number, "a number"),
+}
+
+
+def _check(name: object, field: str, kind: str, value: object) -> None:
+    is_kind, words = _KINDS[kind]
+    if not is_kind(value):
+        raise InputError(
+            f"execution {name!r}: {field}={value!r} must be {words}",
+            key="plan.wrong_field_type",
+        )
+    kernels = (*KERNELS, OWN_KERNEL)
+    if field == "attention_kernel" and value not in kernels:
+        raise InputError(
+            f"execution {name!r}: no attention_kernel {value!r}; "
+            f"{nearest(str(value), kernels)}",
+            key="plan.unknown_attention_kernel",
+        )
+    if field in _RANGES:
+        least, most = _RANGES[field]
+        if not least <= value <= most:  # type: ignore[operator]
+            raise InputError(
+                f"execution {name!r}: {field}={value!r} must be at least {least} and "
+                f"at most {most}",
+                key="plan.field_out_of_range",
+            )
+
 
 # Calibrated with the A100's matmuls: one layer of Korthikanti et al. 2022, table 4.
 _MEGATRON_LAUNCH_S = 8e-6
@@ -210,11 +375,11 @@ EXECUTIONS = {
         MAXTEXT,
     )
 }
-"""What `--execution` knows by name."""
+"""Name for `--execution` -> execution."""
 
 
 def execution_of(name: str) -> Execution:
-    """The execution of a name, or of a TOML file (`load_execution`).
+    """Return the execution of a name, or of a TOML file (`load_execution`).
 
     Raises:
         InputError: There is none, or the file does not describe one.
@@ -230,7 +395,7 @@ def execution_of(name: str) -> Execution:
 
 
 def load_execution(path: str | Path) -> Execution:
-    """A program of one's own from a TOML file.
+    """Read an execution from a TOML file.
 
     The file has fields of `Execution`, and may start from a known one with `like`:
 
@@ -244,7 +409,7 @@ def load_execution(path: str | Path) -> Execution:
         InputError: The file cannot be read, has a field that is none or a value that
             cannot be, or lacks one without starting from a known execution.
     """
-    values = toml_values(path, room="plan")
+    values = read_toml(path, key="plan.unreadable_toml")
     like = values.pop("like", None)
     if like is not None and like not in EXECUTIONS:
         raise InputError(

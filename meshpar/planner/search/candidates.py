@@ -1,4 +1,4 @@
-"""Candidates: layouts in order of their bounds, each settled or opened in turn."""
+"""Candidates in order of their bounds, and why each of them is no plan."""
 
 from __future__ import annotations
 
@@ -9,27 +9,45 @@ from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from meshpar.layout import Layout
-from meshpar.planner.cost.estimate import Estimate, estimate_run
+from meshpar.planner.cost.estimate import (
+    Estimate,
+    estimate_run,
+    gigabytes,
+    milliseconds,
+)
 from meshpar.planner.cost.memory import fullest_memory
 from meshpar.planner.cost.run import Run
 from meshpar.planner.search.bounds import Bound, Bounds
-from meshpar.planner.search.mesh_choices import MeshChoices
-from meshpar.planner.search.rejection import Rejected
+from meshpar.planner.search.choices import MeshChoices
 from meshpar.planner.search.space import Variant
 
 FRONT_REACH = 1.5
 """Times the fastest plan's step, beyond which less memory is not worth it."""
 
 
-class Leaf(NamedTuple):
-    """One layout, or several of a mesh shape, that no structural reason forbids.
+class Rejected(NamedTuple):
+    """A layout that is no plan.
 
     Args:
-        bound: What it takes at least.
-        order: When it was met.
-        mesh: Its mesh shape.
-        choices: How that may be run.
-        num_layouts: How many they are.
+        layout: The layout.
+        reason: Why, with the numbers that decide it.
+        key: Stable name of the reason, like an `InputError`'s.
+    """
+
+    layout: Layout
+    reason: str
+    key: str
+
+
+class Leaf(NamedTuple):
+    """One or several layouts of a mesh shape that suits the workload.
+
+    Args:
+        bound: Least time and memory of any of them.
+        order: Their place in the search.
+        mesh: Their mesh shape.
+        choices: Ways to run it.
+        num_layouts: Number of the layouts.
     """
 
     bound: Bound
@@ -40,11 +58,11 @@ class Leaf(NamedTuple):
 
     @property
     def some_variant(self) -> Variant:
-        """The first of its variants."""
+        """First of the ways to run the mesh shape."""
         return next(self.choices.variants())
 
     def parts(self, bounds: Bounds) -> Iterator[Leaf]:
-        """The same layouts apart."""
+        """Yield the layouts in smaller leaves."""
         mesh = self.mesh
         for index, (choices, number) in enumerate(self.choices.parts()):
             bound, order = bounds.least(mesh, choices), (*self.order, index)
@@ -53,7 +71,7 @@ class Leaf(NamedTuple):
 
 @dataclass(kw_only=True)
 class Findings:
-    """What is known while the search goes on."""
+    """State of a search: layouts that fit, those that do not, and the front."""
 
     capacity_bytes: float
     num_plans: int
@@ -67,19 +85,19 @@ class Findings:
 
     @property
     def considered(self) -> int:
-        """Layouts in all."""
+        """Number of layouts so far."""
         settled = sum(leaf.num_layouts for leaf in (*self.too_large, *self.too_slow))
         return len(self.refused) + settled + len(self.fitting)
 
     @property
     def slowest_plan_s(self) -> float:
-        """Of the plans so far; infinite while there are too few."""
+        """Time of the slowest plan so far; infinite while there are too few."""
         if len(self.fitting) < self.num_plans:
             return float("inf")
         return self.fitting[self.num_plans - 1][0]
 
     def useless(self, step_s: float, memory_bytes: float) -> bool:
-        """Whether plans are faster, and so is something known that is as small."""
+        """True if the plans are faster, and so is a layout that is as small."""
         if step_s <= self.slowest_plan_s:
             return False
         return step_s > FRONT_REACH * self.fitting[0][0] or any(
@@ -88,7 +106,7 @@ class Findings:
         )
 
     def reject(self, leaf: Leaf, memory_bytes: float) -> bool:
-        """Whether so much memory or its bound's time is too much; it is noted then."""
+        """Reject a leaf if it takes too much memory or time; return True if so."""
         if memory_bytes > self.capacity_bytes:
             self.too_large.append(leaf)
         elif self.useless(leaf.bound.step_s, memory_bytes):
@@ -97,10 +115,11 @@ class Findings:
             return False
         return True
 
-    def keep(self, found: Estimate, order: tuple[int, ...]) -> None:
-        """Adds a layout that fits."""
-        insort(self.fitting, (found.step_s, _num_axes(found), order, found))
-        point = (found.step_s, found.memory.total_bytes)
+    def keep(self, plan: Estimate, order: tuple[int, ...]) -> None:
+        """Add a layout that fits; of equal times fewer mesh axes come first."""
+        num_axes = sum(size > 1 for size in plan.run.layout.mesh_shape.values())
+        insort(self.fitting, (plan.step_s, num_axes, order, plan))
+        point = (plan.step_s, plan.memory.total_bytes)
         if not any(s <= point[0] and size <= point[1] for s, size in self.front):
             self.front = [
                 (s, size) for s, size in self.front if s < point[0] or size < point[1]
@@ -109,10 +128,10 @@ class Findings:
 
 
 def settle(leaves: list[Leaf], bounds: Bounds, findings: Findings) -> None:
-    """Settles all leaves, those of the lowest bound first.
+    """Estimate or reject all leaves, those of the lowest bound first.
 
-    What a bound settles now, it settles later too: plans only become faster. So the
-    parts of a leaf join the others only where none does.
+    A bound that rejects now rejects later too, since plans only become faster. So only
+    parts of a leaf that no bound rejects join the others.
     """
     waiting = [
         leaf for leaf in leaves if not findings.reject(leaf, leaf.bound.memory_bytes)
@@ -124,19 +143,127 @@ def settle(leaves: list[Leaf], bounds: Bounds, findings: Findings) -> None:
             continue
         if leaf.num_layouts == 1:
             run = bounds.run(leaf.mesh, leaf.some_variant)
-            _settle(leaf, run, bounds, findings)
+            if not (
+                findings.reject(leaf, bounds.memory_bytes(run))
+                or findings.reject(leaf, fullest_memory(run).total_bytes)
+            ):
+                findings.keep(estimate_run(run), leaf.order)
             continue
         for part in leaf.parts(bounds):
             if not findings.reject(part, part.bound.memory_bytes):
                 heappush(waiting, part)
 
 
-def _settle(leaf: Leaf, run: Run, bounds: Bounds, findings: Findings) -> None:
-    if findings.reject(leaf, bounds.memory_bytes(run)):
-        return
-    if not findings.reject(leaf, fullest_memory(run).total_bytes):
-        findings.keep(estimate_run(run), leaf.order)
+def rejected(run: Run, capacity_bytes: float, slowest: Estimate | None) -> Rejected:
+    """Say why a possible layout is no plan: it does not fit, or others are faster.
+
+    Args:
+        run: The layout.
+        capacity_bytes: Memory of a device that a plan may fill.
+        slowest: The slowest of the plans, if there are any.
+    """
+    plan = estimate_run(run)
+    if plan.memory.total_bytes > capacity_bytes:
+        why, key = too_large(plan, capacity_bytes), "plan.too_large"
+    elif slowest is None or plan.step_s <= slowest.step_s:
+        why = f"{milliseconds(plan.step_s)}: as good as a plan"
+        key = "plan.as_good_as_a_plan"
+    else:
+        why, key = too_slow(plan, slowest), "plan.too_slow"
+    return Rejected(run.layout, why, key)
 
 
-def _num_axes(found: Estimate) -> int:
-    return sum(size > 1 for size in found.run.layout.mesh_shape.values())
+def too_large(plan: Estimate, capacity_bytes: float) -> str:
+    """Say what fills the memory: `activations 97 GB > 80 GB at stage 0: ...`."""
+    memory, layout = plan.memory, plan.run.layout
+    parts = _parts(plan)
+    name, size, why = max(parts, key=lambda part: part[1])
+    at = f" at stage {memory.stage}" if layout.stage > 1 else ""
+    capacity = gigabytes(capacity_bytes)
+    if size > capacity_bytes:
+        return f"{name} {gigabytes(size)} > {capacity}{at}: {why}"
+    rest = gigabytes(memory.total_bytes - size)
+    return (
+        f"{name} {gigabytes(size)} and all else {rest} = "
+        f"{gigabytes(memory.total_bytes)} > {capacity}{at}: {why}"
+    )
+
+
+def _parts(plan: Estimate) -> tuple[tuple[str, float, str], ...]:
+    memory, run = plan.memory, plan.run
+    layout, shards = run.layout, run.layout.fsdp * run.layout.tensor
+    count = f"{memory.in_flight:g}"
+    plural = "" if count == "1" else "s"
+    return (
+        (
+            "activations",
+            memory.activation_bytes,
+            f"{count} microbatch{'es' if plural else ''} of {run.microbatch} in flight "
+            f"with remat={layout.remat}",
+        ),
+        (
+            "parameters, gradients and optimizer state",
+            memory.state_bytes,
+            f"split over {shards * layout.stage * layout.expert} of "
+            f"{layout.num_devices} devices",
+        ),
+        (
+            "logits",
+            memory.logit_bytes,
+            f"{run.tokens} tokens of a microbatch over tensor={layout.tensor}",
+        ),
+        (
+            "workspace",
+            memory.workspace_bytes,
+            f"what a tick makes anew of {run.tokens} tokens of a microbatch",
+        ),
+        (
+            "gathered weights",
+            memory.gathered_bytes,
+            f"parameters whole or cast for use, over tensor={layout.tensor}",
+        ),
+    )
+
+
+def too_slow(plan: Estimate, slowest: Estimate) -> str:
+    """Say where time goes: `tensor=16 crosses hosts: 3.1 s exposed; 9 s > 4 s ...`."""
+    cause, seconds, of_plan = max(
+        _causes(plan, slowest), key=lambda cause: cause[1] - cause[2]
+    )
+    return (
+        f"{cause} against {milliseconds(of_plan)}; a step takes "
+        f"{milliseconds(plan.step_s)} > {milliseconds(slowest.step_s)} of the slowest "
+        "plan"
+    ).replace("{}", milliseconds(seconds))
+
+
+def _causes(plan: Estimate, slowest: Estimate) -> list[tuple[str, float, float]]:
+    """List causes with their times in both plans; `{}` stands for `plan`'s."""
+    time, other, layout = plan.time, slowest.time, plan.run.layout
+    causes = [
+        (_crossing(plan, axis), seconds, other.exposed_s.get(axis, 0.0))
+        for axis, seconds in time.exposed_s.items()
+    ]
+    bubble = (
+        f"stage={layout.stage} with {layout.microbatches} microbatches waits {{}} in "
+        "the bubble"
+    )
+    size = plan.run.microbatch
+    computing = f"remat={layout.remat} with microbatches of {size} computes {{}}"
+    return [
+        *causes,
+        (bubble, time.bubble_s, other.bubble_s),
+        (computing, time.compute_s, other.compute_s),
+        ("the optimizer takes {}", time.optimizer_s, other.optimizer_s),
+    ]
+
+
+def _crossing(plan: Estimate, mesh_axis: str) -> str:
+    run = plan.run
+    size = getattr(run.layout, mesh_axis)
+    place = {
+        "network": "crosses hosts",
+        "host": "inside a host",
+        "torus": "on the torus",
+    }.get(run.link(mesh_axis).name, "on its devices")
+    return f"{mesh_axis}={size} {place}: {{}} exposed"

@@ -335,7 +335,7 @@ def _block_s(run: Run) -> float:
     total = sum(work_s)
     for passes, own_s in zip(("forward", "backward"), work_s, strict=True):
         rows = [row for row in context_rows(run) if row.passes == passes]
-        total += sum(row_s(run, row) for row in rows if not row.beside)
-        beside_s = sum(row_s(run, row) for row in rows if row.beside)
+        total += sum(row_s(run, row) for row in rows if not row.hidden_by)
+        beside_s = sum(row_s(run, row) for row in rows if row.hidden_by)
         total += max(0.0, beside_s - own_s)
     return total

@@ -1,4 +1,4 @@
-"""Nearest fit: where nothing fits, the smallest layout and what would make one fit."""
+"""Remedies: changes that make a layout fit, and hardware that makes a plan faster."""
 
 from __future__ import annotations
 
@@ -6,29 +6,34 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from meshpar.layout import Layout
-from meshpar.planner.cost.estimate import Estimate, estimate_run, gigabytes
+from meshpar.planner.cost.estimate import (
+    Estimate,
+    estimate_run,
+    gigabytes,
+    step_on_s,
+)
 from meshpar.planner.cost.memory import fullest_memory
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.search.bounds import Bounds
-from meshpar.planner.search.rejection import too_large
+from meshpar.planner.search.candidates import too_large
 from meshpar.planner.search.search import Request, possible_meshes, search
 
 _TRIED = 1000
-"""Layouts, those of least bounds first, whose memory is found exactly."""
+"""Layouts, those of least bounds first, whose memory is computed exactly."""
 
 _TIMES = (2, 4, 8, 16, 32, 64)
-"""As many devices, one after the other."""
+"""Factors by which the devices are multiplied, one after the other."""
 
 
 class Change(NamedTuple):
-    """A change of what was asked that makes a layout fit.
+    """A change of the request that makes a layout fit.
 
     Args:
-        text: What to change.
-        layout: What fits then.
+        text: The change in words.
+        layout: The layout that fits then.
     """
 
     text: str
@@ -36,7 +41,7 @@ class Change(NamedTuple):
 
 
 def nearest_fit(request: Request) -> tuple[str, tuple[Change, ...]]:
-    """Why nothing fits, and changes each of which alone makes something fit."""
+    """Say why nothing fits, and list changes that each make something fit."""
     smallest = _smallest(request)
     if smallest is None:
         refused = possible_meshes(request, Bounds(request.run))[1]
@@ -51,7 +56,7 @@ def nearest_fit(request: Request) -> tuple[str, tuple[Change, ...]]:
 
 
 def _changes(request: Request, smallest: Estimate | None) -> Iterator[Change]:
-    """Constraints given up one by one; more devices, or larger ones."""
+    """Yield changes: constraints given up one by one, more devices, larger ones."""
     constraints = request.constraints
     for key, value in constraints.kept.items():
         kept = {name: kept for name, kept in constraints.kept.items() if name != key}
@@ -73,24 +78,20 @@ def _changes(request: Request, smallest: Estimate | None) -> Iterator[Change]:
         if fits is not None:
             needs = gigabytes(fits.memory.total_bytes)
             yield Change(f"fits in {needs} of a device", fits.run.layout)
-    yield from _more_devices(request)
+    for times in _TIMES:
+        cluster = _multiplied(request.cluster, times)
+        fits = _fitting(replace(request, cluster=cluster))
+        if fits is not None:
+            text = f"fits with {times}x devices ({cluster.num_devices})"
+            yield Change(text, fits.run.layout)
+            break
     if smallest is not None:
         needs = gigabytes(smallest.memory.total_bytes)
         yield Change(f"fits on devices of {needs}", smallest.run.layout)
 
 
-def _more_devices(request: Request) -> Iterator[Change]:
-    for times in _TIMES:
-        cluster = _times(request.cluster, times)
-        fits = _fitting(replace(request, cluster=cluster))
-        if fits is not None:
-            text = f"fits with {times}x devices ({cluster.num_devices})"
-            yield Change(text, fits.run.layout)
-            return
-
-
-def _times(cluster: Cluster, times: int) -> Cluster:
-    """As many times the devices: a host is filled before there are more hosts."""
+def _multiplied(cluster: Cluster, times: int) -> Cluster:
+    """Multiply the devices; a host is filled before there are more hosts."""
     device = cluster.device
     if not cluster.torus and cluster.hosts == 1:
         devices = cluster.devices_per_host * times
@@ -103,7 +104,7 @@ def _times(cluster: Cluster, times: int) -> Cluster:
 
 
 def _fitting(request: Request) -> Estimate | None:
-    """The fastest layout that fits; None if not even the smallest does."""
+    """Return the fastest layout that fits; None if not even the smallest does."""
     smallest = _smallest(request)
     if smallest is None or smallest.memory.total_bytes > request.capacity_bytes:
         return None
@@ -111,7 +112,7 @@ def _fitting(request: Request) -> Estimate | None:
 
 
 def _smallest(request: Request) -> Estimate | None:
-    """The layout of least memory; None without any."""
+    """Return the layout of least memory; None if there is no layout."""
     bounds = Bounds(request.run)
     meshes, _ = possible_meshes(request, bounds)
     waiting = [(leaf.bound.memory_bytes, leaf.order, leaf) for leaf in meshes]
@@ -131,3 +132,63 @@ def _smallest(request: Request) -> Estimate | None:
         if total < least:
             least, smallest = total, run
     return None if smallest is None else estimate_run(smallest)
+
+
+class Sensitivity(NamedTuple):
+    """Effect of one change of the hardware on a plan.
+
+    Args:
+        change: Property that is twice as good.
+        step_s: Time of a step with it, under the same layout.
+        faster: Fraction of the step's time that it saves.
+    """
+
+    change: str
+    step_s: float
+    faster: float
+
+    @property
+    def text(self) -> str:
+        """Sentence such as `twice the network: 7.0% faster`."""
+        return f"twice the {self.change}: {self.faster:.1%} faster"
+
+    def as_json(self) -> dict[str, Any]:
+        """Entry of `sensitivities` in `meshpar plan --json`."""
+        return {"change": self.text, "step_s": self.step_s, "faster": self.faster}
+
+
+def sensitivities(plan: Estimate) -> tuple[Sensitivity, ...]:
+    """Return the effect of doubling each number of the device, largest first.
+
+    Example:
+        >>> from meshpar.planner.machine.clusters import cluster_of
+        >>> from meshpar.planner.cost.estimate import estimate
+        >>> from meshpar.planner.workload.shapes import SHAPES
+        >>> plan = estimate(
+        ...     SHAPES["llama3-8b"],
+        ...     cluster_of("h100-80gb", devices=64),
+        ...     "fsdp=64,remat=full,precision=bf16",
+        ...     global_batch=64,
+        ...     seq=8192,
+        ... )
+        >>> sensitivities(plan)[0].change
+        'peak FLOP/s'
+    """
+    device = plan.run.cluster.device
+    peaks = {dtype: 2 * flops for dtype, flops in device.peak_flops.items()}
+    better = {
+        "network": replace(device, network_bytes_per_s=2 * device.network_bytes_per_s),
+        "torus links" if device.torus_dims else "in-host links": replace(
+            device, link_bytes_per_s=2 * device.link_bytes_per_s
+        ),
+        "memory bandwidth": replace(
+            device, memory_bytes_per_s=2 * device.memory_bytes_per_s
+        ),
+        "peak FLOP/s": replace(device, peak_flops=peaks),
+    }
+    seconds = {change: step_on_s(plan, device) for change, device in better.items()}
+    effects = [
+        Sensitivity(change, step_s, 1 - step_s / plan.step_s)
+        for change, step_s in seconds.items()
+    ]
+    return tuple(sorted(effects, key=lambda effect: effect.step_s))

@@ -15,8 +15,7 @@ from meshpar.layout import MESH_AXES, Layout
 from meshpar.planner.cost.estimate import gigabytes
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.plan import Plan
-from meshpar.planner.search.constraints import Constraints
-from meshpar.planner.search.space import divisors
+from meshpar.planner.search.space import Constraints, divisors
 from meshpar.planner.volumes import (
     SPACE,
     VolumeRun,
