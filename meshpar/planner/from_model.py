@@ -21,6 +21,7 @@ from meshpar.audit.needs import MATMUL, exchanges
 from meshpar.audit.subject import FlatFunction, Subject
 from meshpar.errors import InputError
 from meshpar.hardware.devices import DEVICES
+from meshpar.hardware.platforms import platform_named
 from meshpar.layout import Layout
 from meshpar.machine.mesh import absent_mesh, mesh_hosts, mesh_platform, slow_mesh_axes
 from meshpar.machine.mesh_order import SlowAxis
@@ -282,7 +283,8 @@ def planned_run(step: TrainStep, batch: Batch) -> Run:
 def _cluster(step: TrainStep) -> Cluster:
     """Cluster of as many devices as the step has; only their platform matters."""
     platform = mesh_platform(step.mesh)
-    if platform == "gpu" and jax.default_backend() != "gpu":
+    fused = platform_named(platform).fused_attention
+    if fused == "cudnn" and jax.default_backend() != platform:
         # An absent one has no fused attention (`meshpar.models.layers.attention`).
         platform = "cpu"
     device = replace(DEVICES["h100-80gb"], platform=platform)

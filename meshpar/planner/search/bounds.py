@@ -39,14 +39,14 @@ from meshpar.planner.cost.seconds import (
 from meshpar.planner.cost.step_time import straggler_fraction, tick_overhead
 from meshpar.planner.cost.step_traffic import step_rows
 from meshpar.planner.cost.traffic import weight_rows
-from meshpar.planner.search.mesh_choices import MeshChoices
-from meshpar.planner.search.refusals import stage_blocks_of
-from meshpar.planner.search.space import Splits, Variant, variant_of, with_variant
+from meshpar.planner.search.choices import MeshChoices
+from meshpar.planner.search.space import Splits, Variant, layout_variant, with_variant
 from meshpar.planner.workload.activations import (
     everything_bytes,
     kept_bytes,
     stage_input_bytes,
 )
+from meshpar.planner.workload.problems import layout_stage_blocks
 from meshpar.schedules import SCHEDULES
 from meshpar.schedules.stage_splits import stage_sizes
 
@@ -130,7 +130,7 @@ class Bounds:
     def run(self, mesh: Layout, variant: Variant) -> Run:
         """Return the run of a mesh shape and a variant."""
         layout = with_variant(mesh, variant)
-        blocks = stage_blocks_of(self._like.workload, layout)
+        blocks = layout_stage_blocks(self._like.workload, layout)
         return replace(self._like, layout=layout, stage_blocks=blocks)
 
     def least(self, mesh: Layout, choices: MeshChoices) -> Bound:
@@ -231,7 +231,7 @@ class Bounds:
     def memory_bytes(self, run: Run) -> float:
         """Return a closer bound of a run's memory: that of its first rank."""
         layout, lock_step = run.layout, run.execution.lock_step
-        variant = variant_of(layout)
+        variant = layout_variant(layout)
         held = held_microbatches(layout.stage, variant, lock_step=lock_step)
         return rank_memory(run, 0, held * layout.chunks).total_bytes
 
@@ -316,7 +316,7 @@ class Bounds:
         inner = (mesh.stage, mesh.context, mesh.expert, mesh.tensor)
         key = (inner, self._tokens(mesh, variant), variant.sequence_parallel)
         if key not in self._overheads:
-            plain = variant_of(_PLAIN)._replace(
+            plain = layout_variant(_PLAIN)._replace(
                 microbatches=variant.microbatches,
                 sequence_parallel=variant.sequence_parallel,
                 zero=1,

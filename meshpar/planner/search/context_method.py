@@ -21,8 +21,8 @@ from meshpar.planner.cost.seconds import (
     row_s,
 )
 from meshpar.planner.cost.traffic import context_rows
-from meshpar.planner.search.constraints import Constraints
-from meshpar.planner.search.refusals import layout_problems
+from meshpar.planner.search.space import Constraints
+from meshpar.planner.workload.problems import layout_problems
 
 METHODS = ("ring", "allgather", "ulysses")
 
