@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from meshpar.data.documents import split_lines
 from meshpar.data.errors import DataError
-from meshpar.data.text import lines_of
 from meshpar.foreign_files import parse_json, read_text
 from meshpar.models.convert.chat_template import ChatTemplate
 from meshpar.train.data import HostBatch
@@ -32,7 +32,7 @@ def read_conversations(path: Path) -> list[Messages]:
         DataError: It cannot be read, or a line holds none.
     """
     text = read_text(path, key="data.unreadable_file", most=_MOST_BYTES, kind=DataError)
-    lines = lines_of(text)
+    lines = split_lines(text)
     found = [
         _messages(line, f"{str(path)!r}, line {number}")
         for number, line in enumerate(lines, 1)

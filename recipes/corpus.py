@@ -12,13 +12,11 @@ import grain
 import numpy as np
 
 from meshpar import InputError
+from meshpar.data.batches import mixed
 from meshpar.data.errors import DataError
-from meshpar.data.mixture import mixed
-from meshpar.data.packing import packed
-from meshpar.data.row_sources import PackedRows, StreamRows, check_row
+from meshpar.data.rows import PackedRows, StreamRows, check_row, packed
 from meshpar.data.sources import OF_TOKENS, DataSource
-from meshpar.data.token_file import TokenFile
-from meshpar.data.token_stream import TokenStream
+from meshpar.data.token_files import TokenFile, TokenStream
 from meshpar.data.tokenizer import ByteTokenizer, FileTokenizer, TokenNumbers
 from meshpar.distributed import Processes
 from meshpar.errors import printable
@@ -127,8 +125,10 @@ def _text_corpus(texts: Texts, config: RunConfig) -> Corpus:
 
 def _data_corpus(config: RunConfig, files: Files) -> Corpus:
     vocab, number = model_sizes(config)["vocab"], len(config.data)
-    streams = [TokenStream.of(found, vocab) for found in _merged(files[:number])]
-    others = [TokenStream.of(found, vocab) for found in _merged(files[number:])]
+    streams = [
+        TokenStream.from_files(found, vocab) for found in _merged(files[:number])
+    ]
+    others = [TokenStream.from_files(found, vocab) for found in _merged(files[number:])]
     for stream in (*streams, *others):
         check_row(stream, config.seq)
         stream.check_vocab()

@@ -8,10 +8,9 @@ from typing import Any
 
 from meshpar.data.errors import DataError
 from meshpar.data.megatron import read_megatron
-from meshpar.data.nanogpt import read_nanogpt
 from meshpar.data.sources import WITH_FIELDS, DataSource, check_weights
 from meshpar.data.token_cache import TokenCache
-from meshpar.data.token_file import TokenFile
+from meshpar.data.token_files import TokenFile, read_nanogpt
 from meshpar.distributed import Processes
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.model import model_sizes
@@ -141,7 +140,7 @@ def _opened(
             f"a model that has {cache.tokenizer.vocab} or more",
             key="data.vocabulary_too_large",
         )
-    return cache.tokens_of(path, format, source.field)
+    return cache.tokenized(path, format, source.field)
 
 
 def _document_end(path: Path, config: RunConfig) -> int | None:

@@ -28,7 +28,7 @@ import optax
 import tyro
 
 from meshpar import InputError, Layout, TrainState, TrainStep, emulate, make_train_step
-from meshpar.data.mixture import mixed
+from meshpar.data.batches import mixed
 from meshpar.errors import escape_unencodable, local_path, print_end, whole_number
 from meshpar.machine.emulate import num_cpu_devices
 from meshpar.model.lora import TARGETS, LoRA

@@ -27,7 +27,7 @@ from rich.console import Console
 
 from meshpar import TrainState
 from meshpar.cli.lint import wide_console
-from meshpar.data.device_batches import device_batches
+from meshpar.data.batches import device_batches
 from meshpar.distributed import Processes
 from meshpar.recipes import config_file, report
 from meshpar.recipes.bubble import run_bubble

@@ -149,7 +149,7 @@ def test_training_without_its_extra_says_how_to_install_it(
     monkeypatch.setitem(sys.modules, "grain", None)
     for name in ("pretrain", "command"):
         monkeypatch.delitem(sys.modules, f"meshpar.recipes.{name}", raising=False)
-    monkeypatch.delitem(sys.modules, "meshpar.data.device_batches", raising=False)
+    monkeypatch.delitem(sys.modules, "meshpar.data.batches", raising=False)
     values = ("grain", "meshpar[train]")
     refuses_command(["train", "--steps", "1"], "run.missing_package", *values)
 

@@ -15,16 +15,12 @@ from hypothesis.extra import numpy as arrays
 from tokenizers import Tokenizer, models
 
 from meshpar.data import megatron, token_cache
-from meshpar.data.errors import DataError
-from meshpar.data.jsonl import jsonl_documents
+from meshpar.data.documents import jsonl_documents, parquet_documents, read_text
+from meshpar.data.errors import DataError, Skipped
 from meshpar.data.megatron import MegatronWriter, read_megatron
-from meshpar.data.nanogpt import read_nanogpt
-from meshpar.data.parquet import parquet_documents
-from meshpar.data.skipped import Skipped
 from meshpar.data.sources import DataSource, check_weights
-from meshpar.data.text import read_text
 from meshpar.data.token_cache import TokenCache
-from meshpar.data.token_stream import TokenStream
+from meshpar.data.token_files import TokenStream, read_nanogpt
 from meshpar.data.tokenizer import (
     ByteTokenizer,
     FileTokenizer,
@@ -68,7 +64,7 @@ def cached(folder, path, *, tokenizer=None, field="text", **options):
         folder=folder / "tokens", tokenizer=tokenizer or ByteTokenizer(), **options
     )
     ((file, format),) = DataSource(path=str(path)).files()
-    return cache.tokens_of(file, format, field)
+    return cache.tokenized(file, format, field)
 
 
 # Tokens out are tokens in.
@@ -254,7 +250,7 @@ def test_files_one_after_another_are_one_stream_of_documents(tmp_path):
         read_megatron(write_pair(tmp_path / f"{name}.bin", texts))
         for name, texts in (("a", [[1, 2], [3]]), ("b", [[4, 5, 6]]))
     ]
-    stream = TokenStream.of(files, vocab=7)
+    stream = TokenStream.from_files(files, vocab=7)
     assert stream.bounds.tolist() == [0, 2, 3, 6]
     for start in range(6):
         for stop in range(start, 7):
@@ -263,7 +259,7 @@ def test_files_one_after_another_are_one_stream_of_documents(tmp_path):
 
 def test_what_is_held_out_is_the_end_in_whole_documents_where_they_are_short(tmp_path):
     file = read_megatron(write_pair(tmp_path / "a.bin", [[1] * 18, [2] * 2, [3] * 2]))
-    stream = TokenStream.of([file], vocab=9)
+    stream = TokenStream.from_files([file], vocab=9)
     train, held_out = stream.split(2)
     assert (train.num_tokens, held_out.num_tokens) == (20, 2)
     train, held_out = stream.split(9)  # No document ends near there.
@@ -384,7 +380,7 @@ def test_a_file_of_tokens_that_is_cut_off_or_missing_is_told(tmp_path, refuses):
 
 
 def test_a_file_that_vanishes_or_changes_while_it_is_read_is_told(tmp_path, refuses):
-    stream = TokenStream.of(
+    stream = TokenStream.from_files(
         [read_megatron(write_pair(tmp_path / "a.bin", [[1, 2], [3]]))], vocab=4
     )
     assert stream.read(1, 3).tolist() == [2, 3]
@@ -427,7 +423,7 @@ def test_a_token_outside_the_vocabulary_is_told_with_its_place(
     dtype, wrong, tmp_path, refuses
 ):
     file = read_megatron(write_pair(tmp_path / "a.bin", [[1, 2], [3, wrong]], dtype))
-    stream = TokenStream.of([file], vocab=256)
+    stream = TokenStream.from_files([file], vocab=256)
     place = "a.bin", 3, wrong, 256
     for read in (stream.check_vocab, lambda: stream.read(2, 4)):
         with refuses("data.token_outside_vocabulary", *place, kind=DataError):

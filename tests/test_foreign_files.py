@@ -8,9 +8,8 @@ import time
 import pytest
 
 from meshpar.cli.main import main
-from meshpar.data.errors import DataError
-from meshpar.data.jsonl import jsonl_documents
-from meshpar.data.skipped import Skipped
+from meshpar.data.documents import jsonl_documents
+from meshpar.data.errors import DataError, Skipped
 from meshpar.foreign_files import (
     parse_json,
     parse_toml,
@@ -241,7 +240,7 @@ def test_a_config_with_heads_beyond_any_models_is_told_at_once(refuses):
 def test_a_line_that_is_longer_than_any_document_is_told_or_skipped(
     tmp_path, refuses, monkeypatch
 ):
-    monkeypatch.setattr("meshpar.data.jsonl._LONGEST_BYTES", 100)
+    monkeypatch.setattr("meshpar.data.documents._LONGEST_BYTES", 100)
     path = tmp_path / "a.jsonl"
     long = json.dumps({"text": "x" * 450})
     path.write_text(f'{{"text": "one"}}\n{long}\n{{"text": "two"}}\n')

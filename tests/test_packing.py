@@ -8,13 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshpar.data.device_batches import device_batches
+from meshpar.data.batches import Turns, device_batches, mixed
 from meshpar.data.errors import DataError
 from meshpar.data.megatron import MegatronWriter, read_megatron
-from meshpar.data.mixture import Turns, mixed
-from meshpar.data.packing import packed
-from meshpar.data.row_sources import PackedRows, StreamRows
-from meshpar.data.token_stream import TokenStream
+from meshpar.data.rows import PackedRows, StreamRows, packed
+from meshpar.data.token_files import TokenStream
 from meshpar.train.data import ordered_batches
 from tests.refusals import names
 
@@ -28,7 +26,7 @@ def stream_of(folder, lengths):
     with MegatronWriter(folder / "a.bin", np.dtype("<i4")) as writer:
         for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
             writer.add(numbers[start:stop])
-    return TokenStream.of([read_megatron(folder / "a.bin")], vocab=1 << 20)
+    return TokenStream.from_files([read_megatron(folder / "a.bin")], vocab=1 << 20)
 
 
 def pieces_of(row):

@@ -355,7 +355,7 @@ def test_meshpar_train_is_the_recipe(capsys, refuses_recipe):
 
 def test_what_the_extra_brings_is_named_with_it_where_it_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "grain", None)
-    for module in ("meshpar.recipes.pretrain", "meshpar.data.device_batches"):
+    for module in ("meshpar.recipes.pretrain", "meshpar.data.batches"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     end = ending_of(lambda: main(["--steps", "1"]))
     assert end.status == 2 and end.line.startswith("pretrain: ")

@@ -21,7 +21,7 @@ from meshpar.cli.parsing import (
     positive,
     print_error,
 )
-from meshpar.data.text import lines_of
+from meshpar.data.documents import split_lines
 from meshpar.distributed import Processes, exit_status, find_place, leave, start
 from meshpar.distributed.cluster import is_kubernetes_pod
 from meshpar.errors import InputError, local_path, printable
@@ -308,7 +308,7 @@ def _read_prompts(file: Path) -> str:
 
 def _lines(name: str, read: Callable[[], str]) -> list[str]:
     try:
-        return lines_of(read())
+        return split_lines(read())
     except UnicodeDecodeError as error:
         raise InputError(
             f"{name} is not UTF-8 text: byte {error.start} is "

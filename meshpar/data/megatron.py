@@ -19,7 +19,7 @@ from typing import BinaryIO
 import numpy as np
 
 from meshpar.data.errors import DataError
-from meshpar.data.token_file import TokenFile, file_size
+from meshpar.data.token_files import TokenFile, file_size
 
 _MAGIC = b"MMIDIDX\0\0"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -30,18 +30,18 @@ _NOT_TOKENS = {6: "float64", 7: "float32"}
 
 
 def read_megatron(path: Path) -> TokenFile:
-    """The tokens of NAME.bin with the documents of NAME.idx.
+    """Open the tokens of NAME.bin with the documents of NAME.idx.
 
     Args:
-        path: Either of the two.
+        path: Either file.
 
     Raises:
-        DataError: One is missing, cut off, or not what the other says.
+        DataError: A file is missing or cut off, or the two disagree.
     """
     index, tokens = path.with_suffix(".idx"), path.with_suffix(".bin")
     size = file_size(index)
     content = index.read_bytes()
-    dtype, lengths, pointers, documents = _parsed(index, content, size)
+    dtype, lengths, pointers, documents = _parse_index(index, content, size)
     starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     if not np.array_equal(pointers, starts[:-1] * dtype.itemsize):
         at = int(np.argmax(pointers != starts[:-1] * dtype.itemsize))
@@ -68,10 +68,10 @@ def read_megatron(path: Path) -> TokenFile:
     )
 
 
-def _parsed(
+def _parse_index(
     index: Path, content: bytes, size: int
 ) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
-    """Type of the tokens; lengths and first bytes of sequences; documents."""
+    """Return the tokens' type, sequences' lengths and first bytes, and documents."""
     name = repr(str(index))
     if size < _HEADER.size or not content.startswith(_MAGIC):
         raise DataError(
@@ -86,9 +86,9 @@ def _parsed(
             key="data.unknown_version",
         )
     if code not in _DTYPES:
-        found = _NOT_TOKENS.get(code, "unknown")
+        kind = _NOT_TOKENS.get(code, "unknown")
         raise DataError(
-            f"{name}: its numbers are of type {code} ({found}), which are no tokens; "
+            f"{name}: its numbers are of type {code} ({kind}), which are no tokens; "
             f"known: {', '.join(f'{one} {text[1:]}' for one, text in _DTYPES.items())}",
             key="data.unknown_token_type",
         )
@@ -114,15 +114,15 @@ def _parsed(
 
 
 class MegatronWriter:
-    """Writes documents as NAME.bin and NAME.idx, each one sequence.
+    """Writer of documents, one sequence each, as NAME.bin and NAME.idx.
 
-    Both files appear when the writer is left without an error, the index last; of two
-    writers of the same files the later one's stay.
+    Both files appear when the `with` block ends without an error, the index last; of
+    two writers of the same files the later one's stay.
 
     Args:
         path: NAME.bin.
-        dtype: Of the tokens, one that the format has.
-        source: What they are from, for messages; `path` when absent.
+        dtype: Type of the tokens, one that the format has.
+        source: File that the documents are from, for messages; None for `path`.
     """
 
     def __init__(self, path: Path, dtype: np.dtype, source: Path | None = None) -> None:
@@ -133,10 +133,10 @@ class MegatronWriter:
         self._unfinished = path.with_suffix(f".{secrets.token_hex(4)}.unfinished")
 
     def add(self, tokens: np.ndarray) -> None:
-        """Adds one document.
+        """Add a document.
 
         Raises:
-            DataError: It is longer than the index can say.
+            DataError: It is longer than the index can express.
         """
         if len(tokens) > _MOST_TOKENS:
             raise DataError(
@@ -150,17 +150,17 @@ class MegatronWriter:
 
     def __enter__(self) -> MegatronWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._remove_left()
+        self._remove_leftovers()
         self._file = open(self._unfinished, "wb")  # noqa: SIM115
-        _is_locked(self._file)  # Until it is closed, or this process killed.
+        _try_lock(self._file)  # Until it is closed, or this process killed.
         return self
 
-    def _remove_left(self) -> None:
-        """What writers of the same files left that were killed."""
+    def _remove_leftovers(self) -> None:
+        """Remove files that killed writers of the same files left."""
         pattern = f"{glob.escape(self.path.stem)}.*.unfinished"
         for left in self.path.parent.glob(pattern):
             with contextlib.suppress(OSError), open(left, "rb") as file:
-                if _is_locked(file):
+                if _try_lock(file):
                     left.unlink()
                     left.with_suffix(".idx-unfinished").unlink(missing_ok=True)
 
@@ -170,7 +170,7 @@ class MegatronWriter:
                 self._file.flush()
                 if error is None:
                     self._finish()
-        finally:  # Where it was finished, it has another name.
+        finally:  # A finished file has another name.
             self._unfinished.unlink(missing_ok=True)
             self._unfinished_index.unlink(missing_ok=True)
 
@@ -191,8 +191,8 @@ class MegatronWriter:
         index.replace(self.path.with_suffix(".idx"))
 
 
-def _is_locked(file: BinaryIO) -> bool:
-    """Whether this process holds the file now, which none other does."""
+def _try_lock(file: BinaryIO) -> bool:
+    """Lock a file for this process; return False if another holds it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

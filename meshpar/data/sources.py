@@ -1,4 +1,4 @@
-"""What data are where: a path, its weight in a mixture, its format and field."""
+"""Sources of data: a path, its weight in a mixture, its format and field."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class DataSource:
 
     Args:
         path: A file, a folder, or a pattern such as `web/*.jsonl`.
-        weight: Its share of all rows, beside the others' weights; None without any.
-        field: The field or column of the text.
-        format: Of every file; by the name of each when absent.
+        weight: Weight of its rows among the other sources'; None for no weights.
+        field: Field or column of the text.
+        format: Format of every file; None for the format that each name tells.
 
     Raises:
         DataError: The weight is not positive, or there is no such format.
@@ -67,10 +67,10 @@ class DataSource:
 
     @classmethod
     def parse(cls, text: str) -> DataSource:
-        """A path, or keys with their values.
+        """Parse a path, or keys with their values.
 
         Raises:
-            DataError: A key or a value is not to be had.
+            DataError: An unknown key, or a value that a source cannot have.
 
         Example:
             >>> DataSource.parse("path=web/*.jsonl,weight=0.7").weight
@@ -96,9 +96,12 @@ class DataSource:
         return cls(**values, weight=None if weight is None else _weight(text, weight))
 
     def __str__(self) -> str:
+        weight = None if self.weight is None else f"{float(self.weight):.12g}"
+        if weight is not None and Fraction(weight) != self.weight:
+            weight = str(self.weight)  # no decimal is exact
         values = {
             "path": self.path,
-            "weight": None if self.weight is None else _decimal(self.weight),
+            "weight": weight,
             "field": None if self.field == "text" else self.field,
             "format": self.format,
         }
@@ -108,17 +111,17 @@ class DataSource:
         return ",".join(f"{key}={value}" for key, value in given.items())
 
     def absolute(self) -> DataSource:
-        """The same from any folder."""
+        """Return the source with an absolute path."""
         return replace(self, path=str(Path(self.path).absolute()))
 
     def files(self, leave_out: Collection[Path] = ()) -> list[tuple[Path, str]]:
-        """Every file and its format, in order of name.
+        """Return every file and its format, in order of name.
 
         Args:
-            leave_out: Files, and folders, that are no data though a folder holds them.
+            leave_out: Files and folders inside the folder that are no data.
 
         Raises:
-            DataError: There is none, or one is of no known format.
+            DataError: There is no file, or one of an unknown format.
         """
         path = Path(self.path)
         wrong = DataError(
@@ -142,9 +145,9 @@ class DataSource:
         files = sorted(found)
         if not files:
             raise wrong
-        return [(file, self._format_of(file)) for file in files]
+        return [(file, self._file_format(file)) for file in files]
 
-    def _format_of(self, file: Path) -> str:
+    def _file_format(self, file: Path) -> str:
         if not file.exists():
             raise DataError(
                 f"no data at {str(file)!r}; give a file, folder or pattern",
@@ -165,10 +168,10 @@ class DataSource:
 
 
 def check_weights(sources: Sequence[DataSource]) -> None:
-    """Refuses weights of some sources and none of others.
+    """Check that either all sources have weights or none has.
 
     Raises:
-        DataError: Of the first without one.
+        DataError: Some have weights, and this first one has none.
     """
     without = [source for source in sources if source.weight is None]
     if without and len(without) < len(sources):
@@ -190,29 +193,24 @@ def _weight(text: str, weight: str) -> Fraction:
         ) from error
 
 
-def _decimal(weight: Fraction) -> str:
-    as_float = f"{float(weight):.12g}"
-    return as_float if Fraction(as_float) == weight else str(weight)
-
-
 def _without(
     found: list[Path], leave_out: Collection[Path], folder: Path
 ) -> list[Path]:
-    """What lies at or below none of those that are inside the folder."""
+    """Return the paths that are not at or below any of `leave_out` in the folder."""
     whole = folder.resolve()
     others = [one.resolve() for one in leave_out]
     inside = [one for one in others if one != whole and one.is_relative_to(whole)]
     if not inside:
         return found
-    return [one for one in found if not _is_below(one.resolve(), inside)]
-
-
-def _is_below(path: Path, others: Collection[Path]) -> bool:
-    return any(path.is_relative_to(other) for other in others)
+    return [
+        path
+        for path in found
+        if not any(path.resolve().is_relative_to(other) for other in inside)
+    ]
 
 
 def _suffix(path: Path) -> str | None:
-    """The known end of a file's name; None for others, and for hidden ones."""
+    """Return the known end of a file's name; None for others and for hidden files."""
     if path.name.startswith("."):
         return None
     ends = ("".join(path.suffixes[-2:]), path.suffix)

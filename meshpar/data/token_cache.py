@@ -1,4 +1,4 @@
-"""Texts tokenized once, and kept as files of tokens."""
+"""Cache of tokenized texts, as files of tokens in a folder."""
 
 from __future__ import annotations
 
@@ -12,39 +12,35 @@ from typing import Any
 
 import numpy as np
 
-from meshpar.data.errors import DataError
-from meshpar.data.jsonl import jsonl_documents
+from meshpar.data.documents import documents
+from meshpar.data.errors import DataError, Skipped
 from meshpar.data.megatron import MegatronWriter, read_megatron
-from meshpar.data.parquet import parquet_documents
-from meshpar.data.skipped import Skipped
-from meshpar.data.text import text_documents
-from meshpar.data.token_file import TokenFile, file_size
+from meshpar.data.token_files import TokenFile, file_size
 from meshpar.data.tokenizer import ByteTokenizer, FileTokenizer
 
 _TEXTS_AT_ONCE = 512  # for the tokenizer's threads
 _CHARACTERS_AT_ONCE = 1 << 22
 _VERSION = 2
-"""Of how texts become tokens; pairs of another one are not taken. Those of version 1
-may be cut or padded, as a tokenizer.json may ask."""
+"""Version of how texts become tokens; pairs of another version are not used. Those of
+version 1 may be cut or padded, as a tokenizer.json may ask."""
 _TOLD_S = 1.0
-"""A file that takes less to tokenize is not told of."""
+"""Least time to tokenize a file that is reported."""
 _GETS_ON_S = 10.0
-"""Between calls that say that a long file gets on."""
+"""Time between calls of `gets_on`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenCache:
-    """Tokens of text files, in a folder, as Megatron's pairs of files.
+    """Tokens of text files, kept in a folder as Megatron's pairs of files.
 
-    A pair is of one file as it was, one tokenizer and one policy; where one of them is
-    another, another pair is made.
+    A pair belongs to one content of a file, one tokenizer and one policy.
 
     Args:
-        folder: Where the pairs are; made where it is missing.
-        tokenizer: Of all texts.
+        folder: Folder of the pairs; made if it is missing.
+        tokenizer: Tokenizer of all texts.
         on_bad_line: "stop" or "skip".
-        told: Takes a line on what took long, or was left out.
-        gets_on: Called now and then while a long file is tokenized.
+        told: Takes a line about a file that took long, or lines that were skipped.
+        gets_on: Called every ten seconds while a long file is tokenized.
     """
 
     folder: Path
@@ -53,8 +49,8 @@ class TokenCache:
     told: Callable[[str], None] = field(default=print)
     gets_on: Callable[[], Any] = field(default=lambda: None)
 
-    def tokens_of(self, path: Path, format: str, field: str) -> TokenFile:
-        """The tokens of a file of texts, each document with an end; made once.
+    def tokenized(self, path: Path, format: str, field: str) -> TokenFile:
+        """Return the tokens of a file of texts, each document with an end token.
 
         Raises:
             DataError: The file is missing, broken or without a document.
@@ -65,23 +61,26 @@ class TokenCache:
         return read_megatron(kept)
 
     def kept_as(self, path: Path, format: str, field: str) -> Path:
-        """The .bin that holds, or will hold, the tokens of a file."""
+        """Return the path of the .bin for the tokens of a file."""
         # The time of the last change of any kind, which nobody can set back.
         size, changed = file_size(path), path.stat().st_ctime_ns
-        of = [str(path.resolve()), size, changed, format, field]
-        by = [self.tokenizer.identity, self.tokenizer.eos, self.on_bad_line, _VERSION]
-        key = hashlib.sha256(json.dumps(of + by).encode()).hexdigest()[:16]
+        file = [str(path.resolve()), size, changed, format, field]
+        how = [self.tokenizer.identity, self.tokenizer.eos, self.on_bad_line, _VERSION]
+        key = hashlib.sha256(json.dumps(file + how).encode()).hexdigest()[:16]
         return self.folder / f"{path.name.partition('.')[0]}-{key}.bin"
 
     def _tokenize(self, path: Path, format: str, field: str, kept: Path) -> None:
         start, skipped = time.perf_counter(), Skipped(policy=self.on_bad_line)
         said = start
-        texts = _documents(path, format, field, skipped)
+        texts = documents(path, format, field, skipped)
+        # The smallest type of the format that holds every token.
+        sizes = ((1 << 8, "<u1"), (1 << 16, "<u2"), (1 << 31, "<i4"))
+        dtype = next(text for most, text in sizes if self.tokenizer.vocab <= most)
         end = np.array([self.tokenizer.eos], np.int32)
         num_documents = num_tokens = 0
-        with MegatronWriter(kept, _dtype(self.tokenizer.vocab), path) as writer:
-            for several in _several(texts):
-                for tokens in self.tokenizer.encode(several):
+        with MegatronWriter(kept, np.dtype(dtype), path) as writer:
+            for batch in _batches(texts):
+                for tokens in self.tokenizer.encode(batch):
                     writer.add(np.concatenate([tokens, end]))
                     num_documents += 1
                     num_tokens += len(tokens) + 1
@@ -103,29 +102,15 @@ class TokenCache:
             self.told(f"skipped {skipped.count:,} lines, the first: {skipped.first}")
 
 
-def _several(texts: Iterator[str]) -> Iterator[list[str]]:
+def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
     """Yield lists of texts: many short ones, or few with a long one at the end."""
-    found: list[str] = []
+    batch: list[str] = []
     characters = 0
     for text in texts:
-        found.append(text)
+        batch.append(text)
         characters += len(text)
-        if len(found) == _TEXTS_AT_ONCE or characters > _CHARACTERS_AT_ONCE:
-            yield found
-            found, characters = [], 0
-    if found:
-        yield found
-
-
-def _documents(path: Path, format: str, field: str, skipped: Skipped) -> Iterator[str]:
-    if format == "text":
-        return text_documents(path)
-    if format == "jsonl":
-        return jsonl_documents(path, field, skipped)
-    return parquet_documents(path, field, skipped)
-
-
-def _dtype(vocab: int) -> np.dtype:
-    """The smallest type of the format that holds every token."""
-    sizes = ((1 << 8, "<u1"), (1 << 16, "<u2"), (1 << 31, "<i4"))
-    return np.dtype(next(dtype for most, dtype in sizes if vocab <= most))
+        if len(batch) == _TEXTS_AT_ONCE or characters > _CHARACTERS_AT_ONCE:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch

@@ -18,7 +18,7 @@ _ENDS_OF_TEXT = (
     *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>"),
     *("<|im_end|>", "[SEP]"),
 )
-"""What well-known tokenizers end a document with, tried in order."""
+"""End tokens of well-known tokenizers, tried in order."""
 
 
 _LEAST_S, _CHARACTERS_PER_S = 8.0, 20_000
@@ -39,26 +39,26 @@ class ByteTokenizer:
     unit = "byte"
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The tokens of each text, without an end.
+        """Return the tokens of each text, without an end.
 
         Raises:
-            DataError: One holds what UTF-8 has not, such as half of a pair.
+            DataError: A text has characters that UTF-8 lacks, such as half of a pair.
         """
         return [np.frombuffer(_utf8(text), np.uint8) for text in texts]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Their text; what is no UTF-8 is replaced."""
+        """Return the text of tokens; bytes that are no UTF-8 are replaced."""
         return bytes(np.asarray(tokens).astype(np.uint8)).decode(errors="replace")
 
 
 class TokenNumbers:
-    """In the place of a tokenizer where files of tokens come without one."""
+    """Decoder of files of tokens that come without a tokenizer."""
 
     name = "token numbers"
     unit = "token"
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The numbers."""
+        """Return the numbers of tokens as text."""
         return " ".join(str(int(token)) for token in tokens)
 
 
@@ -67,8 +67,8 @@ class FileTokenizer:
 
     Args:
         path: The file.
-        eos: Text or number of the token that ends a document; of a
-            tokenizer_config.json beside it, or a well-known one, when absent.
+        eos: Text or number of the token that ends a document; None for that of a
+            tokenizer_config.json in its folder, or a well-known one.
 
     Raises:
         DataError: The package is not installed, the file is no tokenizer, or it has no
@@ -82,12 +82,12 @@ class FileTokenizer:
         content = _content(path)
         self.identity = f"crc32 {zlib.crc32(content):08x}"
         self.name = f"{path.name} {self.identity}"
-        self._tokenizer = _parsed(path, content)
+        self._tokenizer = _parse(path, content)
         self.eos = self._end(eos)
 
     @cached_property
     def vocab(self) -> int:
-        """One more than the highest number of a token."""
+        """Highest number of a token, plus one."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     @property
@@ -96,21 +96,23 @@ class FileTokenizer:
         return str(self._tokenizer.id_to_token(self.eos))
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The tokens of each text, without special ones around it."""
+        """Return the tokens of each text, without special tokens."""
         try:
-            found = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+            encodings = self._tokenizer.encode_batch(
+                list(texts), add_special_tokens=False
+            )
         except TypeError:
             for text in texts:
                 _utf8(text)
             raise
-        return [np.array(one.ids, np.int32) for one in found]
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Their text, special tokens left out."""
+        """Return the text of tokens, without special tokens."""
         return str(self._tokenizer.decode([int(token) for token in tokens]))
 
     def _end(self, eos: str | None) -> int:
-        asked = (eos,) if eos else (*_configured(self._path), *_ENDS_OF_TEXT)
+        asked = (eos,) if eos else (*_configured_end(self._path), *_ENDS_OF_TEXT)
         if eos and eos.isdecimal():
             asked = ()
             if int(eos) < self.vocab:
@@ -145,23 +147,23 @@ def _utf8(text: str) -> bytes:
 def read_tokenizer(
     path: Path | None, eos: str | None = None
 ) -> ByteTokenizer | FileTokenizer:
-    """The tokenizer of a file, or of bytes without one.
+    """Return the tokenizer of a file, or of bytes without a file.
 
     Raises:
-        DataError: The file cannot be had.
+        DataError: The file is no tokenizer.
     """
     return ByteTokenizer() if path is None else FileTokenizer(path, eos)
 
 
 def whole_texts_tokenizer(path: Path) -> Any:
-    """A tokenizer.json as `tokenizers` has it, which neither cuts a text nor pads it.
+    """Return a tokenizer.json as a `tokenizers` object that never cuts or pads texts.
 
-    Its `encode` puts the special tokens around a text that the file says.
+    Its `encode` adds the special tokens that the file asks for.
 
     Raises:
         DataError: As `FileTokenizer`.
     """
-    return _parsed(path, _content(path))
+    return _parse(path, _content(path))
 
 
 def _content(path: Path) -> bytes:
@@ -174,7 +176,7 @@ def _content(path: Path) -> bytes:
     )
 
 
-def _parsed(path: Path, content: bytes) -> Any:
+def _parse(path: Path, content: bytes) -> Any:
     try:
         from tokenizers import Tokenizer
     except ModuleNotFoundError as error:
@@ -248,8 +250,8 @@ class _Timed:
         )
 
 
-def _configured(path: Path) -> list[str]:
-    """The end of text that a tokenizer_config.json beside the file names."""
+def _configured_end(path: Path) -> list[str]:
+    """Return the end token that a tokenizer_config.json in the folder names."""
     beside = path.with_name("tokenizer_config.json")
     if not beside.is_file():
         return []

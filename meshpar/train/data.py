@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from meshpar.data.batches import mixed
+from meshpar.data.documents import read_text
 from meshpar.data.errors import DataError
-from meshpar.data.mixture import mixed
-from meshpar.data.text import read_text
 from meshpar.model.inputs import default_inputs
 
 __all__ = [
@@ -101,7 +101,7 @@ def ordered_batches(
     """Return the global batch of any step, of rows that come in an endless order.
 
     Args:
-        order: Number -> row, such as `meshpar.data.mixture.mixed` returns.
+        order: Number -> row, such as `meshpar.data.batches.mixed` returns.
         global_batch: Rows in a batch.
         skip: Rows before the first batch.
         rows: Rows of each batch that are read, a process's own; all when absent.

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from meshpar.cli.main import main
-from meshpar.data.jsonl import jsonl_documents
-from meshpar.data.skipped import Skipped
+from meshpar.data.documents import jsonl_documents
+from meshpar.data.errors import Skipped
 from meshpar.errors import InputError
 from meshpar.foreign_files import parse_toml
 from meshpar.models.convert.chat_template import ChatTemplate

@@ -6,7 +6,7 @@ MUTANTS = (
     Mutant(
         name="full-row-has-no-end",
         effect="a document that fills its row exactly is not marked as ended",
-        file="meshpar/data/packing.py",
+        file="meshpar/data/rows.py",
         old="ends_document=(starts + piece_lengths == ends)[order],",
         new="ends_document=(piece_lengths < seq)[order],",
         tests=(
@@ -17,8 +17,8 @@ MUTANTS = (
     Mutant(
         name="neighbouring-seeds-share-orders",
         effect="epoch 1 of seed 0 has the order of epoch 0 of seed 1",
-        file="meshpar/data/mixture.py",
-        old=".shuffle(seed=int(one)).repeat()",
+        file="meshpar/data/batches.py",
+        old=".shuffle(seed=int(number)).repeat()",
         new=".shuffle(seed=seed).repeat()",
         tests=("tests/test_data.py::test_neighbouring_seeds_share_no_epochs_order",),
     ),
@@ -37,7 +37,7 @@ MUTANTS = (
     Mutant(
         name="held-out-document-is-trained-on",
         effect="the first held-out document is in the training data too",
-        file="meshpar/data/token_stream.py",
+        file="meshpar/data/token_files.py",
         old="TokenStream(self.files, bounds[: nearest + 1], self.vocab)",
         new="TokenStream(self.files, bounds[: nearest + 2], self.vocab)",
         tests=(
