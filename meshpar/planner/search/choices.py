@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 from meshpar.hardware.platforms import platform_named
 from meshpar.layout import BY_COST, STAGE_REMATS, Layout
-from meshpar.planner.cost.kernel_time import (
+from meshpar.planner.cost.run import Run
+from meshpar.planner.cost.seconds import (
     attention_backward_s,
     attention_forward_s,
+    row_s,
 )
-from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.traffic import context_rows
-from meshpar.planner.cost.traffic_row import row_s
 from meshpar.planner.search.space import (
     Constraints,
     Scheduled,
