@@ -32,7 +32,8 @@ from meshpar.audit.subject import Subject, subject_of
 from meshpar.audit.target import Target
 from meshpar.audit.targets import CompiledProgram, TargetError, compile_for
 from meshpar.errors import InputError
-from meshpar.hardware.attention_choice import words_of_scope
+from meshpar.hardware.attention_choice import obstacle_words
+from meshpar.hardware.platforms import platform_named
 from meshpar.layout import MESH_AXES
 from meshpar.machine.mesh import slow_mesh_axes
 from meshpar.machine.mesh_order import SlowAxis, slow_axes
@@ -307,7 +308,7 @@ def audit(
 def _fallbacks(traced: Sequence[Operation]) -> tuple[str, ...]:
     """Return a sentence for each attention that runs in another form than it might."""
     paths = {str(operation.equation.source_info.name_stack) for operation in traced}
-    return tuple(sorted({words for path in paths if (words := words_of_scope(path))}))
+    return tuple(sorted({words for path in paths if (words := obstacle_words(path))}))
 
 
 def _with_options(subject: Subject, given: Mapping[str, Any] | None) -> Subject:
@@ -341,13 +342,13 @@ def _compile(
 
 
 def _as_virtual(subject: Subject) -> Target:
-    if subject.platform != "cpu":
+    if not platform_named(subject.platform).is_host:
         raise TargetError(
             f"not compiled, because the compiler for {subject.platform} might abort "
             "this process",
             key="audit.compiler_might_abort",
         )
-    return Target(platform="cpu", chip="virtual", shape=(subject.mesh.size,))
+    return Target(platform=subject.platform, chip="virtual", shape=(subject.mesh.size,))
 
 
 def _compiled_here(subject: Subject) -> CompiledProgram:

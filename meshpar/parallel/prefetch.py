@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshpar.hardware.platforms import platform_named
 from meshpar.model.block_run import Sums
 from meshpar.model.contract import Stream
 from meshpar.parallel.blocks import BACKWARD, FORWARD, Known, Stack, over_layers
@@ -200,7 +201,8 @@ def prefetches(placement: Placement) -> bool:
     choice = placement.layout.fsdp_prefetch
     if placement.layout.runs_in_ticks or choice == "off":
         return False
-    return (choice == "on" or placement.platform != "cpu") and _communicates(placement)
+    overlaps = platform_named(placement.platform).overlaps_collectives
+    return (choice == "on" or overlaps) and _communicates(placement)
 
 
 def prefetch_notes(placement: Placement) -> tuple[str, ...]:
