@@ -5,6 +5,7 @@ NEWEST ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python) $(sh
 DOCS := .mkdocs.yml
 SITE := site
 VENV := .venv
+DRAW := 0
 NEWEST_VENV := .venv-newest
 # All tests of a file run on one worker, which makes their fixtures and programs once.
 PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
@@ -14,7 +15,7 @@ export PYTHONPATH := .
 # Write bytecode, even if the shell says not to: the tests start hundreds of processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-full test-newest words mutants lint docs screenshots clean
+.PHONY: train test test-full test-all test-newest words mutants lint docs screenshots clean
 
 train: $(VENV)/train.installed
 	$(VENV)/bin/python -m recipes.pretrain
@@ -22,7 +23,12 @@ train: $(VENV)/train.installed
 test: lint
 	$(VENV)/bin/python $(PYTEST)
 
+# The fast lane, and of each slow test one of its slow cases; DRAW=n gives other ones.
 test-full: lint
+	$(VENV)/bin/python $(PYTEST) -m "slow or not slow" --slow-cases 1 --draw $(DRAW)
+
+# Every case of every test, which takes hours.
+test-all: lint
 	$(VENV)/bin/python $(PYTEST) -m "slow or not slow"
 
 # Rewrite the snapshots of error messages in tests/__snapshots__; read the diff.

@@ -28,10 +28,10 @@ from meshpar.recipes.finetune import (
     described,
     finetune,
     main,
+    make_step,
     refuse_other_run,
-    rows_of,
-    step_of,
     template_date,
+    tokenized_rows,
     validate,
 )
 from meshpar.recipes.loaded import WithoutTokenizer, load
@@ -93,7 +93,7 @@ def shared_steps():
     recipe = sys.modules[finetune.__module__]
     kept, plain = {}, recipe.make_step
 
-    def step_of(config, loaded):
+    def make_step(config, loaded):
         key = loaded.config, config.lora, config.layout
         key += config.steps, config.learning_rate
         if key not in kept:
@@ -101,7 +101,7 @@ def shared_steps():
         return kept[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recipe, "make_step", step_of)
+        patch.setattr(recipe, "make_step", make_step)
         yield
 
 
@@ -302,7 +302,7 @@ def chats_of(folder, *answers):
 
 def rows_of_chats(theirs, chats, **options):
     config = FinetuneConfig(from_weights=theirs, chat=chats, **options)
-    return rows_of(config, load(theirs))
+    return tokenized_rows(config, load(theirs))
 
 
 @pytest.mark.parametrize("seq", [1, 2, 8])
@@ -362,7 +362,7 @@ def test_what_a_resumed_run_has_otherwise_is_told(
         learning_rate=0.01,
         resume=True,
     )
-    step = step_of(config, loaded)
+    step = make_step(config, loaded)
     with Checkpoints(run.folder / "checkpoints") as checkpoints:
         refuse_other_run(config, described(config, loaded, step), checkpoints)
     lines = capsys.readouterr().out.splitlines()
@@ -390,7 +390,7 @@ def test_a_resumed_run_keeps_the_day_of_its_chat_template(theirs, tmp_path):
     (kept / "metadata").write_text(json.dumps(said))
     assert template_date(config) == template_date(replace(config, chat=None)) == day
     assert template_date(replace(config, resume=False)) != day
-    train, held_out = rows_of(config, loaded, day)
+    train, held_out = tokenized_rows(config, loaded, day)
     assert train.template.today == held_out.template.today == day
 
 
@@ -445,7 +445,7 @@ def test_options_that_cannot_be_are_named(theirs, tmp_path, refuses):
 def test_a_run_on_tokens_without_a_tokenizer_learns_no_text(small_text, refuses):
     config = FinetuneConfig(from_weights=Path("run"), text=(small_text,))
     with refuses("data.no_tokenizer", "'run'", "--tokenizer"):
-        rows_of(config, SimpleNamespace(tokenizer=WithoutTokenizer("run")))
+        tokenized_rows(config, SimpleNamespace(tokenizer=WithoutTokenizer("run")))
 
 
 def test_a_model_without_a_template_is_named(tmp_path, refuses):
