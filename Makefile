@@ -55,6 +55,9 @@ docs: $(VENV)/docs.installed
 screenshots: $(VENV)/test.installed $(VENV)/browser.installed
 	$(VENV)/bin/python -m tests.screenshots docs/images
 
+diagrams: $(VENV)/test.installed
+	$(VENV)/bin/python -m tests.diagrams docs/images
+
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 

@@ -1,4 +1,9 @@
-"""Many processes as one job: how they find and join each other, and end together."""
+"""Many processes as one job: they find and join each other, and end together.
+
+`start.start` joins the processes that options or a scheduler name (`cluster`),
+`processes.Processes` exchanges values between them, `roll_call` waits for all, and
+`endings` gives exit statuses. No mesh and no layout is known here.
+"""
 
 from __future__ import annotations
 

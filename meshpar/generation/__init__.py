@@ -1,1 +1,6 @@
-"""Generation: tokens of a model under any layout, one at a time, with a cache."""
+"""Text and tokens from a model under any layout, with a cache.
+
+`generate` runs requests through `engine.Engine`, which serves slots;
+`programs.Programs` compiles what the devices do in a step, `pages.PageBook` gives out
+the cache, and `sampling` draws tokens. Training enters nowhere here.
+"""

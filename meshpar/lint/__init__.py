@@ -1,1 +1,5 @@
-"""Lint: what a model, its rules and a layout do to each other, before anything runs."""
+"""A model, its rules and a layout, compared before anything runs.
+
+`lint.lint` reports findings (`findings`) and how every parameter lies (`rows`). It
+refuses what a training step refuses, in the same words, and compiles nothing.
+"""

@@ -1,4 +1,9 @@
-"""What test suites need: assertions on programs, layout equivalence, devices."""
+"""Assertions for test suites: programs, equal layouts, virtual devices.
+
+`assertions` counts collectives and bytes of a compiled step, `equivalence` compares
+layouts with one device, and `plugin` starts virtual devices for pytest. The library
+imports nothing from here.
+"""
 
 import importlib
 from typing import Any
