@@ -155,9 +155,7 @@ def tick_figure() -> Figure:
         axes.text(0.9 + 2.32 * column, 3.95, moment, fontsize=_FONT, weight="bold")
     for rank in range(STAGES):
         y = 2.95 - 0.96 * rank
-        axes.text(
-            0.8, y + 0.4, f"rank {rank}", ha="right", va="center", fontsize=_FONT
-        )
+        axes.text(0.8, y + 0.4, f"rank {rank}", ha="right", va="center", fontsize=_FONT)
         for column, text in enumerate(tick_words(table, rank)):
             color = (_BLUE, _GREEN, _ORANGE, _GREY)[column]
             color = color if text else "white"

@@ -41,18 +41,19 @@ def defined_names(path):
 
 
 def is_there(room, word):
-    """Return True if `file`, `file.name`, `folder/` or a name is in the room."""
+    """Return True if a folder, file, `file.name` or name is in the room or above it."""
+    if word.endswith(".json"):
+        return True
     folder = ROOT / "meshpar" / room
-    if word.startswith("meshpar"):
-        path = ROOT / word.replace(" ", "/").replace(".", "/")
-        return path.is_dir() or path.with_suffix(".py").exists()
-    if "/" in word:
-        return (folder / word).is_dir() or (ROOT / "meshpar" / word).is_dir()
-    first, _, name = word.partition(".")
-    file = folder / f"{first}.py"
-    if file.exists():
-        return not name or name in defined_names(file)
-    return any(first in defined_names(path) for path in folder.glob("*.py"))
+    words = word.removeprefix("meshpar").strip(" ./").replace("/", ".").split(".")
+    for base in (folder, folder.parent, ROOT / "meshpar"):
+        whole = base.joinpath(*words)
+        if whole.is_dir() or whole.with_suffix(".py").exists():
+            return True
+        file = base.joinpath(*words[:-1]).with_suffix(".py")
+        if len(words) > 1 and file.exists() and words[-1] in defined_names(file):
+            return True
+    return any(word in defined_names(path) for path in folder.glob("*.py"))
 
 
 @pytest.mark.parametrize("room", ROOMS)
