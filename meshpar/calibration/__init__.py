@@ -1,6 +1,6 @@
 """This machine's devices and links, measured for the planner.
 
-`measure.calibrate` times matmuls and exchanges (`trial`, `exchanges`, `kernels`), `fit`
-turns times into constants, `device_file.device_toml` writes them, and
-`fit_plans.fitted_efficiency` fits measured steps. Data sheets are `meshpar.hardware`'s.
+`measure.calibrate` times matmuls and exchanges (`trials`), `fit` turns times into
+constants, `measure.device_toml` writes them, and `fit.fitted_efficiency` fits measured
+steps. Data sheets are `meshpar.hardware`'s.
 """

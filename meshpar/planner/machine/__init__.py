@@ -1,5 +1,5 @@
 """A machine as the planner sees it: devices, links, and the program's overlap.
 
-`cluster.Cluster` and `link` say which mesh axes lie on which link,
-`collective_cost` has the time of each collective, and `execution` what a program hides.
+`cluster.Cluster` says on which link each mesh axis lies, `collective_cost` has the time
+of each collective, and `execution` what a program hides.
 """

@@ -1,5 +1,6 @@
 """All layouts of a machine, the best of them, and why others are not.
 
-`search.search` estimates `candidates` that `constraints` allow and `bounds` cannot
-exclude; `nearest_fit` says what to change if nothing fits.
+`search.search` estimates the layouts of `space` that `bounds` cannot exclude, `choices`
+completes a mesh, `candidates` says why one is rejected, and `remedies` what to change
+if nothing fits.
 """
