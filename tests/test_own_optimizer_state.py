@@ -9,6 +9,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
+from meshpar import lint
 from meshpar.train.optimizer_state import WholeStateWarning
 from tests.pipelined import mlp_of
 from tests.test_precision import batch_of
@@ -133,7 +134,13 @@ def test_large_whole_state_is_told_unless_the_user_says_how_it_is_sharded(monkey
     told = r"'mean\.blocks\.up\.codes' .* 1,536 bytes .* state_spec="
     with pytest.warns(WholeStateWarning, match=told):
         step_of(SPLIT, adam_8bit(1e-3))
+    found = lint(MODEL, SPLIT, optimizer=adam_8bit(1e-3)).findings
+    assert {one.path for one in found} >= {"mean.blocks.up.codes"}
+    assert {one.key for one in found} == {"optimizer.whole_state"}
     step_of(SPLIT, adam_8bit(1e-3), state_spec=in_parts)
+    assert not lint(
+        MODEL, SPLIT, optimizer=adam_8bit(1e-3), state_spec=in_parts
+    ).findings
     step_of("data=2", adam_8bit(1e-3))
 
 

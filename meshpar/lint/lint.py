@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
+
+import optax
 
 from meshpar.checks.sequences import context_errors
 from meshpar.errors import InputError, whole_number
@@ -18,6 +21,7 @@ from meshpar.lint.findings import (
 )
 from meshpar.lint.large_bytes import LARGE_BYTES
 from meshpar.lint.rows import ParameterRow, parameter_row, replicated_row
+from meshpar.machine.mesh import absent_mesh
 from meshpar.model.contract import Model, check_model
 from meshpar.model.tracing import Activation, traced_activations
 from meshpar.parallel.grids.space import space_errors, splits_tokens
@@ -42,12 +46,14 @@ from meshpar.rules.rules import (
     spec_axes,
 )
 from meshpar.train.layout_refusals import layout_errors
+from meshpar.train.optimizer_state import StateSpec, whole_state_message
 from meshpar.train.refusals import (
     batch_refusal,
     experts_refusal,
     inputs_refusal,
     rule_refusals,
 )
+from meshpar.train.step import make_train_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +80,8 @@ def lint(
     global_batch: int | None = None,
     seq: int = 128,
     large_bytes: int = LARGE_BYTES,
+    optimizer: optax.GradientTransformation | None = None,
+    state_spec: StateSpec | None = None,
 ) -> LintReport:
     """All parameters of a model under a layout, and all findings. Uses no devices.
 
@@ -85,6 +93,9 @@ def lint(
         global_batch: Examples in a step; one per batch shard when absent.
         seq: Tokens of an example, and every other size that the inputs leave open.
         large_bytes: Parameters above this size that no mesh axis splits are findings.
+        optimizer: The optimizer, whose large state that is whole on every device is a
+            finding; None for no check.
+        state_spec: As for `make_train_step`.
 
     Raises:
         InputError: `model` is no model, or the layout cannot be read.
@@ -136,11 +147,46 @@ def lint(
             *shadowing_overrides(rules),
             *(() if trace_findings else dead),
             *large_and_replicated(rows, sized, large_bytes),
+            *_whole_states(model, layout, rules, optimizer, state_spec),
             *(() if trace_findings else idle_mesh_axes(rows, axes, sized)),
         ),
         parameters=tuple(rows),
         notes=tuple(notes),
     )
+
+
+def _whole_states(
+    model: Model,
+    layout: Layout,
+    rules: Rules,
+    optimizer: optax.GradientTransformation | None,
+    state_spec: StateSpec | None,
+) -> list[Finding]:
+    """Return a finding for each large optimizer state that is whole on every device."""
+    if optimizer is None or layout_errors(layout):
+        return []
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            step = make_train_step(
+                model,
+                optimizer,
+                layout,
+                rules=rules,
+                mesh=absent_mesh(layout),
+                state_spec=state_spec,
+            )
+    except InputError as error:
+        return _unsupported("optimizer", error)
+    return [
+        Finding(
+            kind="replicated",
+            path=path,
+            message=whole_state_message(path, num_bytes),
+            bytes=num_bytes,
+            key="optimizer.whole_state",
+        )
+        for path, num_bytes in step.whole_states()
+    ]
 
 
 def _rules_of(

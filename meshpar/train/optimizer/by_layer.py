@@ -32,7 +32,8 @@ from meshpar.train.optimizer_state import full_dtype
 
 _WAY_OUT = (
     "take an optimizer that treats each parameter by itself, such as adamw or muon, "
-    "and max_grad_norm= of make_train_step to clip by the global norm"
+    "and max_grad_norm= of make_train_step to clip by the global norm, or "
+    "unroll_optimizer=True, which gives it each layer alone"
 )
 
 
