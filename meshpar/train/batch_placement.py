@@ -63,7 +63,11 @@ class BatchPlacement:
                 as this process's devices hold.
         """
         self._check_once(batch, microbatches, partly=partly)
-        if all(self._is_placed(name, array) for name, array in batch.items()):
+        if all(
+            isinstance(array, jax.Array)
+            and array.sharding == self._sharding(name, array)
+            for name, array in batch.items()
+        ):
             return dict(batch)
         if global_batch is not None:
             self._check_rows(batch, global_batch)
@@ -180,11 +184,6 @@ class BatchPlacement:
         if self.sharding_of is None:
             return self.sharding
         return self.sharding_of(name, array)
-
-    def _is_placed(self, name: str, array: Any) -> bool:
-        if not isinstance(array, jax.Array):
-            return False
-        return array.sharding == self._sharding(name, array)
 
     def _check_once(
         self, batch: Mapping[str, Any], microbatches: int | None, *, partly: bool

@@ -1,4 +1,4 @@
-"""What a training step's memory goes to: each part by formula, beside the compiler.
+"""Memory of a training step: each part by formula, and the compiler's numbers.
 
 States are in `state_memory`. Temporaries are the planner's arithmetic over the model's
 own traced blocks (`meshpar.planner.cost.memory`).
@@ -22,7 +22,7 @@ from meshpar.planner.cost.run import Run
 from meshpar.planner.from_model import planned_run, traced_space
 from meshpar.planner.workload.activations import kept_bytes, stage_input_bytes
 from meshpar.train.batch_placement import batch_structs
-from meshpar.train.state_memory import Part, gradient_bytes_of, local_bytes, states
+from meshpar.train.state_memory import Part, local_bytes, states, step_gradient_bytes
 from meshpar.train.step import Batch, TrainStep
 
 
@@ -85,7 +85,7 @@ class MemoryReport:
 def memory_report(
     step: TrainStep, batch: Batch, *, target: str | None = None
 ) -> MemoryReport:
-    """Every byte of a step, by formula and from the compiled program.
+    """Return every byte of a step, by formula and from the compiled program.
 
     Args:
         step: From `make_train_step`; on an `absent_mesh` too.
@@ -106,9 +106,9 @@ def memory_report(
     report = audit(step, batch, target=target)
     if has_space(step.model_as_given):
         on = step if target is None else step.for_absent(Target.parse(target).platform)
-        return _of_space(on, batch, report.compiled_memory)
+        return _space_report(on, batch, report.compiled_memory)
     run = planned_run(step, batch)
-    memory = _memory_of(step, run)
+    memory = _planned_memory(step, run)
     return MemoryReport(
         layout=str(step.layout),
         parts=(*states(step), *_temporaries(step, run, memory)),
@@ -132,12 +132,12 @@ def estimated_bytes(step: TrainStep, batch: Batch) -> tuple[float, float]:
         parts.append(_batch_part(step, batch))
         at_once = traced_space(step, batch).temporary_bytes(_space_degree(step))
         return sum(part.formula_bytes for part in parts), at_once
-    memory = _memory_of(step, planned_run(step, batch))
+    memory = _planned_memory(step, planned_run(step, batch))
     return sum(part.formula_bytes for part in parts), memory.temporary_bytes
 
 
-def _of_space(step: TrainStep, batch: Batch, compiled: MemoryUse) -> MemoryReport:
-    """Of a model of volumes, whose arrays are counted in a trace of the whole step."""
+def _space_report(step: TrainStep, batch: Batch, compiled: MemoryUse) -> MemoryReport:
+    """Return the report of a model of volumes, counted in a trace of the whole step."""
     found, degree = traced_space(step, batch), _space_degree(step)
     rest = "gradients, and parameters as they are used"
     parts = (
@@ -172,9 +172,9 @@ def _space_degree(step: TrainStep) -> int:
     return space_degree(step.model_as_given, step.layout, step.rules)
 
 
-def _memory_of(step: TrainStep, run: Run) -> Memory:
+def _planned_memory(step: TrainStep, run: Run) -> Memory:
     """The planner's count, with the gradients as the step's own specs split them."""
-    memory, gradient_bytes = fullest_memory(run), gradient_bytes_of(step)
+    memory, gradient_bytes = fullest_memory(run), step_gradient_bytes(step)
     late_bytes = gradient_bytes if memory.late_bytes else 0
     return replace(memory, gradient_bytes=gradient_bytes, late_bytes=late_bytes)
 

@@ -33,7 +33,10 @@ class JsonLines:
         Raises:
             OSError: The file, which it names, cannot be written.
         """
-        values = {name: _finite_or_none(value) for name, value in row.items()}
+        values = {
+            name: None if isinstance(it, float) and not math.isfinite(it) else it
+            for name, it in row.items()
+        }
         try:
             self._file.write(json.dumps(values, allow_nan=False) + "\n")
             self._file.flush()
@@ -84,9 +87,3 @@ def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
             key="run.unreadable_metrics",
         )
     return row
-
-
-def _finite_or_none(value: float | int | str | None) -> float | int | str | None:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

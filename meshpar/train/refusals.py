@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -433,33 +433,23 @@ def warn_idle_tensor(model: Model, placement: Placement) -> None:
 
     Every other mesh axis splits examples, tokens, layers or experts by itself.
     """
-    size = placement.layout.tensor
-    if size == 1 or _splits_parameters(placement):
-        return
-    if _splits_inputs(model, placement.rules):
-        return
-    if _splits_activations(model, placement.rules):
-        return
-    warnings.warn(idle_message("tensor", size), IdleMeshAxisWarning, stacklevel=3)
-
-
-def _splits_parameters(placement: Placement) -> bool:
+    size, rules = placement.layout.tensor, placement.rules
     specs = jax.tree.leaves(
         placement.specs(attrgetter("spec")),
         is_leaf=lambda node: isinstance(node, PartitionSpec),
     )
-    return any("tensor" in spec_axes(spec) for spec in specs)
+    if size == 1 or any("tensor" in spec_axes(spec) for spec in specs):
+        return
 
+    def splits(arrays: Iterable[Any]) -> bool:
+        names = {name for one in arrays for name in one.logical_axes if name}
+        return any("tensor" in (rules.table.get(name) or ()) for name in names)
 
-def _splits_inputs(model: Model, rules: Rules) -> bool:
-    names = {name for one in model.known_inputs.values() for name in one.logical_axes}
-    return any("tensor" in (rules.table.get(name) or ()) for name in names if name)
-
-
-def _splits_activations(model: Model, rules: Rules) -> bool:
+    if splits(model.known_inputs.values()):
+        return
     try:
-        activations = traced_activations(model, 1, 8)
+        if splits(traced_activations(model, 1, 8)):
+            return
     except (InputError, RuntimeError):
-        return True  # Unknown: it cannot be traced, or names mesh axes of its own.
-    names = {name for activation in activations for name in activation.logical_axes}
-    return any("tensor" in (rules.table.get(name) or ()) for name in names if name)
+        return  # Unknown: it cannot be traced, or names mesh axes of its own.
+    warnings.warn(idle_message("tensor", size), IdleMeshAxisWarning, stacklevel=3)

@@ -1,4 +1,4 @@
-"""What a training step's states take: each by formula, beside the compiler's arguments.
+"""Bytes of a training step's states, by formula and as the compiler's arguments.
 
 A formula is values, bytes of one, and what ZeRO and the rules split them over
 (Rajbhandari et al. 2020, section 3).
@@ -25,12 +25,12 @@ from meshpar.train.step import TrainStep
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What one kind of array takes on one device.
+    """Bytes of one kind of array on one device.
 
     Args:
-        name: What it is.
-        formula_bytes: By arithmetic.
-        compiled_bytes: Of the compiled program, where the compiler tells it apart.
+        name: Its name.
+        formula_bytes: Bytes by arithmetic.
+        compiled_bytes: Bytes in the compiled program, if the compiler tells them apart.
         how: The formula in words.
         memory: `device` or `host`.
     """
@@ -43,7 +43,7 @@ class Part:
 
 
 def states(step: TrainStep) -> list[Part]:
-    """Parameters, optimizer state and master copy: formula and arguments."""
+    """Return the parts of parameters, optimizer state and master copy."""
     opt_state, lies = step.state_shapes.opt_state, step.shardings.opt_state
     inner, inner_lies = inner_state(opt_state), inner_state(lies)
     parts = [_parameters(step)]
@@ -58,19 +58,19 @@ def states(step: TrainStep) -> list[Part]:
     return parts
 
 
-def gradient_bytes_of(step: TrainStep) -> int:
-    """Of all gradients as a step adds them up."""
+def step_gradient_bytes(step: TrainStep) -> int:
+    """Return the bytes of all gradients as a step adds them up."""
     value_bytes = jnp.dtype(step.placement.gradient_dtype).itemsize
     return _by_formula(step, lambda stored: stored.gradient_spec, value_bytes)
 
 
 def local_bytes(shapes: Any, shardings: Any) -> int:
-    """Of a tree of arrays on one device."""
+    """Return the bytes of a tree of arrays on one device."""
 
-    def of(shape: jax.ShapeDtypeStruct, sharding: NamedSharding) -> int:
+    def num_bytes(shape: jax.ShapeDtypeStruct, sharding: NamedSharding) -> int:
         return math.prod(sharding.shard_shape(shape.shape)) * shape.dtype.itemsize
 
-    return sum(jax.tree.leaves(jax.tree.map(of, shapes, shardings)))
+    return sum(jax.tree.leaves(jax.tree.map(num_bytes, shapes, shardings)))
 
 
 def _parameters(step: TrainStep) -> Part:
@@ -120,14 +120,14 @@ def _master_copy(step: TrainStep, shapes: Any, shardings: Any) -> Part:
 
 
 def _fp32_bytes(step: TrainStep) -> int:
-    """Of one fp32 value for each parameter, split as the optimizer state."""
+    """Return the bytes of one fp32 value a parameter, split as optimizer state."""
     return _by_formula(step, lambda stored: stored.state_spec, 4)
 
 
 def _by_formula(
     step: TrainStep, spec: Callable[[Stored], PartitionSpec], value_bytes: int
 ) -> int:
-    """Of one value for each parameter, split as a spec of it says."""
+    """Return the bytes of one value a parameter, split by one of its specs."""
     placed = jax.tree.leaves(step.placement.stored)
     return sum(
         size * value_bytes // _degree(step, spec(stored))

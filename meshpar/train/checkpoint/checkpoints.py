@@ -255,7 +255,12 @@ class Checkpoints:
         structs = jax.tree.map(
             lambda order, lying, stored: stored if order.dim else lying,
             orders,
-            jax.tree.map(_struct, *to),
+            jax.tree.map(
+                lambda shape, sharding: jax.ShapeDtypeStruct(
+                    shape.shape, shape.dtype, sharding=sharding
+                ),
+                *to,
+            ),
             in_order,
         )
         places = jax.tree.map(lambda one: None if one.dim else one.places, orders)
@@ -366,10 +371,6 @@ class Checkpoints:
                 raise failed
             if failed:  # The other error goes on; this one is not to be lost beside it.
                 warnings.warn(str(failed), stacklevel=2)
-
-
-def _struct(shape: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
 
 class Saving:

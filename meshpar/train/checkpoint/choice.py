@@ -184,7 +184,7 @@ class Choice:
                     found = reader(folder)
             except CheckpointError as one:
                 here = one
-            error = self._error_of_any(here)
+            error = self._any_error(here)
             if error is None:
                 return found
             first = first or error
@@ -221,7 +221,7 @@ class Choice:
         """Return the beginning of an error message."""
         return f"checkpoint of step {step} in {str(self._directory)!r} cannot be read"
 
-    def _error_of_any(self, error: CheckpointError | None) -> CheckpointError | None:
+    def _any_error(self, error: CheckpointError | None) -> CheckpointError | None:
         """Return this process's error, or another's: all read the same checkpoint."""
         here = None if error is None else (str(error), error.key)
         other = next(filter(None, self._processes.gather(here)), None)

@@ -24,10 +24,17 @@ from meshpar.errors import InputError
 from meshpar.layout import Layout
 from meshpar.model.contract import Model
 from meshpar.model.parameter import Parameter, is_parameter
-from meshpar.train.optimizer.flow import SUMS, Value, run, single_owner
+from meshpar.train.optimizer.flow import (
+    SUMS,
+    Traced,
+    Value,
+    run,
+    single_owner,
+    traced,
+    update_with_loss,
+)
 from meshpar.train.optimizer.proof import by_layer_refusal
 from meshpar.train.optimizer.stacked import stacked_refusal
-from meshpar.train.optimizer.traced import Traced, traced, update_with_loss
 from meshpar.train.optimizer_state import full_dtype
 
 _WAY_OUT = (

@@ -20,8 +20,16 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.tree_util import DictKey
 
 from meshpar.rules.sharding import path_name
-from meshpar.train.optimizer.flow import NotByLayer, Value, run, single_owner
-from meshpar.train.optimizer.traced import Slot, Traced, check_owner, traced
+from meshpar.train.optimizer.flow import (
+    NotByLayer,
+    Slot,
+    Traced,
+    Value,
+    check_owner,
+    run,
+    single_owner,
+    traced,
+)
 
 NUM_LAYERS = 2
 """Layers that a stacked parameter has in the proof."""

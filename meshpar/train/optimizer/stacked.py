@@ -18,11 +18,13 @@ from meshpar.trace.primitives import ELEMENTWISE
 from meshpar.train.optimizer.flow import (
     REDUCTIONS,
     NotByLayer,
+    Slot,
+    Traced,
     Value,
+    check_owner,
     run,
     single_owner,
 )
-from meshpar.train.optimizer.traced import Slot, Traced, check_owner
 
 
 def stacked_refusal(trace: Traced, params: Any, stacked: Collection[str]) -> str | None:

@@ -15,7 +15,7 @@ import optax
 from meshpar.layout import Layout
 from meshpar.model.contract import Model
 from meshpar.model.parameter import Parameter, is_parameter
-from meshpar.train.optimizer.traced import update_with_loss
+from meshpar.train.optimizer.flow import update_with_loss
 
 
 def unrolled(
