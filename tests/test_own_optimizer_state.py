@@ -131,7 +131,7 @@ def test_the_user_says_how_state_of_other_dims_is_sharded():
 
 def test_large_whole_state_is_told_unless_the_user_says_how_it_is_sharded(monkeypatch):
     monkeypatch.setattr("meshpar.train.optimizer_state.LARGE_BYTES", 1000)
-    told = r"'mean\.blocks\.up\.codes' .* 1,536 bytes .* state_spec="
+    told = r"'(mean|root)\.blocks\.up\.codes' .* 1,536 bytes .* state_spec="
     with pytest.warns(WholeStateWarning, match=told):
         step_of(SPLIT, adam_8bit(1e-3))
     found = lint(MODEL, SPLIT, optimizer=adam_8bit(1e-3)).findings
