@@ -182,7 +182,7 @@ def make_train_step(
             absent (`meshpar.train.local_steps`).
         gradient_reduction: On CPUs of several processes `by_host` sums gradients inside
             each host, then across, which sends less between hosts and more in all
-            (`meshpar.parallel.by_host`); GPUs and TPUs do so by themselves.
+            (`meshpar.parallel.reduction`); GPUs and TPUs do so by themselves.
         state_spec: Sharding of optimizer state that has other dims than its parameter,
             such as a preconditioner or blocks of 8-bit values: (path in the optimizer's
             state, shape for one layer) -> PartitionSpec over mesh axes, or None for the
