@@ -1,14 +1,13 @@
-"""What the compiler of each platform is told for a step, and why: one table of rows.
+"""XLA's options for a step on each platform, and why: one table of rows.
 
-A step of `make_train_step` is compiled with the rows of its platform. A value that the
-caller gives under the same name counts instead, and None leaves the name out:
+A step of `make_train_step` is compiled with the rows of its platform. The caller's
+value of the same name replaces a row's, and None leaves the name out:
 
     make_train_step(..., compiler_options={"xla_tpu_...": None})
 
-No row is here that changed nothing in a program compiled with it: programs for TPU v5p
-and for the H100, of which docs/guides/audit.md has the shares of communication that the
-rows hide. Of other generations nothing was compiled. CPUs have no rows: XLA:CPU starts
-no collective ahead.
+Every row changed a program compiled with it, for TPU v5p or the H100; other generations
+were not compiled. docs/guides/audit.md has the shares of communication that the rows
+hide. CPUs have no rows: XLA:CPU starts no collective ahead.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ class CompilerOption:
 
     Args:
         platform: `gpu` or `tpu`.
-        name: As XLA calls it.
-        value: That a step is compiled with.
-        why: What it does to a program.
-        if_prefetching: Whether it is for steps whose blocks prefetch alone
+        name: XLA's name of it.
+        value: Value for a step.
+        why: Its effect on a program.
+        if_prefetching: True if only steps whose blocks prefetch have it
             (`Layout.fsdp_prefetch`).
-        if_sequence_parallel: Whether it is for layouts that split the residual stream's
-            sequence over `tensor` alone.
+        if_sequence_parallel: True if only layouts that split the residual stream's
+            sequence over `tensor` have it.
     """
 
     platform: str
@@ -48,7 +47,7 @@ class CompilerOption:
 
 
 SPARSE_CORE_OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
-"""With the kind of collective behind it, as `_all_gather`."""
+"""Beginning of options that end with a kind of collective, such as `_all_gather`."""
 
 _tpu = partial(CompilerOption, "tpu")
 _prefetching_gpu = partial(CompilerOption, "gpu", if_prefetching=True)
@@ -129,7 +128,7 @@ COMPILER_OPTIONS: tuple[CompilerOption, ...] = (
         "the same of scatters",
     ),
 )
-"""Every row, of all platforms; of those of one name the last that applies counts."""
+"""Rows of all platforms; of one name the last row that applies counts."""
 
 
 def compiler_options_for(
@@ -139,13 +138,13 @@ def compiler_options_for(
     prefetching: bool = False,
     sequence_parallel: bool = False,
 ) -> dict[str, Any]:
-    """The options of a step: the platform's rows, and what the caller gives over them.
+    """Return the options of a step: the platform's rows, and the caller's over them.
 
     Args:
-        platform: `cpu`, `gpu` or `tpu`; of another one there are no rows.
-        given: Name -> value; None as a value leaves that name out.
-        prefetching: Whether the step's blocks prefetch.
-        sequence_parallel: Whether the layout splits the residual stream's sequence.
+        platform: `cpu`, `gpu` or `tpu`; others have no rows.
+        given: The caller's name -> value; None as a value leaves that name out.
+        prefetching: True if the step's blocks prefetch.
+        sequence_parallel: True if the layout splits the residual stream's sequence.
 
     Raises:
         InputError: `given` is no mapping of names.

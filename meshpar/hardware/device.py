@@ -1,4 +1,4 @@
-"""One device: its peaks, memory and links, and what programs achieve of them."""
+"""A device: its peaks, memory and links, and the fractions that programs achieve."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PLAUSIBLE: dict[str, tuple[float, float]] = {
     "spread": (0, 1),
     "collective_cores": (0, 1),
 }
-"""Field of `Device` or `Efficiency` -> its least and its most, in its own unit."""
+"""Field of `Device` or `Efficiency` -> its least and most value, in its own unit."""
 
 _POSITIVE = (
     "memory_bytes",
@@ -44,14 +44,14 @@ _POSITIVE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """How much of its data sheet a device achieves: one set a device.
+    """Fractions of its data sheet that a device achieves.
 
     Args:
         matmul: Fraction of the peak that a matmul of infinite size achieves. A finite
             one takes the time of its operands' traffic besides, so that its fraction
             saturates with its arithmetic intensity.
-        attention: The same of the fused attention kernel that this library runs there,
-            with very large heads; of others `Device.attention_kernels` says it.
+        attention: Fraction of the peak that this library's fused attention kernel
+            achieves there with very large heads; `Device.attention_kernels` has others.
         attention_head_dim: Head size at which such a kernel spends as long on softmax
             as on matmuls, so that it achieves half of `attention`.
         memory: Fraction of the memory's bandwidth that elementwise kernels achieve.
@@ -116,11 +116,11 @@ class Device:
     """One accelerator.
 
     Args:
-        name: What `--hardware` calls it.
+        name: Its name for `--hardware`.
         peak_flops: Dense FLOP/s by dtype, `bf16` and `fp32`, which is what JAX's
             default matmul precision runs it as.
-        memory_bytes: What a program can have of its memory.
-        memory_bytes_per_s: That memory's bandwidth.
+        memory_bytes: Memory that a program can have.
+        memory_bytes_per_s: Bandwidth of that memory.
         domain_devices: Devices that one fast link domain joins: a host's NVLink, a
             rack's; for a torus the devices of a host, which no link depends on.
         link_bytes_per_s: Per direction and device inside that domain; of one of the
@@ -129,18 +129,18 @@ class Device:
         host_bytes_per_s: Per direction and device, to its host's memory.
         torus_dims: Dims of the torus; 0 where a switch joins the domain.
         wraps: Devices along a dim of a torus from which on the ends are joined.
-        efficiency: What is achieved.
+        efficiency: Fractions of these numbers that programs achieve.
         platform: `gpu`, `tpu` or `cpu`, as JAX calls it; it decides which kernels a
             program has there (`Run.fused_attention`).
-        attention_kernels: What fused attention kernels achieve, by name; of one that is
-            not among them `efficiency` says it.
+        attention_kernels: Name -> speed of fused attention kernels; `efficiency` has
+            that of any other.
         reserve: Part of the memory that a program leaves to others: the driver, buffers
             of collectives, and what its allocator does not get.
         pod_devices: Most devices of one slice of a torus; 0 for no limit.
-        compute_capability: Of a GPU, which decides what its kernels take; 0 where that
-            is not known.
-        taken_from: The device whose achieved fractions and attention kernels it is
-            taken to have, where no published times calibrate it; empty where some do.
+        compute_capability: Compute capability of a GPU, which limits its kernels; 0 if
+            unknown.
+        taken_from: Device whose achieved fractions and attention kernels it is taken to
+            have, as no published times calibrate it; empty if some do.
 
     Raises:
         InputError: An unknown platform, or a number that is not positive or that no
@@ -231,20 +231,20 @@ class Device:
 
     @property
     def usable_bytes(self) -> float:
-        """What a program's arrays can take of its memory."""
+        """Bytes of its memory that a program's arrays can take."""
         return self.memory_bytes * (1 - self.reserve)
 
 
 def check_plausible(owner: str, name: str, value: float) -> None:
-    """Passes a number that a device can have.
+    """Check that a number is in the range of its field.
 
     Args:
-        owner: What errors call the device.
-        name: A field, or a field and what it is of (`peak_flops bf16`).
+        owner: Name of the device in errors.
+        name: A field, or a field and its key (`peak_flops bf16`).
         value: Its value.
 
     Raises:
-        InputError: It is out of the field's range.
+        InputError: The number is out of range.
     """
     least, most = PLAUSIBLE.get(name.split()[0], (float("-inf"), float("inf")))
     if not least <= value <= most:
@@ -266,10 +266,10 @@ def matmul_s(device: Device, dtype: str, flops: float, num_bytes: float) -> floa
     achieves.
 
     Args:
-        device: With what it achieves of its peaks (`Efficiency`).
+        device: The device.
         dtype: A key of its `peak_flops`.
         flops: Two for each multiply and add.
-        num_bytes: Of the operands and the result.
+        num_bytes: Bytes of the operands and the result.
     """
     arithmetic_s = flops / (device.peak_flops[dtype] * device.efficiency.matmul)
     return math.hypot(arithmetic_s, memory_s(device, num_bytes))
@@ -281,14 +281,13 @@ def memory_s(device: Device, num_bytes: float) -> float:
 
 
 class Known(NamedTuple):
-    """A device, and what others call it.
+    """A device and its other names.
 
     Args:
         device: The device.
-        kind: A word of what JAX calls a GPU, or the whole of what it calls a TPU.
-        other_name: What `--hardware` calls it too; empty for none.
-        target: What `meshpar audit --target` calls it; empty where XLA has no such
-            target.
+        kind: A word of JAX's name of a GPU, or the whole of its name of a TPU.
+        other_name: Another name for `--hardware`; empty for none.
+        target: Name for `meshpar audit --target`; empty if XLA has no such target.
     """
 
     device: Device

@@ -52,7 +52,7 @@ from meshpar.schedules.stage_splits import stage_sizes
 
 _PLAIN = Layout()
 _ROUNDING = 1e-12
-"""Part of a time that two sums of the same parts may differ by."""
+"""Fraction by which two sums of the same times may differ."""
 
 
 class Bound(NamedTuple):
@@ -84,7 +84,7 @@ class _BlockMemory(NamedTuple):
     again_bytes: float
     input_bytes: float
     inner_bytes: float
-    """Kept while the stage of the block is recomputed."""
+    """Bytes kept while the stage of the block is recomputed."""
 
 
 class _StepCost(NamedTuple):
@@ -418,7 +418,7 @@ class Bounds:
 
 
 def _remats_to_try(shared: _StepCost, choices: MeshChoices) -> tuple[str, ...]:
-    """The fastest policy; all, where computing more may hide more that moves weights.
+    """Return the fastest policy; all if computing more may hide more of the weights.
 
     What keeps more puts more on its stack, which a backward that waits for weights does
     not win back.

@@ -1,4 +1,4 @@
-"""What a whole training takes under a plan: time, money, and what failures cost."""
+"""Time, money and failures of a whole training under a plan."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from meshpar.planner.cost.estimate import Estimate
 from meshpar.planner.cost.seconds import host_s
 
 RESTART_S = 600.0
-"""From a failure to the next step, unless one says otherwise: "less than 10 minutes" to
-find what failed (Jiang et al. 2024, MegaScale, section 6.3)."""
+"""Default time from a failure to the next step: "less than 10 minutes" to find what
+failed (Jiang et al. 2024, MegaScale, section 6.3)."""
 
 _HOUR_S = 3600.0
 _DAY_S = 24 * _HOUR_S
@@ -21,16 +21,16 @@ _MOST_EXPONENT = 700.0  # of a float's e^x
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What is to be trained, and on what terms.
+    """A whole training: its length, prices and failures.
 
     Args:
-        tokens: Of the whole training.
-        price: Of a device for an hour, in any currency; None where nobody asks.
+        tokens: Tokens of the whole training.
+        price: Price of a device for an hour, in any currency; None to leave it out.
         mtbf_s: Mean time between failures of the whole machine; None for no failures.
-        checkpoint_s: Time that a checkpoint stops the training; None for that of
-            copying a device's parameters and optimizer state to its host, from where
-            they are written while the training goes on.
-        restart_s: From a failure to the first step again.
+        checkpoint_s: Time that a checkpoint stops the training; None for the time to
+            copy a device's parameters and optimizer state to its host, which writes
+            them while the training goes on.
+        restart_s: Time from a failure to the first step again.
 
     Raises:
         InputError: A number that is not positive, or finite.
@@ -54,17 +54,17 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingCost:
-    """What it takes under one plan.
+    """Cost of a training under one plan.
 
     Args:
-        steps: Of the training.
-        train_s: From start to end, failures included.
-        device_hours: Of all devices together.
-        price: What they cost; None without a price.
-        goodput: Part of the time that makes steps which last; 1 without failures.
-        checkpoint_s: Time that each checkpoint stops it; 0 without failures.
-        checkpoint_interval_s: Training between two of them; infinite without failures.
-        failures: How many are expected.
+        steps: Number of steps.
+        train_s: Time from start to end, failures included.
+        device_hours: Hours of all devices together.
+        price: Price of these hours; None without a price of one.
+        goodput: Fraction of the time spent on steps that last; 1 without failures.
+        checkpoint_s: Time that each checkpoint stops the training; 0 without failures.
+        checkpoint_interval_s: Time between checkpoints; infinite without failures.
+        failures: Expected number of failures.
     """
 
     steps: int
@@ -83,7 +83,7 @@ class TrainingCost:
 
     @property
     def text(self) -> str:
-        """In words: days, device hours, money, and what failures take."""
+        """Days, device hours, money and failures in words."""
         parts = [f"{self.steps:,} steps in {self.days:,.3g} days"]
         parts.append(f"{self.device_hours:,.0f} device hours")
         if self.price is not None:
@@ -104,7 +104,7 @@ class TrainingCost:
 
 
 def training_cost(plan: Estimate, training: Training) -> TrainingCost:
-    """Time, money and failures of the whole training.
+    """Return time, money and failures of a whole training.
 
     Raises:
         InputError: Failures are so frequent that it never ends.
@@ -153,7 +153,7 @@ def training_cost(plan: Estimate, training: Training) -> TrainingCost:
 
 
 def best_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
-    """Work between two checkpoints that loses least time.
+    """Return the time between checkpoints that loses least time.
 
         sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + d / 18M) - d
 
@@ -183,7 +183,7 @@ def with_failures_s(
     restart_s: float,
     mtbf_s: float,
 ) -> float:
-    """Expected time of work that failures, independent of one another, throw back.
+    """Return the expected time of work with independent failures.
 
         M e^(R/M) (e^((t + d)/M) - 1) work / t
 

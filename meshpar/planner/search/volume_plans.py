@@ -34,7 +34,7 @@ PADDING = (
     "73.4 counted), but not the time that they cost; meshpar audit --target compiles a "
     "layout"
 )
-"""Of plans for TPUs; measured with jax 0.10.2 (`docs/guides/volumes.md`)."""
+"""Note of plans for TPUs; measured with jax 0.10.2 (`docs/guides/volumes.md`)."""
 
 
 def volume_plan(run: VolumeRun) -> Plan:
@@ -81,13 +81,13 @@ def volume_plan(run: VolumeRun) -> Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class VolumeRequest:
-    """What is to be laid out.
+    """A model of volumes, a machine and a batch to find a layout for.
 
     Args:
-        workload: What is trained.
-        cluster: On what.
+        workload: The model.
+        cluster: The devices.
         global_batch: Volumes in a step.
-        constraints: What may be chosen.
+        constraints: Limits of the search.
 
     Raises:
         InputError: A constraint that a plan of volumes does not know.
@@ -103,17 +103,17 @@ class VolumeRequest:
 
     @property
     def noun(self) -> str:
-        """What its examples are called."""
+        """Name of its examples."""
         return "volumes"
 
     @property
     def note(self) -> str:
-        """What no plan counts on these devices; empty for nothing."""
+        """Caveat of plans for these devices; empty for none."""
         return _note(self.cluster)
 
     @property
     def name(self) -> str:
-        """Of the model."""
+        """Name of the model."""
         return self.workload.name
 
     @property
@@ -127,16 +127,16 @@ class VolumeRequest:
         )
 
     def on(self, cluster: Cluster, global_batch: int) -> VolumeRequest:
-        """The same on other devices."""
+        """Return the request on other devices."""
         return replace(self, cluster=cluster, global_batch=global_batch)
 
     @property
     def capacity_bytes(self) -> float:
-        """What a plan may fill of a device."""
+        """Memory of a device that a plan may fill."""
         return self.constraints.capacity_bytes(self.cluster.device)
 
     def plans(self) -> list[Plan]:
-        """All that fit, the fastest first.
+        """Return all plans that fit, the fastest first.
 
         Raises:
             InputError: No layout of so many devices divides the batch and the volume.
@@ -146,7 +146,7 @@ class VolumeRequest:
         return sorted(fitting, key=lambda plan: plan.step_s)
 
     def kept_plan(self) -> tuple[Plan, bool]:
-        """The plan of the layout that is kept, and whether it fits.
+        """Return the plan of the kept layout, and True if it fits.
 
         Raises:
             InputError: It does not divide the batch and the volume.
@@ -178,7 +178,7 @@ def _note(cluster: Cluster) -> str:
 
 
 def _refusal(run: VolumeRun) -> InputError | None:
-    """What a step says of short parts (`parallel.grids.convolution_gradients`)."""
+    """Return a step's error for parts that `convolution_gradients` cannot take."""
     found = run.workload.short_part(run.degrees)
     if run.layout.batch_shards == 1 or found is None:
         return None
@@ -198,10 +198,10 @@ def _volumes(count: int) -> str:
 
 
 def check_kept(constraints: Constraints) -> None:
-    """Refuses what a plan of volumes does not choose among.
+    """Check that plans of volumes have every kept key.
 
     Raises:
-        InputError: A key or a mesh axis is kept that it does not know.
+        InputError: A key is kept that they lack, or a mesh axis that they do not split.
     """
     for key, value in constraints.kept.items():
         if key not in _KEPT:
@@ -219,8 +219,9 @@ def check_kept(constraints: Constraints) -> None:
 
 
 def volume_runs(request: VolumeRequest) -> Iterator[VolumeRun]:
-    """Every layout that divides the batch and all levels of a volume."""
+    """Yield every layout that divides the batch and all levels of a volume."""
     devices, work = request.cluster.num_devices, request.workload
+    constraints, kept = request.constraints, request.constraints.kept
     for data in divisors(devices):
         for context in divisors(devices // data):
             tensor = devices // data // context
@@ -230,12 +231,15 @@ def volume_runs(request: VolumeRequest) -> Iterator[VolumeRun]:
             # Alone, `tensor` cuts slabs as `context` does.
             alone = context == 1 and tensor > 1
             divides &= (deep if alone else high) % tensor == 0
-            asked = request.constraints.kept.get("tensor") == tensor
-            if not divides or (alone and not asked):
+            is_kept = kept.get("tensor") == tensor
+            allowed = all(
+                size == kept.get(axis, size)
+                and (size == 1 or axis not in constraints.forbidden)
+                for axis, size in sizes.items()
+            )
+            if not divides or not allowed or (alone and not is_kept):
                 continue
-            if not _is_allowed(request.constraints, sizes):
-                continue
-            remat = request.constraints.kept.get("remat", "none")
+            remat = kept.get("remat", "none")
             layout = Layout(
                 data=data,
                 context=context,
@@ -243,8 +247,8 @@ def volume_runs(request: VolumeRequest) -> Iterator[VolumeRun]:
                 precision=work.precision,
                 remat=remat,
             )
-            at_work = [axis for axis in ("context", "tensor") if sizes[axis] > 1]
-            axes = [*at_work, "", ""][:2]
+            active = [axis for axis in ("context", "tensor") if sizes[axis] > 1]
+            axes = [*active, "", ""][:2]
             yield VolumeRun(
                 workload=work,
                 cluster=request.cluster,
@@ -252,11 +256,3 @@ def volume_runs(request: VolumeRequest) -> Iterator[VolumeRun]:
                 mesh_axes=(axes[0], axes[1], ""),
                 global_batch=request.global_batch,
             )
-
-
-def _is_allowed(constraints: Constraints, sizes: dict[str, int]) -> bool:
-    return all(
-        size == constraints.kept.get(axis, size)
-        and (size == 1 or axis not in constraints.forbidden)
-        for axis, size in sizes.items()
-    )
