@@ -23,10 +23,31 @@ for _package in ("audit", "lint"):
     importlib.import_module(f"meshpar.{_package}")
     del globals()[_package]
 
-# Modules that moved, importable by their former names until the next release.
+# Modules of the last release -> where their names are now; both work for one release.
 _FORMER_MODULES = {
-    f"meshpar.{name}": f"meshpar.machine.{name}"
-    for name in ("mesh", "mesh_order", "topology")
+    "meshpar.audit.block_trace": "meshpar.planner.from_model",
+    "meshpar.data.device_batches": "meshpar.data.batches",
+    "meshpar.data.mixture": "meshpar.data.batches",
+    "meshpar.data.nanogpt": "meshpar.data.token_files",
+    "meshpar.data.packing": "meshpar.data.rows",
+    "meshpar.data.row_sources": "meshpar.data.rows",
+    "meshpar.data.token_file": "meshpar.data.token_files",
+    "meshpar.data.token_stream": "meshpar.data.token_files",
+    "meshpar.mesh": "meshpar.machine.mesh",
+    "meshpar.mesh_order": "meshpar.machine.mesh_order",
+    "meshpar.parallel.convolution_gradients": (
+        "meshpar.parallel.grids.convolution_gradients"
+    ),
+    "meshpar.parallel.grid_convolution": "meshpar.parallel.grids.convolution",
+    "meshpar.planner.cost.in_words": "meshpar.planner.cost.estimate",
+    "meshpar.planner.machine.execution_fields": "meshpar.planner.machine.execution",
+    "meshpar.planner.search.constraints": "meshpar.planner.search.space",
+    "meshpar.planner.search.nearest_fit": "meshpar.planner.search.remedies",
+    "meshpar.planner.search.sensitivity": "meshpar.planner.search.remedies",
+    "meshpar.topology": "meshpar.machine.topology",
+    "meshpar.train.interrupt": "meshpar.train.faults",
+    "meshpar.train.replay": "meshpar.train.same_step",
+    "meshpar.train.watchdog": "meshpar.train.faults",
 }
 # `emulate` is a function here, so its module must not be bound to that name again.
 sys.modules["meshpar.emulate"] = sys.modules["meshpar.machine.emulate"]

@@ -85,12 +85,11 @@ def test_parts_are_found_as_attributes():
     assert callable_after()[PARTS] is True
 
 
-@pytest.mark.parametrize("name", ["mesh", "mesh_order", "topology"])
-def test_a_module_that_moved_is_found_by_its_former_name(name):
-    sys.modules.pop(f"meshpar.{name}", None)
-    with pytest.warns(DeprecationWarning, match=f"meshpar.machine.{name};"):
-        former = importlib.import_module(f"meshpar.{name}")
-    assert former is importlib.import_module(f"meshpar.machine.{name}")
+@pytest.mark.parametrize("former, new", meshpar._FORMER_MODULES.items())
+def test_a_module_that_moved_is_found_by_its_former_name_for_one_release(former, new):
+    sys.modules.pop(former, None)
+    with pytest.warns(DeprecationWarning, match=f"{former} is now {new};"):
+        assert importlib.import_module(former) is importlib.import_module(new)
 
 
 def test_a_misspelt_name_is_told_with_the_nearest():
