@@ -220,8 +220,8 @@ def _asks_for_whole_batch(run: Run, params: Any, stream: Any, scope: Scope) -> b
 
 
 def _part(tree: Any, at: int, num_parts: int) -> Any:
-    def of(array: jax.Array) -> jax.Array:
+    def rows_of_part(array: jax.Array) -> jax.Array:
         rows = array.shape[0] // num_parts
         return array[at * rows : (at + 1) * rows]
 
-    return jax.tree.map(of, tree)
+    return jax.tree.map(rows_of_part, tree)
