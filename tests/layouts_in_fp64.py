@@ -21,7 +21,7 @@ def main(sizes: str, *layouts: str) -> None:
 
     from meshpar import emulate
     from meshpar.models.presets import build
-    from meshpar.testing import check_layouts
+    from meshpar.testing.equivalence import check_layouts
 
     emulate(8)
     for result in check_layouts(build(**json.loads(sizes)), layouts=layouts).results:

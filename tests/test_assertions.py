@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshpar import Layout, batch_shapes, make_mesh, make_train_step
 from meshpar.models.presets import build
-from meshpar.testing import (
+from meshpar.testing.assertions import (
     assert_collectives,
     assert_flat_in,
     assert_no_surprises,

@@ -31,7 +31,7 @@ from meshpar.models.moe import MoEConfig, moe
 from meshpar.models.presets import build
 from meshpar.parallel.context.attention import heads_here
 from meshpar.schedules import SCHEDULES
-from meshpar.testing import check_layouts
+from meshpar.testing.equivalence import check_layouts
 from meshpar.trace.token_mixing import mixes_tokens
 from tests.covering import every_pair
 from tests.marks import slow

@@ -22,7 +22,7 @@ from meshpar.models.convert.run_files import keep_files, kept_base, kept_tokeniz
 from meshpar.models.convert.safetensors_folder import SafetensorsFolder
 from meshpar.models.convert.weights import read_config, read_weights
 from meshpar.models.convert.writing import write_weights
-from meshpar.parallel.pipeline.program import arranged_for
+from meshpar.parallel.pipeline.stages import arranged_for
 from meshpar.parallel.placement import Placement
 from meshpar.rules.sharding import path_name
 from meshpar.train.checkpoint import Checkpoints

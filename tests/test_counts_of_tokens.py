@@ -11,8 +11,8 @@ from flax import nnx
 from meshpar import Input, InputError, Layout, default_rules, from_nnx
 from meshpar.checks.sequence_lengths import check_sequences
 from meshpar.checks.sequences import tokens_joined
-from meshpar.testing import check_layouts
 from meshpar.testing.batches import check_undeclared, undeclared, with_batch
+from meshpar.testing.equivalence import check_layouts
 
 SEQ = 16
 TOKENS = {name: Input(("batch", "seq"), "int", below=11) for name in ("x", "label")}

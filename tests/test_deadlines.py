@@ -87,7 +87,9 @@ def test_a_cache_beyond_all_memory_is_refused(refuses):
     devices = jax.devices()[:1]
     for sizes in ({"max_seq": 10**9, "slots": 1}, {"max_seq": 8, "slots": 10**9}):
         with refuses("generation.cache_too_large", words=False):
-            Programs.of(build("tiny", layers=1), "data=1", devices=devices, **sizes)
+            Programs.from_model(
+                build("tiny", layers=1), "data=1", devices=devices, **sizes
+            )
 
 
 def test_prompts_of_a_device_are_not_read(capsys):

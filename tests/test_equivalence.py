@@ -10,10 +10,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar import from_nnx
 from meshpar.models import presets
-from meshpar.testing import check_layouts
 from meshpar.testing.batches import random_batch, steps_of
 from meshpar.testing.bounds import bf16_bound
 from meshpar.testing.comparison import copies, deviations
+from meshpar.testing.equivalence import check_layouts
 from meshpar.testing.masks import MASKS
 from meshpar.testing.reference import Values, bf16_chains, compared_learning_rate
 from tests.marks import slow

@@ -68,7 +68,7 @@ def untrained(tmp_path_factory):
     return out
 
 
-load_once, programs_once = functools.cache(load), functools.cache(Programs.of)
+load_once, programs_once = functools.cache(load), functools.cache(Programs.from_model)
 
 
 def shared_programs(*given, devices=None, **options):
@@ -80,7 +80,7 @@ def shared_programs(*given, devices=None, **options):
 def shared(monkeypatch):
     """Commands of the same options share what they read and compile."""
     monkeypatch.setattr("meshpar.recipes.loaded.load", load_once)
-    programs = SimpleNamespace(of=shared_programs)
+    programs = SimpleNamespace(from_model=shared_programs)
     monkeypatch.setattr("meshpar.generation.programs.Programs", programs)
 
 
@@ -129,7 +129,7 @@ def test_each_part_of_a_checkpoint_is_read_once(run, monkeypatch):
 
     monkeypatch.setattr(StoredArray, "__getitem__", counted)
     loaded = load(run)
-    programs = Programs.of(
+    programs = Programs.from_model(
         loaded.model, "tensor=2", slots=1, max_seq=8, devices=jax.devices()[:2]
     )
     placed(programs, loaded.model, loaded.params, model_state=loaded.model_state)

@@ -14,19 +14,16 @@ import meshpar
 from meshpar import Layout, make_train_step
 from meshpar.data.tokenizer import ByteTokenizer
 from meshpar.generation.agreement import sample
-from meshpar.generation.engine import Engine
+from meshpar.generation.engine import Engine, PageBook
 from meshpar.generation.generate import placed
-from meshpar.generation.layouts import generation_layout
-from meshpar.generation.pages import PageBook
-from meshpar.generation.programs import Programs
+from meshpar.generation.programs import Programs, generation_layout
 from meshpar.generation.requests import Request
 from meshpar.generation.sampling import Draws, Sampling, drawn
 from meshpar.model.scope import Scope
 from meshpar.model.token_cache import DeclaredCache
 from meshpar.models import presets
 from meshpar.recipes.loaded import OfRun
-from meshpar.testing import check_generation
-from meshpar.testing.generation import draw_pairs
+from meshpar.testing.generation import check_generation, draw_pairs
 from tests.marks import slow
 from tests.states import normal_values, with_parameters
 
@@ -140,7 +137,7 @@ def test_windows_keep_no_more_than_a_window():
     model, whole = build("test", window=5), build("test")
     options = {"slots": 2, "max_seq": 256, "page_size": 4, "chunk": 8}
     kept, of_whole = (
-        Programs.of(one, ONE, devices=jax.devices()[:1], **options).plan
+        Programs.from_model(one, ONE, devices=jax.devices()[:1], **options).plan
         for one in (model, whole)
     )
     # 5 tokens of the window and 8 of a chunk begin in any place of a page.
@@ -162,7 +159,7 @@ def test_pages_of_a_window_are_written_again_and_again(name, layout):
     layout, new = Layout.of(layout), 22
     prompts = [PROMPTS[0], SHORT] * layout.batch_shards
     devices = jax.devices()[: layout.num_devices]
-    programs = Programs.of(
+    programs = Programs.from_model(
         model,
         layout,
         slots=len(prompts),
@@ -197,7 +194,7 @@ def programs_of_test():
     """Of one layer on one device, compiled once for all tests."""
     model, _, _ = trained("test", layers=1)
     options = {"slots": 2, "max_seq": 32, "page_size": 4, "chunk": 16}
-    return Programs.of(model, devices=jax.devices()[:1], **options)
+    return Programs.from_model(model, devices=jax.devices()[:1], **options)
 
 
 def engine_of(num_pages=None, **options):
@@ -311,7 +308,7 @@ def test_a_request_ends_at_a_token_and_at_a_text(monkeypatch):
             return "".join(chr(64 + token) for token in tokens)
 
     model, _, state = trained("test", layers=1)
-    shared = SimpleNamespace(of=lambda *given, **options: programs_of_test())
+    shared = SimpleNamespace(from_model=lambda *given, **options: programs_of_test())
     monkeypatch.setattr("meshpar.generation.generate.Programs", shared)
     whole = generated(model, state, ONE, prompts=["ABC"], tokenizer=Letters())[0]
     assert whole.finish == "length"
@@ -339,8 +336,8 @@ def test_nothing_is_kept_of_a_request_that_is_forgotten(refuses):
         engine.forget(1)
     list(engine.run())
     engine.forget(0)
-    assert engine.text_of(0) == "" and list(engine.logits) == [1]
-    assert engine.text_of(1)
+    assert engine.text(0) == "" and list(engine.logits) == [1]
+    assert engine.text(1)
     engine.forget(7)  # never was one
 
 
@@ -390,13 +387,15 @@ def test_draws_are_of_the_distribution_that_is_asked_for(sampling):
     num = 4000
     rows = [dataclasses.replace(sampling, seed=seed) for seed in range(num)]
     logits = jnp.broadcast_to(LOGITS, (num, len(LOGITS)))
-    tokens, logprobs = jax.jit(drawn)(logits, Draws.of(rows), jnp.zeros(num, int))
+    tokens, logprobs = jax.jit(drawn)(
+        logits, Draws.from_rows(rows), jnp.zeros(num, int)
+    )
     kept = kept_by_numpy(sampling)
     chances = np.exp(LOGITS / sampling.temperature) * kept
     chances /= chances.sum()
     if not sampling.truncates:
         shorter = jax.jit(functools.partial(drawn, truncated=False))
-        again, _ = shorter(logits, Draws.of(rows), jnp.zeros(num, int))
+        again, _ = shorter(logits, Draws.from_rows(rows), jnp.zeros(num, int))
         np.testing.assert_array_equal(again, tokens)
     found = np.bincount(np.asarray(tokens), minlength=len(LOGITS)) / num
     assert not found[~kept].any()
@@ -419,7 +418,9 @@ def test_draws_are_of_the_distribution_that_is_asked_for(sampling):
 )
 def test_extremes_of_fp32_take_the_likeliest(sampling):
     logits = jnp.asarray([LOGITS, -LOGITS])
-    found, _ = jax.jit(drawn)(logits, Draws.of([sampling] * 2), jnp.zeros(2, int))
+    found, _ = jax.jit(drawn)(
+        logits, Draws.from_rows([sampling] * 2), jnp.zeros(2, int)
+    )
     assert found.tolist() == [LOGITS.argmax(), LOGITS.argmin()]
 
 
@@ -427,8 +428,10 @@ def test_every_place_and_every_seed_has_a_draw_of_its_own():
     """Of 64 draws of 40 tokens that are all as likely, 32 are different on average."""
     num, logits = 64, jnp.zeros((64, 40))
     hot, places = Sampling(temperature=1.0), jnp.arange(num)
-    of_one = Draws.of([hot] * num)
-    of_seeds = Draws.of([dataclasses.replace(hot, seed=seed) for seed in range(num)])
+    of_one = Draws.from_rows([hot] * num)
+    of_seeds = Draws.from_rows(
+        [dataclasses.replace(hot, seed=seed) for seed in range(num)]
+    )
     draw = jax.jit(drawn)
     for draws, positions in ((of_one, places), (of_seeds, jnp.zeros(num, int))):
         tokens, _ = draw(logits, draws, positions)
@@ -439,14 +442,16 @@ def test_every_place_and_every_seed_has_a_draw_of_its_own():
 def test_logits_that_are_no_numbers_give_no_token():
     rows = [Sampling(temperature=1), Sampling(temperature=1, top_k=3, min_p=0.5)]
     logits = np.stack([np.where(np.arange(len(LOGITS)) == 3, np.nan, LOGITS)] * 2)
-    found, _ = jax.jit(drawn)(logits, Draws.of(rows), jnp.zeros(2, int))
+    found, _ = jax.jit(drawn)(logits, Draws.from_rows(rows), jnp.zeros(2, int))
     assert found.tolist() == [len(LOGITS)] * 2
 
 
 def of_tiny(**options):
     layout, devices = Layout(tensor=2, data=2), jax.devices()[:4]
     model = build("tiny", layers=2)
-    return Programs.of(model, layout, slots=4, max_seq=64, devices=devices, **options)
+    return Programs.from_model(
+        model, layout, slots=4, max_seq=64, devices=devices, **options
+    )
 
 
 @pytest.fixture(scope="module")
@@ -498,7 +503,7 @@ def test_what_is_for_training_alone_is_left_out_of_a_layout():
 def programs_of(name, layout=ONE, **options):
     options = {"slots": 1, "max_seq": 8, **options}
     devices = jax.devices()[: Layout.of(layout).num_devices]
-    return Programs.of(build(name), layout, devices=devices, **options)
+    return Programs.from_model(build(name), layout, devices=devices, **options)
 
 
 def submitted(request, **options):
@@ -618,7 +623,9 @@ def test_routers_of_a_bf16_layout_stay_in_fp32():
     model = build("tiny-moe", layers=1)
     layout = Layout.parse("precision=bf16,param_dtype=bf16")
     step = make_train_step(model, optax.sgd(0.1), layout, devices=jax.devices()[:1])
-    programs = Programs.of(model, layout, slots=1, max_seq=8, devices=jax.devices()[:1])
+    programs = Programs.from_model(
+        model, layout, slots=1, max_seq=8, devices=jax.devices()[:1]
+    )
     params, _ = placed(programs, model, first_state(step), layout)
     flat = jax.tree.leaves_with_path(params)
     routers = [one for path, one in flat if "scores" in jax.tree_util.keystr(path)]
@@ -644,4 +651,4 @@ def test_a_model_that_looks_at_the_token_before_is_refused(refuses):
         model, groups=(dataclasses.replace(group, block=block),)
     )
     with refuses("generation.joined_tokens"):
-        Programs.of(shifted, ONE, slots=1, max_seq=8, devices=jax.devices()[:1])
+        Programs.from_model(shifted, ONE, slots=1, max_seq=8, devices=jax.devices()[:1])

@@ -14,7 +14,7 @@ from meshpar.generation.generate import placed
 from meshpar.generation.programs import Programs
 from meshpar.generation.requests import Request
 from meshpar.models.presets import build
-from meshpar.testing import check_generation
+from meshpar.testing.generation import check_generation
 from tests.marks import slow
 from tests.states import normal_values, with_parameters
 
@@ -98,7 +98,7 @@ def test_tokens_and_probabilities_are_those_of_the_whole_texts(sizes, layout):
 def test_requests_that_share_slots_and_pages_have_the_tokens_that_they_have_alone():
     """Two slots for four sources, too few pages, and other weights on the way."""
     model, step, state = trained(T5)
-    programs = Programs.of(
+    programs = Programs.from_model(
         model,
         slots=2,
         max_seq=12,
@@ -131,7 +131,7 @@ def test_requests_that_share_slots_and_pages_have_the_tokens_that_they_have_alon
 def test_what_is_kept_of_a_source_has_the_bytes_of_its_formula():
     model = build("tiny-t5", **dict(LEARNED))
     options = {"slots": 4, "max_seq": 8, "page_size": 4, "devices": jax.devices()[:2]}
-    plan = Programs.of(model, "tensor=2", max_source=10, **options).plan
+    plan = Programs.from_model(model, "tensor=2", max_source=10, **options).plan
     layers, heads, size, arrays = 2, 4 // 2, 4, 2
     source = layers * (4 * 12) * heads * size * arrays * 4
     target = layers * (4 * 8) * heads * size * arrays * 4
@@ -147,7 +147,7 @@ def asked(layout, **options):
 
 def programs_of(preset, sizes=(), **options):
     options = {"slots": 1, "max_seq": 8, "devices": single(), **options}
-    return Programs.of(build(preset, **dict(sizes)), **options)
+    return Programs.from_model(build(preset, **dict(sizes)), **options)
 
 
 def submitted(**request):

@@ -67,7 +67,7 @@ def test_the_cache_and_the_weights_are_the_program_s(layout, heads, kv_heads):
     found = estimate_inference(workload, cluster, layout, slots=4, seq=64)
     model = build("tiny", heads=heads, kv_heads=kv_heads, head_dim=16)
     devices = jax.devices()[: layout.num_devices]
-    programs = Programs.of(model, layout, slots=4, max_seq=64, devices=devices)
+    programs = Programs.from_model(model, layout, slots=4, max_seq=64, devices=devices)
     assert found.cache_bytes == programs.plan.bytes_per_device()
     arrays, shardings = (
         jax.tree.leaves(tree)

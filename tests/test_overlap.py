@@ -19,7 +19,8 @@ from meshpar.audit.reasons import Explained
 from meshpar.audit.report import AuditReport
 from meshpar.audit.target import Target
 from meshpar.models.presets import build
-from meshpar.testing import assert_overlapped, assertions
+from meshpar.testing import assertions
+from meshpar.testing.assertions import assert_overlapped
 from tests.test_audit_targets import needs_gpu_compiler
 
 TARGET = Target.parse("gpu:h100:1x2")

@@ -21,7 +21,7 @@ from meshpar.models.presets import build
 from meshpar.parallel import zero
 from meshpar.parallel.prefetch import prefetch_notes
 from meshpar.parallel.zero import Stored, gradient_in_loop, reduce_scatter
-from meshpar.testing import assert_overlapped
+from meshpar.testing.assertions import assert_overlapped
 from tests.pipelined import assert_equal_to_plain, mlp_of, model_of, step_of
 from tests.test_audit_targets import needs_gpu_compiler, needs_tpu_compiler
 

@@ -11,7 +11,7 @@ from meshpar.model.tracing import batch_shapes
 from meshpar.models.presets import build
 from meshpar.parallel import sizes
 from meshpar.parallel.token_chunks import in_token_chunks
-from meshpar.testing import check_layouts
+from meshpar.testing.equivalence import check_layouts
 from tests.pipelined import assert_equal_to_plain
 
 SIZES = dict(layers=2, hidden=32, heads=4, vocab=64)

@@ -12,7 +12,7 @@ from flax import nnx
 import meshpar
 from meshpar import Blocks, Input, Layout, from_nnx, make_train_step
 from meshpar.models.presets import build
-from meshpar.testing import check_layouts
+from meshpar.testing.equivalence import check_layouts
 from tests.refusals import names
 
 # Command lines. Files that a row names are made by `folder`.

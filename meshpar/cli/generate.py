@@ -169,17 +169,22 @@ def _generated(
 ) -> list[dict[str, Any]]:
     import jax
 
+    from meshpar.generation.cache_plan import reads_source
     from meshpar.generation.engine import Engine
-    from meshpar.generation.generate import placed, requests_of, slots_for, start_of
+    from meshpar.generation.generate import (
+        decoder_start,
+        make_requests,
+        placed,
+        slots_for,
+    )
     from meshpar.generation.programs import Programs
     from meshpar.generation.quantized import with_weights
     from meshpar.generation.sampling import Sampling
-    from meshpar.generation.texts import reads_source
 
     devices = jax.devices()
     layout = layout.resolve(len(devices)) if layout.is_open else layout
     start = loaded.start_tokens if reads_source(loaded.model) else None
-    requests = requests_of(
+    requests = make_requests(
         prompts,
         loaded.tokenizer,
         max_tokens=args.max_tokens,
@@ -192,12 +197,12 @@ def _generated(
         ),
         stop=tuple(args.stop or ()),
         stop_tokens=loaded.stop_tokens,
-        start_tokens=start_of(loaded.model, start),
+        start_tokens=decoder_start(loaded.model, start),
     )
     model, params = loaded.model, loaded.params
     if args.weights is not None:
         model, params = with_weights(model, params, args.weights, layout, devices)
-    programs = Programs.of(
+    programs = Programs.from_model(
         model,
         layout,
         slots=args.slots or slots_for(len(requests), layout),
@@ -239,7 +244,7 @@ def _completed(
         if token.token >= 0:
             one["tokens"].append(token.token)
             one["logprobs"].append(token.logprob)
-        one["text"] = engine.text_of(token.request)
+        one["text"] = engine.text(token.request)
         if show:
             ready = one["text"]
             if token.finish is None:

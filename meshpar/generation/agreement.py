@@ -1,9 +1,9 @@
-"""Whether all processes are about to run the same program, before any of them does.
+"""Check that all processes are about to run the same program, before any of them does.
 
-Each process keeps its own book of slots and pages. The books are alike as long as all
-have been given the same requests between the same steps; one that has not would wait in
-another collective than the rest, for ever. Parameters that each process has whole are
-cut there: where they differ, no device would notice.
+Each process keeps its own record of slots and pages. The records agree if all processes
+were given the same requests between the same steps; a process that was not would wait
+in another collective than the rest, for ever. Each process cuts its own copy of the
+parameters: if they differ, no device would notice.
 """
 
 from __future__ import annotations
@@ -19,24 +19,23 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshpar.errors import InputError
 
 
-def digest(known: int, *values: Any) -> int:
-    """32 bits of what came before and of plain values.
+def digest(before: int, *values: Any) -> int:
+    """Return a 32-bit checksum of an earlier checksum and plain values.
 
     Example:
         >>> digest(0, (1, 2)) == digest(0, (1, 2)), digest(0, (1, 2)) == digest(1, 3)
         (True, False)
     """
-    return zlib.crc32(repr(values).encode(), known)
+    return zlib.crc32(repr(values).encode(), before)
 
 
 _SAMPLED = 1024
 
 
 def sample(tree: Any) -> int:
-    """32 bits of up to 1,024 values of each array that this process has in its memory.
+    """Return a checksum of up to 1,024 values of each array in this process's memory.
 
-    Files, of which each process reads its parts, and arrays of several processes are
-    passed over.
+    Skips files, of which each process reads its parts, and arrays of several processes.
 
     Example:
         >>> one, other = np.arange(4000.0), np.arange(1.0, 4001.0)
@@ -57,7 +56,7 @@ def sample(tree: Any) -> int:
 
 
 def check_alike(mesh: Mesh, tree: Any) -> None:
-    """Refuses arrays that processes have whole, and not alike, by a sample of them.
+    """Check by a sample that all processes have the same whole arrays.
 
     Raises:
         InputError: They differ; raised by all.
@@ -80,7 +79,7 @@ _OTHER_VALUES = (
 
 
 class Agreement:
-    """What the processes of a mesh tell one another; nothing where there is one.
+    """Compare checksums over the processes of a mesh.
 
     Args:
         mesh: The devices.
@@ -91,7 +90,7 @@ class Agreement:
 
     @cached_property
     def is_shared(self) -> bool:
-        """Whether several have devices of it."""
+        """True if several processes have devices of the mesh."""
         return len(set(self._processes)) > 1
 
     def check(
@@ -101,48 +100,41 @@ class Agreement:
         *,
         key: str = "generation.differing_requests",
     ) -> None:
-        """Compares a digest: one all-gather of 4 bytes a device.
+        """Compare a checksum with one all-gather of 4 bytes a device.
 
         Args:
-            own: This process's.
-            otherwise: What a process does whose digest is not the first one's.
-            key: Of the error that says so.
+            own: This process's checksum.
+            otherwise: The error's words for a process that differs from the first.
+            key: The error's key.
 
         Raises:
-            InputError: Another process has another; raised by all.
+            InputError: Another process has another checksum; raised by all.
         """
+        split = NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names))
         given = jax.make_array_from_callback(
-            (len(self._processes),), self._split, lambda _: np.array([own], np.uint32)
+            (len(self._processes),), split, lambda _: np.array([own], np.uint32)
         )
-        known = np.asarray(self._told(given))
+        checksums = np.asarray(self._gather(given))
         first = self._processes[0]
-        for process, one in zip(self._processes, known, strict=True):
-            if one != known[0]:
+        for process, checksum in zip(self._processes, checksums, strict=True):
+            if checksum != checksums[0]:
                 raise InputError(
                     f"process {process} {otherwise.format(first)}", key=key
                 )
 
     @cached_property
     def _processes(self) -> list[int]:
-        """Of each device."""
+        """Process of each device."""
         return [device.process_index for device in self._mesh.devices.flat]
 
     @cached_property
-    def _split(self) -> NamedSharding:
-        return NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names))
-
-    @cached_property
-    def _told(self) -> Any:
+    def _gather(self) -> Any:
         whole = NamedSharding(self._mesh, PartitionSpec())
         return jax.jit(lambda x: x, out_shardings=whole)
 
 
 def check_takes_part(mesh: Any) -> None:
-    """Refuses a mesh of other processes' devices alone.
-
-    Raises:
-        InputError: It is one.
-    """
+    """Refuse a mesh of which this process has no device."""
     if not isinstance(mesh, Mesh):
         return
     here = jax.process_index()

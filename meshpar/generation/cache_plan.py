@@ -1,9 +1,15 @@
-"""What a model keeps of its tokens under a layout: which arrays, where, how large."""
+"""The cache of a model under a layout: its inputs, arrays, pools and their bytes.
+
+A model of one stream goes on with `tokens`. One whose decoder reads an encoder's output
+writes `target_tokens` about `source_tokens`, of which `source_mask` says which are
+there (Sutskever et al. 2014; Raffel et al. 2020).
+"""
 
 from __future__ import annotations
 
 import functools
 import math
+import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,12 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshpar.errors import InputError, whole_number
-from meshpar.generation.texts import (
-    batch_of_source,
-    batch_of_tokens,
-    decoder_at,
-    reads_source,
-)
+from meshpar.generation.paged_cache import Pools, Source
 from meshpar.layout import BATCH_AXES, Layout
 from meshpar.machine.mesh import absent_mesh
 from meshpar.model.contract import Model
@@ -25,11 +26,61 @@ from meshpar.model.inputs import Batch
 from meshpar.model.scope import Scope
 from meshpar.model.token_cache import CachedArray, DeclaredCache
 from meshpar.model.tracing import one_layer_shapes, one_layer_state, tracing
-from meshpar.parallel.paged_cache import Pools, Source
-from meshpar.parallel.pipeline.program import Pipeline
+from meshpar.parallel.pipeline.stages import Pipeline
 from meshpar.parallel.placement import Placement
 from meshpar.rules.rules import Rules
 from meshpar.train.state_memory import local_bytes
+
+TOKENS, TARGET = "tokens", "target_tokens"
+SOURCE, SEEN = "source_tokens", "source_mask"
+
+DECODER_START = 0
+"""The token that a decoder begins with, T5's: its padding."""
+
+
+def decoder_at(model: Model) -> int:
+    """Return the index of the first group of a decoder; 0 without an encoder.
+
+    Raises:
+        InputError: Streams meet in another way than a decoder reads an encoder.
+    """
+    found = [at for at, group in enumerate(model.groups) if group.enter is not None]
+    if not found:
+        return 0
+    known = model.known_inputs
+    if len(found) > 1 or not {SOURCE, TARGET} <= known.keys():
+        name = model.groups[found[-1]].name
+        raise InputError(
+            f"block group {name!r} makes its stream from another's; generation knows "
+            f"one group that does, with inputs {SOURCE!r} and {TARGET!r}, but the "
+            f"model's are {', '.join(map(repr, known))}",
+            key="generation.unsupported_streams",
+        )
+    return found[0]
+
+
+def reads_source(model: Model) -> bool:
+    """Return True if a request has a source besides its own tokens."""
+    return decoder_at(model) > 0
+
+
+def tokens_below(model: Model, *, of_source: bool = False) -> int | None:
+    """Return the size of the vocabulary; None if the model does not say."""
+    name = SOURCE if of_source else TARGET if reads_source(model) else TOKENS
+    known = model.known_inputs.get(name)
+    return None if known is None else known.below
+
+
+def token_batch(model: Model, tokens: jax.Array, positions: jax.Array) -> Batch:
+    """Return the batch that the functions of new tokens see."""
+    name = TARGET if reads_source(model) else TOKENS
+    return Batch({name: tokens, "positions": positions})
+
+
+def source_batch(source: Source) -> Batch:
+    """Return the batch that the encoder's functions see."""
+    return Batch({SOURCE: source.tokens, SEEN: source.positions >= 0})
+
 
 PAGE_AXES = (*BATCH_AXES, "context")
 """Mesh axes that split the pages: each device has those of its examples' tokens."""
@@ -65,26 +116,31 @@ class CachePlan:
 
     @property
     def table_pages(self) -> int:
-        """Pages of one example on a device, at most."""
-        return -(-self.max_seq // (self.page_size * self.layout.context))
+        """Most pages of one example on a device."""
+        return -(-self.max_seq // self.tokens_per_page)
+
+    @property
+    def tokens_per_page(self) -> int:
+        """Tokens of an example in a page of each of its devices."""
+        return self.page_size * self.layout.context
 
     @property
     def rings(self) -> tuple[dict[str, int], ...]:
-        """Of each group: name of what has no table -> pages of an example."""
+        """For each group, pages of an example by name, of arrays without a table."""
         return tuple(
             {one.name: self._ring(one) for one in group if self._is_ring(one)}
             for group in self.groups
         )
 
     def shapes(self, mesh: Mesh | AbstractMesh) -> list[Pools]:
-        """Shape, dtype and sharding of every pool."""
+        """Return shape, dtype and sharding of every pool."""
         return [
             {one.name: self._pool(one, places, mesh) for one in group}
             for group, places in zip(self.groups, self.places, strict=True)
         ]
 
     def bytes_per_device(self) -> int:
-        """Bytes of all pools on a device.
+        """Return the bytes of all pools on a device.
 
         layers of a stage x pages x tokens of a page x heads of a device x size x bytes,
         of keys and of values.
@@ -95,9 +151,10 @@ class CachePlan:
     def _pool(
         self, one: CachedArray, places: int, mesh: Mesh | AbstractMesh
     ) -> jax.ShapeDtypeStruct:
-        pages = self._pages(one) * math.prod(
-            self.layout.mesh_shape[axis] for axis in PAGE_AXES
-        )
+        pages = self.num_pages
+        if self._is_ring(one):
+            pages = self._ring(one) * (self.slots // self.layout.batch_shards)
+        pages *= math.prod(self.layout.mesh_shape[axis] for axis in PAGE_AXES)
         stage = "stage" if self.layout.runs_in_ticks else None
         of_token = self.rules.spec(
             one.logical_axes, one.shape, mesh_shape=self.layout.mesh_shape
@@ -110,29 +167,20 @@ class CachePlan:
             ),
         )
 
-    def _pages(self, one: CachedArray) -> int:
-        """Of a device."""
-        if not self._is_ring(one):
-            return self.num_pages
-        return self._ring(one) * (self.slots // self.layout.batch_shards)
-
     def _is_ring(self, one: CachedArray) -> bool:
         if one.of_source:
             return True
         return one.window is not None and self._ring(one) < self.table_pages
 
     def _ring(self, one: CachedArray) -> int:
-        """Pages of an example on a device: its source's.
-
-        Or a window's, and those being written.
-        """
+        """Return the pages of an example: its source's; or a window's and new ones."""
         if one.of_source:
             return -(-self.max_source // self.page_size)
         tokens = (one.window or 0) + self.chunk
-        return -(-tokens // (self.page_size * self.layout.context)) + 1
+        return -(-tokens // self.tokens_per_page) + 1
 
 
-def plan_of(
+def plan_cache(
     placement: Placement,
     pipeline: Pipeline | None,
     slots: int,
@@ -142,7 +190,7 @@ def plan_of(
     chunk: int,
     max_source: int = 0,
 ) -> CachePlan:
-    """The pools of a model on its mesh.
+    """Return the pools of a model on its mesh.
 
     Args:
         placement: The model, arranged for its stages.
@@ -198,11 +246,9 @@ def plan_of(
 
 
 def check_source(model: Model, layout: Layout, max_source: int) -> None:
-    """Refuses sizes and layouts that a model with an encoder has not.
+    """Refuse room for sources that no block reads, or none for those that are read.
 
-    Raises:
-        InputError: There is room for sources that no block reads, or none for those
-            that are read; or a mesh axis splits layers or sequences of both.
+    And a layout that splits layers or sequences of a model with an encoder.
     """
     whole_number("max_source", max_source, least=0)
     if reads_source(model) != bool(max_source):
@@ -225,7 +271,7 @@ def check_source(model: Model, layout: Layout, max_source: int) -> None:
 def cached_arrays(
     placement: Placement, max_seq: int, max_source: int
 ) -> tuple[tuple[CachedArray, ...], ...]:
-    """What one layer of each group keeps, found by tracing its block on no device.
+    """Return what one layer of each group keeps, by tracing its block on no device.
 
     Args:
         placement: The model, under the rules that split heads.
@@ -254,35 +300,72 @@ def _traced(
     def forward(params: tuple, state: tuple, tokens: jax.Array) -> Any:
         (ends, layers), (of_ends, states) = params, state
         positions, counts = jnp.zeros(tokens.shape, jnp.int32), tokens[:, 0]
-        batch = batch_of_tokens(model, tokens, positions)
+        batch = token_batch(model, tokens, positions)
 
-        def scope_of(at: int, **known: Any) -> tuple[Scope, DeclaredCache]:
-            """Inside group `at`; an encoder's blocks have no cache."""
+        def make_scope(at: int, **known: Any) -> tuple[Scope, DeclaredCache]:
+            """Return the scope in group `at`; an encoder's blocks have no cache."""
             cache = DeclaredCache(max_seq, positions, head_shards)
             if at < first:
                 read = jnp.zeros((len(tokens), max_source), jnp.int32)
-                source = batch_of_source(Source(read, counts, counts))
+                source = source_batch(Source(read, counts, counts))
                 return Scope(batch=source, **known), cache
             return Scope(batch=batch, cache=cache, **known), cache
 
-        outside, _ = scope_of(0, state=of_ends)
+        outside, _ = make_scope(0, state=of_ends)
         x = model.embed(ends, Batch(outside.batch), outside)
         groups = zip(model.groups, layers, states, strict=True)
         for at, (group, layer, of_layer) in enumerate(groups):
             if group.enter is not None:
-                x = group.enter(ends, x, scope_of(at, state=of_ends)[0])
-            scope, cache = scope_of(at, state=of_layer, layer=0)
+                x = group.enter(ends, x, make_scope(at, state=of_ends)[0])
+            scope, cache = make_scope(at, state=of_layer, layer=0)
             x, _ = group.run(layer, x, scope)
             found.append(tuple(cache.arrays))
         return x
 
     params, state = one_layer_shapes(model), one_layer_state(model)
-    in_use = jax.tree.map(lambda one: _in_dtype(one, dtype), params)
+    in_use = jax.tree.map(
+        lambda one: jax.ShapeDtypeStruct(
+            one.shape, dtype if jnp.issubdtype(one.dtype, jnp.floating) else one.dtype
+        ),
+        params,
+    )
     jax.eval_shape(forward, in_use, state, jax.ShapeDtypeStruct((2, 1), jnp.int32))
     return tuple(found)
 
 
-def _in_dtype(struct: jax.ShapeDtypeStruct, dtype: Any) -> jax.ShapeDtypeStruct:
-    if not jnp.issubdtype(struct.dtype, jnp.floating):
-        return struct
-    return jax.ShapeDtypeStruct(struct.shape, dtype)
+_PAGE_NUMBER_BYTES = 4
+
+
+def check_memory(plan: CachePlan, mesh: Mesh | AbstractMesh) -> None:
+    """Refuse a cache that is larger than all memory of a device.
+
+    A smaller one may not fit either, beside what else is there: JAX says so.
+
+    Args:
+        plan: Sizes of the cache.
+        mesh: The devices; of an abstract mesh nothing is known.
+
+    Raises:
+        InputError: It is larger; names both, in bytes.
+    """
+    here = [] if isinstance(mesh, AbstractMesh) else mesh.local_devices
+    if not here:
+        return
+    table_bytes = plan.slots * plan.table_pages * _PAGE_NUMBER_BYTES
+    needed, there = plan.bytes_per_device() + table_bytes, _memory_bytes(here[0])
+    if needed > there:
+        raise InputError(
+            f"{plan.slots} examples at once of up to {plan.max_seq} tokens need a "
+            f"cache of {needed:,} bytes on a device that has {there:,}; give fewer "
+            "tokens, or fewer slots",
+            key="generation.cache_too_large",
+        )
+
+
+def _memory_bytes(device: jax.Device) -> int:
+    """Return a device's memory in bytes; of a virtual CPU device its host's share."""
+    stats = device.memory_stats() or {}
+    if "bytes_limit" in stats:
+        return int(stats["bytes_limit"])
+    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return host_bytes // len(device.client.local_devices())

@@ -1,14 +1,18 @@
-"""New tokens through a model that keeps what came before, per device.
+"""New tokens through a model that keeps a cache of the earlier ones, per device.
 
 One `jax.shard_map`, manual over the batch axes, `stage` and `context`, as a training
 step's; GSPMD partitions over the other mesh axes. Over the batch axes move parameters
-that are stored split; over `context` what `parallel.paged_attention` says; over `stage`
-the stream of each microbatch, once a tick, and the last stage's output to all.
+that are stored split; over `context` the softmaxes of `paged_cache`; over `stage` the
+stream of each microbatch, once a tick, and the last stage's output to all.
+
+Programs have no loop over layers, and parameters one array a layer: a matmul reads
+weights where they lie, but from a stack it reads a copy of one layer's, which a step
+that multiplies each weight once cannot afford.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -16,28 +20,129 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.collectives import asked, summed
-from meshpar.generation.cache_plan import PAGE_AXES, CachePlan
-from meshpar.generation.layer_by_layer import layer_specs, of_place
-from meshpar.generation.stacks import stacks_of
-from meshpar.generation.texts import (
-    batch_of_source,
-    batch_of_tokens,
+from meshpar.generation.cache_plan import (
+    PAGE_AXES,
+    CachePlan,
     decoder_at,
     reads_source,
+    source_batch,
+    token_batch,
 )
-from meshpar.model.contract import Stream
+from meshpar.generation.paged_cache import PagedCache, Pools, Rows, Source
+from meshpar.model.contract import Model, Stream
 from meshpar.model.inputs import Batch
-from meshpar.model.parameter import Params
+from meshpar.model.parameter import Parameter, Params
 from meshpar.model.scope import Scope
-from meshpar.parallel.blocks import Stack, where
-from meshpar.parallel.paged_cache import PagedCache, Pools, Rows, Source
-from meshpar.parallel.pipeline.ends import STAGE
+from meshpar.parallel.blocks import Block, Stack, where
+from meshpar.parallel.pipeline.crossing import STAGE, write, zero_arrays
+from meshpar.parallel.pipeline.rank_layers import layers_here
 from meshpar.parallel.pipeline.stages import Arrangement, cut, merge, part
 from meshpar.parallel.placement import BATCH, Placement, Scopes
+from meshpar.parallel.program import one_layer
 from meshpar.parallel.zero import before_loop, gather
+
+
+def layer_by_layer(model: Model, params: Params, num_ranks: int) -> Params:
+    """Cut the groups' stacked parameters into an array for each place of a rank.
+
+    Args:
+        model: The model.
+        params: Arrays (ranks x places, ...), or their shapes' arrays.
+        num_ranks: Ranks of the pipeline; 1 without stages.
+
+    Returns:
+        The same tree, each array of a group a tuple of arrays (ranks, ...).
+    """
+    ends, groups = model.split(params)
+    return model.join(ends, jax.tree.map(lambda x: split_layers(x, num_ranks), groups))
+
+
+def split_layers(stack: jax.Array, num_ranks: int) -> tuple[jax.Array, ...]:
+    """Cut (ranks x places, ...) into an array (ranks, ...) for each place."""
+    of_ranks = stack.reshape(num_ranks, -1, *stack.shape[1:])
+    return tuple(of_ranks[:, place] for place in range(of_ranks.shape[1]))
+
+
+def layer_specs(model: Model, specs: Any, num_ranks: int) -> Any:
+    """Return the specs of `layer_by_layer`, from those of the stacked parameters."""
+
+    def layer_spec(
+        spec: PartitionSpec, parameter: Parameter
+    ) -> tuple[PartitionSpec, ...]:
+        stage = spec[0] if num_ranks > 1 and len(spec) else None
+        one = PartitionSpec(stage, *spec[1:])
+        return (one,) * (len(parameter.places) // num_ranks)
+
+    (ends, groups), (_, declared) = model.split(specs), model.split(model.parameters)
+    return model.join(ends, jax.tree.map(layer_spec, groups, declared))
+
+
+def unstack(model: Model, params: Params, shardings: Any, num_ranks: int) -> Params:
+    """Return `layer_by_layer`, deleting each stack: two are never whole at once.
+
+    `shardings` has one for each layer's array.
+    """
+
+    def split(
+        stack: jax.Array, own: tuple[NamedSharding, ...]
+    ) -> tuple[jax.Array, ...]:
+        program = jax.jit(lambda x: split_layers(x, num_ranks), out_shardings=own)
+        layers = jax.block_until_ready(program(stack))
+        stack.delete()
+        return layers
+
+    (ends, groups), (_, of_layers) = model.split(params), model.split(shardings)
+    return model.join(ends, jax.tree.map(split, groups, of_layers))
+
+
+def layer_at(tree: Any, place: int) -> Any:
+    """Return this rank's layer at a place, inside `jax.shard_map`."""
+    return jax.tree.map(
+        lambda arrays: arrays[place][0], tree, is_leaf=lambda x: isinstance(x, tuple)
+    )
+
+
+def layer_stacks(
+    placement: Placement,
+    arrangement: Arrangement | None,
+    groups: Sequence[Params],
+    states: Sequence[Params],
+    scopes: Scopes,
+) -> list[Stack]:
+    """Return a stack of this device's layers for each group, in `jax.shard_map`.
+
+    Args:
+        placement: The model on its mesh.
+        arrangement: The layers of every rank; None without stages.
+        groups: This device's parameters of each group; stacked, or `layer_by_layer`.
+        states: The model's own state of each group.
+        scopes: Makes the scopes of its functions.
+    """
+    model = placement.model
+    _, stored = model.split(placement.stored)
+    blocks = [
+        Block(group, stored=one_layer(stored[at]), remat="none", make_scope=scopes)
+        for at, group in enumerate(model.groups)
+    ]
+    if arrangement is None:
+        layers = [
+            first + jnp.arange(group.num_layers, dtype=jnp.int32)
+            for group, first in zip(model.groups, model.first_layers, strict=True)
+        ]
+    else:
+        layers = [
+            layers_here(arrangement, at, jnp.int32(0), first=first)
+            for at, first in enumerate(model.first_layers)
+        ]
+    return [
+        Stack(block=block, shards=shards, state=state, layers=of_stack)
+        for block, shards, state, of_stack in zip(
+            blocks, groups, states, layers, strict=True
+        )
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +151,9 @@ class Forward:
 
     Args:
         placement: The model on its mesh, arranged for its stages.
-        plan: What is kept of its tokens.
-        arrangement: Which layers every rank has; None without stages.
-        unrolled: Whether there is no loop over layers (`layer_by_layer`).
+        plan: Its cache.
+        arrangement: The layers of every rank; None without stages.
+        unrolled: True for no loop over layers (`layer_by_layer`).
     """
 
     placement: Placement
@@ -64,26 +169,32 @@ class Forward:
         tokens: jax.Array,
         rows: Rows,
     ) -> tuple[jax.Array, list[Pools]]:
-        """Logits after the last new token of each example, and what is kept now.
+        """Return the logits after each example's last new token, and the new pools.
 
         Args:
-            params: At rest; if unrolled, from `layer_by_layer`.
-            state: The model's own.
-            pools: What is kept of each group.
+            params: Parameters at rest; if unrolled, from `layer_by_layer`.
+            state: The model's own state.
+            pools: The cache of each group.
             tokens: (batch, new tokens) int32, split over the batch axes.
-            rows: Where they belong, alike.
+            rows: Where the tokens belong, split alike.
 
         Returns:
             fp32 (batch, vocab), and the pools.
         """
-        placement, pool_specs = self.placement, self._pool_specs
+        placement = self.placement
+        axes = placement.manual_axes
+        pages = tuple(axis for axis in PAGE_AXES if axis in axes)
+        pool_spec = PartitionSpec(STAGE if STAGE in axes else None, pages)
+        pool_specs = [
+            {one.name: pool_spec for one in group} for group in self.plan.groups
+        ]
 
         def local(
             params: Params, state: Params, pools: list[Pools], *of: Any
         ) -> tuple[jax.Array, list[Pools]]:
-            pass_ = _Pass.of(self, params, state, *of)
+            pass_ = _Pass.from_shards(self, params, state, *of)
             x, pools = pass_.run(pools)
-            return pass_.logits(pass_.last_of(x))[:, 0], pools
+            return pass_.logits(pass_.last_token(x))[:, 0], pools
 
         specs = placement.manual_specs
         if self.unrolled:
@@ -93,14 +204,6 @@ class Forward:
             local, (*given, pool_specs, BATCH, BATCH), (BATCH, pool_specs)
         )
         return run(params, state, pools, tokens, rows)
-
-    @property
-    def _pool_specs(self) -> list[dict[str, PartitionSpec]]:
-        axes = self.placement.manual_axes
-        stage = STAGE if STAGE in axes else None
-        pages = tuple(axis for axis in PAGE_AXES if axis in axes)
-        spec = PartitionSpec(stage, pages)
-        return [{one.name: spec for one in group} for group in self.plan.groups]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +218,7 @@ class _Pass:
     rows: Rows
 
     @classmethod
-    def of(
+    def from_shards(
         cls,
         forward: Forward,
         params: Params,
@@ -136,21 +239,23 @@ class _Pass:
         )
 
     def run(self, pools: list[Pools]) -> tuple[Stream, list[Pools]]:
-        """The last block's output, and what is kept."""
+        """Return the last block's output, and the new pools."""
         if self.forward.arrangement is not None:
             return self._ticks(pools)
         x = self._embedded(self.tokens, self.rows)
         return self._through(x, pools, self.tokens, self.rows)
 
-    def last_of(self, x: Stream) -> Stream:
-        """Each example's last new token alone."""
+    def last_token(self, x: Stream) -> Stream:
+        """Return each example's last new token alone: (batch, 1, ...)."""
         model, num_tokens = self.forward.placement.model, self.tokens.shape[1]
 
         def last(one: jax.Array) -> jax.Array:
             # A decoder's stream has what it reads too, which no logits are made of.
             if reads_source(model) and one.shape[1] != num_tokens:
                 return one
-            return _last(one, self.rows.counts)
+            at = jnp.maximum(self.rows.counts - 1, 0)
+            at = at.reshape(-1, 1, *(1,) * (one.ndim - 2))
+            return jnp.take_along_axis(one, at, axis=1)
 
         return jax.tree.map(last, x)
 
@@ -160,64 +265,62 @@ class _Pass:
         return logits(self.weights, x, self._scope(self.tokens, self.rows))
 
     def _ticks(self, pools: list[Pools]) -> tuple[Stream, list[Pools]]:
-        """Microbatches through the ranks, one tick behind one another."""
-        layout = self.forward.placement.layout
-        num, num_ranks = self._num_microbatches, layout.stage
-        rank = lax.axis_index(STAGE)
+        """Run microbatches through the ranks, one tick behind one another.
+
+        As many as the layout asks for and this device's examples divide into. A rank
+        computes on zeros while it has none, and writes nothing to the cache.
+        """
+        placement = self.forward.placement
+        most = min(placement.layout.microbatches, len(self.tokens))
+        num = next(n for n in range(most, 0, -1) if len(self.tokens) % n == 0)
+        rank, num_ranks = lax.axis_index(STAGE), placement.layout.stage
+        pairs = [(source, source + 1) for source in range(num_ranks - 1)]
         tokens, rows = cut((self.tokens, self.rows), num)
-        first = jax.eval_shape(self._embedded, *part((tokens, rows), 0))
-        x = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), first)
-        found = jax.tree.map(lambda one: jnp.zeros((num, *one.shape), one.dtype), first)
+        stream = jax.eval_shape(self._embedded, *part((tokens, rows), 0))
+        outputs = jax.tree.map(
+            lambda one: jnp.zeros((num, *one.shape), one.dtype), stream
+        )
 
         def tick(at: jax.Array, carry: tuple) -> tuple:
-            x, found, pools = carry
-            own = at - rank
-            here = (own >= 0) & (own < num)
-            mine, of_rows = part((tokens, rows), jnp.clip(own, 0, num - 1))
-            of_rows = of_rows._replace(counts=jnp.where(here, of_rows.counts, 0))
+            x, outputs, pools = carry
+            microbatch = at - rank
+            is_active = (microbatch >= 0) & (microbatch < num)
+            mine, of_rows = part((tokens, rows), jnp.clip(microbatch, 0, num - 1))
+            of_rows = of_rows._replace(counts=jnp.where(is_active, of_rows.counts, 0))
             x = where(rank == 0, self._embedded(mine, of_rows), x)
             x, pools = self._through(x, pools, mine, of_rows)
-            last = here & (rank == num_ranks - 1)
-            found = _put(found, x, jnp.clip(own, 0, num - 1), last)
-            return self._sent(x), found, pools
+            ends_here = is_active & (rank == num_ranks - 1)
+            outputs = write(outputs, jnp.where(ends_here, microbatch, -1), x)
+            with asked("stage_forward"):
+                x = jax.tree.map(lambda one: lax.ppermute(one, STAGE, pairs), x)
+            return x, outputs, pools
 
-        ticks = num + num_ranks - 1
-        _, found, pools = lax.fori_loop(0, ticks, tick, (x, found, pools))
-        return self._to_all(merge(found)), pools
-
-    @property
-    def _num_microbatches(self) -> int:
-        """As many as the layout asks for, and the examples here divide into."""
-        wanted, here = self.forward.placement.layout.microbatches, len(self.tokens)
-        return next(num for num in range(min(wanted, here), 0, -1) if here % num == 0)
-
-    def _sent(self, x: Stream) -> Stream:
-        size = self.forward.placement.layout.stage
-        pairs = [(rank, rank + 1) for rank in range(size - 1)]
-        with asked("stage_forward"):
-            return jax.tree.map(lambda one: lax.ppermute(one, STAGE, pairs), x)
-
-    def _to_all(self, found: Stream) -> Stream:
-        """The last rank's, on every rank: the others have zeros."""
-        with asked("last_stage"):
-            return summed(found, STAGE, self.forward.placement.platform)
+        ticks, first = num + num_ranks - 1, zero_arrays(stream)
+        _, outputs, pools = lax.fori_loop(0, ticks, tick, (first, outputs, pools))
+        with asked("last_stage"):  # The other ranks have zeros.
+            return summed(merge(outputs), STAGE, placement.platform), pools
 
     def _embedded(self, tokens: jax.Array, rows: Rows) -> Stream:
-        """The first group's stream."""
+        """Return the first group's stream."""
         scope = self._scope(tokens, rows)
         if rows.source is not None:
-            scope = self._scope_of(batch_of_source(rows.source), self.states[0])
+            scope = self._make_scope(source_batch(rows.source), self.states[0])
         return self.forward.placement.model.embed(self.weights, scope.batch, scope)
 
     def _through(
         self, x: Stream, pools: list[Pools], tokens: jax.Array, rows: Rows
     ) -> tuple[Stream, list[Pools]]:
-        """`x` after this device's blocks, and what they keep."""
+        """Return `x` after this device's blocks, and the new pools."""
         model = self.forward.placement.model
+        stacks = layer_stacks(
+            self.forward.placement,
+            self.forward.arrangement,
+            self.groups,
+            self.states[1],
+            self._scopes,
+        )
         batch, kept, first = self._batch(tokens, rows), [], decoder_at(model)
-        for at, (group, stack) in enumerate(
-            zip(model.groups, self._stacks, strict=True)
-        ):
+        for at, (group, stack) in enumerate(zip(model.groups, stacks, strict=True)):
             if group.enter is not None:
                 x = group.enter(self.weights, x, self._scope(tokens, rows))
             if at < first:
@@ -228,15 +331,15 @@ class _Pass:
         return x, kept
 
     def _encoded(self, stack: Stack, x: Stream, rows: Rows) -> Stream:
-        """`x` after an encoder's blocks, none of which keeps anything."""
+        """Return `x` after an encoder's blocks, which have no cache."""
         source = cast(Source, rows.source)
         if not source.tokens.shape[1]:
             return x
-        batch = batch_of_source(source)
+        batch = source_batch(source)
 
         def body(x: Stream, xs: tuple) -> tuple[Stream, None]:
             shard, state, layer = xs
-            scope = self._scope_of(batch, state, layer)
+            scope = self._make_scope(batch, state, layer)
             weights = stack.block.gather(shard)
             return stack.block.group.run(weights, x, scope)[0], None
 
@@ -256,7 +359,7 @@ class _Pass:
             (shard, state, layer), place = xs
             here = rows._replace(counts=jnp.where(layer >= 0, rows.counts, 0))
             cache = self._cache(at, pools, place, here, batch)
-            scope = self._scope_of(batch, state, layer, cache)
+            scope = self._make_scope(batch, state, layer, cache)
             weights = stack.block.gather(shard)
             y, _ = stack.block.group.run(weights, x, scope)
             return (where(layer >= 0, y, x), cache.pools), None
@@ -264,22 +367,22 @@ class _Pass:
         places = jnp.arange(len(stack.layers), dtype=jnp.int32)
         return self._over_layers(stack, body, (x, pools), places)
 
-    def _over_layers(self, stack: Stack, body: Any, carry: Any, *beside: Any) -> Any:
-        """What `body` carries through all layers of a stack.
+    def _over_layers(self, stack: Stack, body: Any, carry: Any, *more: Any) -> Any:
+        """Carry `carry` through all layers of a stack, in a loop or unrolled.
 
         Args:
             stack: The layers.
-            body: As of `lax.scan`, of a layer's parameters, state and number.
-            carry: What it begins with.
-            beside: Arrays with a row for each layer, given to `body` too.
+            body: As of `lax.scan`, on a layer's parameters, state and number.
+            carry: The first carry.
+            more: Arrays with a row for each layer, given to `body` too.
         """
         if not self.forward.unrolled:
-            xs = (stack.xs, *beside) if beside else stack.xs
+            xs = (stack.xs, *more) if more else stack.xs
             return lax.scan(body, carry, xs)[0]
         for place in range(len(stack.layers)):
             state, layer = part((stack.state, stack.layers), place)
-            xs = of_place(stack.shards, place), state, layer
-            carry, _ = body(carry, (xs, *part(beside, place)) if beside else xs)
+            xs = layer_at(stack.shards, place), state, layer
+            carry, _ = body(carry, (xs, *part(more, place)) if more else xs)
         return carry
 
     def _cache(
@@ -298,51 +401,26 @@ class _Pass:
         )
 
     def _scope(self, tokens: jax.Array, rows: Rows) -> Scope:
-        """The scope outside the blocks."""
+        """Return the scope outside the blocks."""
         batch = self._batch(tokens, rows)
         cache = self._cache(0, {}, jnp.int32(0), rows, batch)
-        return self._scope_of(batch, self.states[0], cache=cache)
+        return self._make_scope(batch, self.states[0], cache=cache)
 
-    def _scope_of(
+    def _make_scope(
         self,
         batch: Batch,
         state: Params,
         layer: jax.Array | int = -1,
         cache: PagedCache | None = None,
     ) -> Scope:
-        """The scope of a function that is given a batch, outside the blocks or in."""
+        """Return the scope of a function of a batch, outside the blocks or inside."""
         known = {"batch": batch, "state": state, "layer": layer, "cache": cache}
         return self._scopes({**known, "examples": None, "random": None})
 
     def _batch(self, tokens: jax.Array, rows: Rows) -> Batch:
         positions = jnp.maximum(rows.positions(tokens.shape[1]), 0)
-        return batch_of_tokens(self.forward.placement.model, tokens, positions)
+        return token_batch(self.forward.placement.model, tokens, positions)
 
     @cached_property
     def _scopes(self) -> Scopes:
         return self.forward.placement.scopes(training=False)
-
-    @cached_property
-    def _stacks(self) -> list[Stack]:
-        """The layers of each group that this device has."""
-        placement, arrangement = self.forward.placement, self.forward.arrangement
-        return stacks_of(
-            placement, arrangement, self.groups, self.states[1], self._scopes
-        )
-
-
-def _last(x: jax.Array, counts: jax.Array) -> jax.Array:
-    """(batch, tokens, ...) -> (batch, 1, ...), each example's last new token."""
-    at = jnp.maximum(counts - 1, 0).reshape(-1, 1, *(1,) * (x.ndim - 2))
-    return jnp.take_along_axis(x, at, axis=1)
-
-
-def _put(buffer: Stream, x: Stream, at: jax.Array, here: jax.Array) -> Stream:
-    """The buffer with `x` in one of its places, if it is to be there."""
-    return jax.tree.map(
-        lambda all_of, one: all_of.at[jnp.where(here, at, len(all_of))].set(
-            one, mode="drop"
-        ),
-        buffer,
-        x,
-    )

@@ -11,16 +11,15 @@ import jax
 
 from meshpar.errors import InputError
 from meshpar.generation.agreement import check_alike
+from meshpar.generation.cache_plan import DECODER_START, reads_source
 from meshpar.generation.engine import Engine
-from meshpar.generation.layouts import PLAIN
-from meshpar.generation.programs import Programs
+from meshpar.generation.programs import PLAIN, Programs
 from meshpar.generation.quantized import with_weights
 from meshpar.generation.requests import Completion, Request
 from meshpar.generation.sampling import Sampling
-from meshpar.generation.texts import DECODER_START, reads_source
 from meshpar.layout import Layout
 from meshpar.model.contract import Model
-from meshpar.parallel.pipeline.program import arranged_for
+from meshpar.parallel.pipeline.stages import arranged_for
 from meshpar.parallel.resharding import ParameterPlacement, moved
 from meshpar.rules.rules import Rules
 from meshpar.train.state import TrainState, split_constants
@@ -54,35 +53,35 @@ def generate(
     rules: Rules | None = None,
     devices: Sequence[jax.Device] | None = None,
 ) -> list[Completion]:
-    """What a model adds to each prompt.
+    """Generate a completion of each prompt.
 
     Args:
         model: It attends through `meshpar.models.layers.attention.attend`.
-        params: Its parameters as `from_layout` has them, or a `TrainState`. What each
+        params: Its parameters laid out by `from_layout`, or a `TrainState`. What each
             of several processes has whole must be equal in all; a sample is compared.
         prompts: Tokens, or texts for the tokenizer.
-        model_state: The model's own state, where `params` come without and it has some;
-            what is missing in it begins as the model declares.
-        layout: How the model lies while it generates.
-        from_layout: How the parameters lie now.
+        model_state: The model's own state, if it has some and `params` come without;
+            values that are missing begin as the model declares.
+        layout: Layout of the model while it generates.
+        from_layout: Layout of the given parameters.
         weights: `int8` or `fp8` keeps the matrices of the blocks in 8 bits (by qwix,
-            `meshpar.generation.quantized`); as the layout says when absent.
-        max_tokens: Most tokens to add to each.
+            `meshpar.generation.quantized`); the layout's dtype by default.
+        max_tokens: Most tokens to add to each prompt.
         temperature: Logits are divided by it; 0 takes the likeliest token.
-        top_k: As in `Sampling`, and so the next two.
-        top_p: Of the likeliest tokens with so much probability.
-        min_p: Of those so likely, beside the likeliest.
-        seed: Of the first prompt; the next ones follow on it.
+        top_k: As in `Sampling`.
+        top_p: As in `Sampling`.
+        min_p: As in `Sampling`.
+        seed: Seed of the first prompt; the next prompts take the next seeds.
         stop: Texts before which a completion ends.
         stop_tokens: Tokens after which it ends; they are left out.
-        start_tokens: What a decoder begins with, of a model whose encoder reads the
-            prompts; T5's 0 when absent.
-        tokenizer: With `encode` and `decode`, as of the `tokenizers` package.
-        slots: Prompts that run at once; `slots_for` them when absent.
+        start_tokens: First tokens of a decoder, if the model's encoder reads the
+            prompts; T5's 0 by default.
+        tokenizer: With `encode` and `decode`, as in the `tokenizers` package.
+        slots: Prompts that run at once; `slots_for` them by default.
         page_size: Tokens of a page of the cache.
-        num_pages: Pages of a device; enough for all slots when absent.
-        chunk: Tokens of a prompt that one program takes.
-        rules: Logical axis -> mesh axes; the layout's preset when absent.
+        num_pages: Pages of a device; enough for all slots by default.
+        chunk: Tokens of a prompt that one program reads.
+        rules: Logical axis -> mesh axes; the layout's preset by default.
         devices: Devices to use; JAX's by default.
 
     Raises:
@@ -123,19 +122,21 @@ def generate(
             key="generation.start_tokens_not_list",
         )
     devices = jax.devices() if devices is None else list(devices)
-    layout = _resolved(Layout.of(layout), len(devices))
-    requests = requests_of(
+    layout = Layout.of(layout)
+    if layout.is_open:
+        layout = layout.resolve(len(devices))
+    requests = make_requests(
         prompts,
         tokenizer,
         max_tokens=max_tokens,
         sampling=sampling,
         stop=tuple(stop),
         stop_tokens=tuple(stop_tokens),
-        start_tokens=start_of(model, start_tokens),
+        start_tokens=decoder_start(model, start_tokens),
     )
     if weights is not None:
         model, params = with_weights(model, params, weights, layout, devices)
-    programs = Programs.of(
+    programs = Programs.from_model(
         model,
         layout,
         slots=slots_for(len(requests), layout) if slots is None else slots,
@@ -156,7 +157,7 @@ def generate(
     ]
 
 
-def requests_of(
+def make_requests(
     prompts: Sequence[Prompt],
     tokenizer: Any,
     *,
@@ -166,9 +167,9 @@ def requests_of(
     stop_tokens: tuple[int, ...] = (),
     start_tokens: tuple[int, ...] = (),
 ) -> list[Request]:
-    """A request for each prompt, the seeds of the next ones following on the first's.
+    """Return a request for each prompt, with seeds that count up from the first's.
 
-    Where a decoder begins with `start_tokens`, the prompts are what its encoder reads.
+    If a decoder begins with `start_tokens`, its encoder reads the prompts.
 
     Raises:
         InputError: A prompt has no tokens, or there are texts but no tokenizer.
@@ -197,8 +198,8 @@ def requests_of(
     ]
 
 
-def start_of(model: Model, given: Sequence[int] | None) -> tuple[int, ...]:
-    """What a model's decoder begins with; nothing where it has no encoder.
+def decoder_start(model: Model, given: Sequence[int] | None) -> tuple[int, ...]:
+    """Return the first tokens of a model's decoder; () if it has no encoder.
 
     Raises:
         InputError: It has none, but something is given, or the other way round.
@@ -221,7 +222,7 @@ def start_of(model: Model, given: Sequence[int] | None) -> tuple[int, ...]:
 
 
 def slots_for(num_prompts: int, layout: Layout) -> int:
-    """Prompts that run at once: all, up to 32 on each device that shares the batch.
+    """Return how many prompts run at once: up to 32 for each shard of the batch.
 
     Example:
         >>> slots_for(5, Layout(data=2)), slots_for(100, Layout(data=2))
@@ -240,7 +241,7 @@ def placed(
     from_layout: Layout | str = PLAIN,
     model_state: Any = None,
 ) -> tuple[Any, Any]:
-    """Parameters and state of a model as its programs take them.
+    """Return parameters and state of a model as its programs take them.
 
     Args:
         programs: Of the model.
@@ -281,13 +282,6 @@ def placed(
         _state_placement(target, programs.state_shardings),
     )
     return new_params, moved(state, source, target)
-
-
-def _resolved(layout: Layout, num_devices: int) -> Layout:
-    """The layout, a -1 in it replaced by what the devices leave."""
-    if layout.is_open:
-        return layout.resolve(num_devices)
-    return layout
 
 
 def _state_placement(
@@ -331,5 +325,5 @@ def _completed(engine: Engine, requests: Sequence[Request]) -> list[dict[str, An
             one["tokens"].append(token.token)
             one["logprobs"].append(token.logprob)
         one["finish"] = token.finish or ""
-        one["text"] = engine.text_of(token.request)
+        one["text"] = engine.text(token.request)
     return found

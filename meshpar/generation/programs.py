@@ -1,12 +1,13 @@
 """The compiled programs of generation: a model laid out, its cache, one new token each.
 
-One function makes both: prefill takes a chunk of a few examples' prompts, decode one
-token of every example that may run.
+One function makes both programs: prefill reads a chunk of a few examples' prompts,
+decode one token of every example that may run.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -18,37 +19,93 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshpar.audit.subject import Subject
 from meshpar.checks.sequences import tokens_joined
-from meshpar.errors import InputError
+from meshpar.errors import InputError, renamed
 from meshpar.generation.agreement import check_takes_part
-from meshpar.generation.cache_memory import check_memory
-from meshpar.generation.cache_plan import CachePlan, plan_of
-from meshpar.generation.forward import Forward
-from meshpar.generation.layer_by_layer import given_up, layer_by_layer, layer_specs
-from meshpar.generation.layouts import PLAIN, generation_layout, with_whole_heads
+from meshpar.generation.cache_plan import CachePlan, check_memory, plan_cache
+from meshpar.generation.forward import Forward, layer_by_layer, layer_specs, unstack
+from meshpar.generation.paged_cache import Pools, Rows, Source
 from meshpar.generation.sampling import Draws, Sampling, drawn
-from meshpar.layout import Layout
+from meshpar.layout import MESH_AXES, Layout
 from meshpar.machine.mesh import absent_mesh, make_mesh, mesh_platform
 from meshpar.model.contract import Model, check_model
-from meshpar.model.parameter import Parameter, initial_values, is_parameter
-from meshpar.parallel.paged_cache import Pools, Rows, Source
-from meshpar.parallel.pipeline.program import Pipeline, pipeline_of
+from meshpar.model.parameter import Parameter, is_parameter
+from meshpar.model.values import initial_values
+from meshpar.parallel.pipeline.crossing import zero_arrays
+from meshpar.parallel.pipeline.stages import Pipeline, pipeline_for
 from meshpar.parallel.placement import PARAM_DTYPES, Placement
 from meshpar.rules.presets import default_rules
 from meshpar.rules.rules import Rules, check_rules
 from meshpar.rules.sharding import path_name
 from meshpar.train.layer_order import placed_values
 
+_WHOLE = {
+    "heads": "heads do not divide over {}: attention is whole on each device",
+    "kv_heads": "key/value heads do not divide over {}: their weights are whole on "
+    "each device, which keeps copies of the heads of its own queries",
+}
+
+PLAIN = Layout()
+"""One device."""
+
+_KEPT = (*MESH_AXES, "splits", "zero", "zero_axes", "precision", "param_dtype")
+
+
+def generation_layout(layout: Layout | str) -> Layout:
+    """Return the part of a layout that generation uses, without options of training.
+
+    Sizes of mesh axes, uneven stages, microbatches of stages, what `fsdp` stores split
+    and dtypes stay.
+
+    Example:
+        >>> str(generation_layout("data=2,tensor=2,sequence_parallel=true,remat=full"))
+        'data=2,tensor=2'
+    """
+    layout = Layout.of(layout)
+    kept = {name: getattr(layout, name) for name in _KEPT}
+    if layout.stage > 1:
+        # Layer by layer: a rank would hold all of its layers whole.
+        kept |= {"microbatches": layout.microbatches, "fsdp_gather": "microbatch"}
+    if layout.param_dtype != "fp32":
+        kept["param_dtype"] = "bf16"
+    if layout.chunks > 1:
+        kept["splits"] = ()
+    return Layout(**kept)
+
+
+def with_whole_heads(
+    model: Model, layout: Layout, rules: Rules
+) -> tuple[Rules, tuple[str, ...]]:
+    """Return rules that keep indivisible heads whole on each device, and notes.
+
+    A training step refuses such heads; to generate, one has the model that there is.
+    """
+    notes = []
+    for name, words in _WHOLE.items():
+        mesh_axes = rules.table.get(name, ())
+        shards = math.prod(layout.mesh_shape[axis] for axis in mesh_axes)
+        uneven = {
+            size
+            for one in model.flat_parameters().values()
+            for axis, size in zip(one.logical_axes, one.shape, strict=True)
+            if axis == name and size % shards
+        }
+        if uneven:
+            rules = rules.with_rules(**{name: None})
+            axes = " x ".join(mesh_axes)
+            notes.append(f"{min(uneven)} {words.format(f'{axes}={shards}')}")
+    return rules, tuple(notes)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Programs:
-    """A model that generates under a layout; make it with `Programs.of`.
+    """A model that generates under a layout; make it with `Programs.from_model`.
 
     Args:
         placement: Where parameters lie.
-        plan: Where what is kept of tokens lies.
+        plan: The cache.
         pipeline: The stages, if there are any.
-        unrolled: Whether programs have no loop over layers.
-        notes: What a user should know of how it lies.
+        unrolled: True if programs have no loop over layers.
+        notes: Remarks for the user on how the model lies.
     """
 
     placement: Placement
@@ -58,7 +115,7 @@ class Programs:
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(
+    def from_model(
         cls,
         model: Model,
         layout: Layout | str = PLAIN,
@@ -74,22 +131,21 @@ class Programs:
         mesh: Mesh | AbstractMesh | None = None,
         devices: Sequence[jax.Device] | None = None,
     ) -> Programs:
-        """What generates tokens of a model.
+        """Lay a model and its cache out to generate tokens.
 
         Args:
             model: It attends through `meshpar.models.layers.attention.attend`.
-            layout: How it lies; what is for training alone is left out.
+            layout: Its layout; options of training are ignored.
             slots: Examples that run at once, over all devices.
-            max_seq: Tokens that each may have, prompt among them.
+            max_seq: Most tokens of an example, including the prompt.
             page_size: Tokens of a page of the cache.
-            num_pages: Pages of a device; enough for all examples when absent.
-            chunk: Tokens of a prompt that one program takes.
-            max_source: Tokens that the source of each may have, of a model with an
-                encoder.
-            unrolled: Without a loop over layers, which would copy each one's weights;
-                a program then takes the longer to compile the more layers there are.
-            rules: Logical axis -> mesh axes; the layout's preset when absent.
-            mesh: The devices, or none of them (`absent_mesh`).
+            num_pages: Pages of a device; enough for all examples by default.
+            chunk: Tokens of a prompt that one program reads.
+            max_source: Most source tokens of an example, for a model with an encoder.
+            unrolled: True for no loop over layers, which would copy each layer's
+                weights; compile time then grows with the number of layers.
+            rules: Logical axis -> mesh axes; the layout's preset by default.
+            mesh: The devices, or an `absent_mesh`.
             devices: Instead of a mesh.
 
         Raises:
@@ -110,7 +166,7 @@ class Programs:
         rules = default_rules(layout) if rules is None else rules
         check_rules(rules)
         rules, notes = with_whole_heads(model, layout, rules)
-        pipeline = pipeline_of(model, layout) if layout.stage > 1 else None
+        pipeline = pipeline_for(model, layout) if layout.stage > 1 else None
         arranged = model if pipeline is None else pipeline.model
         placement = Placement(
             model=arranged,
@@ -120,9 +176,15 @@ class Programs:
             platform=mesh_platform(mesh),
         )
         sizes = slots, max_seq, page_size, num_pages, chunk, max_source
-        plan = plan_of(placement, pipeline, *sizes)
+        plan = plan_cache(placement, pipeline, *sizes)
         check_memory(plan, mesh)
-        _check_token_by_token(model)
+        joined = tokens_joined(model, cached=True)
+        if joined is not None:
+            raise InputError(
+                "this model cannot generate token by token: a function joins tokens "
+                f"otherwise than by meshpar's attention: {joined}",
+                key="generation.joined_tokens",
+            )
         return cls(
             placement=placement,
             plan=plan,
@@ -131,13 +193,15 @@ class Programs:
             notes=notes,
         )
 
+    of = classmethod(renamed("Programs.of", from_model.__func__))
+
     @property
     def mesh(self) -> Mesh:
         """The devices."""
         return cast(Mesh, self.placement.mesh)
 
     @property
-    def rows_of_prefill(self) -> int:
+    def num_prefill_rows(self) -> int:
         """Examples of one prefill, over all devices: a microbatch each of a shard."""
         layout, here = self.plan.layout, self.plan.slots
         here //= layout.batch_shards
@@ -146,7 +210,7 @@ class Programs:
     @cached_property
     def stacked_shardings(self) -> Any:
         """The sharding of every parameter, layers stacked."""
-        return self._sharded(self._stacked_specs)
+        return self._sharded(self.placement.specs(lambda stored: stored.spec))
 
     @cached_property
     def parameter_shardings(self) -> Any:
@@ -154,17 +218,19 @@ class Programs:
         if not self.unrolled:
             return self.stacked_shardings
         model, ranks = self.placement.model, self.plan.layout.stage
-        return self._sharded(layer_specs(model, self._stacked_specs, ranks))
+        return self._sharded(
+            layer_specs(model, self.placement.specs(lambda stored: stored.spec), ranks)
+        )
 
     def at_rest(self, params: Any) -> Any:
-        """What the programs take of stacked parameters; the stacks are given up."""
+        """Return the programs' parameters from stacked ones, which are deleted."""
         if not self.unrolled:
             return params
         model, ranks = self.placement.model, self.plan.layout.stage
-        return given_up(model, params, self.parameter_shardings, ranks)
+        return unstack(model, params, self.parameter_shardings, ranks)
 
     def first_state(self, given: Any) -> Any:
-        """The model's state as it begins, but for what is given, layers in order."""
+        """Return the model's initial state with given values, layers in order."""
         model, shardings = self.placement.model, self.state_shardings
 
         def born() -> Any:
@@ -173,9 +239,9 @@ class Programs:
         with jax.set_mesh(self.mesh):
             state = jax.jit(born, out_shardings=shardings)()
         placed = placed_values(given, model.state, shardings, partly=True)
-        known = {path_name(path): x for path, x in jax.tree.leaves_with_path(placed)}
+        values = {path_name(path): x for path, x in jax.tree.leaves_with_path(placed)}
         return jax.tree.map_with_path(
-            lambda path, drawn: known.get(path_name(path), drawn), state
+            lambda path, drawn: values.get(path_name(path), drawn), state
         )
 
     @cached_property
@@ -185,32 +251,29 @@ class Programs:
 
     @cached_property
     def empty_pools(self) -> Any:
-        """() -> the pools, zeros."""
+        """Function of nothing that returns the pools, all zeros."""
         shapes = self.plan.shapes(self.mesh)
-
-        def born() -> list[Pools]:
-            return jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), shapes)
-
         shardings = jax.tree.map(lambda one: one.sharding, shapes)
-        return jax.jit(born, out_shardings=shardings)
+        return jax.jit(lambda: zero_arrays(shapes), out_shardings=shardings)
 
     def advance(
         self, *, random: bool, truncated: bool, with_logits: bool = False
     ) -> Any:
-        """(params, state, pools, tokens, rows, draws) -> (tokens, logprobs, pools).
+        """Return the compiled function of the next token of each row.
 
-        The compiled function for any number of rows and new tokens: the next token of
-        each row. The pools are donated.
+            (params, state, pools, tokens, rows, draws) -> (tokens, logprobs, pools)
+
+        For any number of rows and new tokens. The pools are donated.
 
         Args:
-            random: Whether a row may be drawn at random.
-            truncated: Whether unlikely tokens may be left out.
-            with_logits: Whether fp32 (rows, vocab) logits come before the pools.
+            random: True if a row may be drawn at random.
+            truncated: True if unlikely tokens may be left out.
+            with_logits: True to return fp32 (rows, vocab) logits before the pools.
         """
         return self._advances[random, truncated, with_logits]
 
     def audit_subject(self, *arguments: Any, platform: str | None = None) -> Subject:
-        """What `meshpar.audit(programs, "decode", target=...)` compiles and explains.
+        """Return the subject of `meshpar.audit(programs, "decode", target=...)`.
 
         Args:
             arguments: `decode` for one token of every slot, drawn at random, or
@@ -222,7 +285,7 @@ class Programs:
         """
         shapes = {
             "decode": (self.plan.slots, 1, 0),
-            "prefill": (self.rows_of_prefill, self.plan.chunk, self.plan.max_source),
+            "prefill": (self.num_prefill_rows, self.plan.chunk, self.plan.max_source),
         }
         if arguments[-1] not in shapes:
             raise InputError(
@@ -250,7 +313,10 @@ class Programs:
     def _argument_shapes(
         self, rows: int, num_tokens: int, num_source: int
     ) -> tuple[Any, ...]:
-        model, params = self.placement.model, self._stacked_structs
+        model, dtype = self.placement.model, self.plan.layout.param_dtype
+        params = jax.tree.map(
+            lambda one: stored_shape(one, dtype), model.parameters, is_leaf=is_parameter
+        )
         if self.unrolled:
             ranks = self.plan.layout.stage
             params = jax.eval_shape(lambda x: layer_by_layer(model, x, ranks), params)
@@ -262,15 +328,11 @@ class Programs:
         if self.plan.max_source:
             read = jax.ShapeDtypeStruct((rows, num_source), jnp.int32)
             source = Source(read, ints, ints)
-        draws = Draws.of([Sampling()] * rows)
-        return (
-            params,
-            state,
-            self.plan.shapes(self.mesh),
-            tokens,
-            Rows(tables, ints, ints, ints, source),
-            jax.eval_shape(lambda: jax.tree.map(jnp.asarray, draws)),
-        )
+        draws = Draws.from_rows([Sampling()] * rows)
+        rows_struct = Rows(tables, ints, ints, ints, source)
+        draws = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, draws))
+        pools = self.plan.shapes(self.mesh)
+        return params, state, pools, tokens, rows_struct, draws
 
     @cached_property
     def _advances(self) -> dict[tuple[bool, bool, bool], Any]:
@@ -305,15 +367,6 @@ class Programs:
         found = drawn(logits, draws, positions, random=random, truncated=truncated)
         return (*found, logits, pools) if with_logits else (*found, pools)
 
-    @property
-    def _stacked_structs(self) -> Any:
-        dtype = self.plan.layout.param_dtype
-        return jax.tree.map(
-            lambda one: stored_shape(one, dtype),
-            self.placement.model.parameters,
-            is_leaf=is_parameter,
-        )
-
     @cached_property
     def _forward(self) -> Forward:
         return Forward(
@@ -323,27 +376,12 @@ class Programs:
             unrolled=self.unrolled,
         )
 
-    @property
-    def _stacked_specs(self) -> Any:
-        return self.placement.specs(lambda stored: stored.spec)
-
     def _sharded(self, specs: Any) -> Any:
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
 
 
-def _check_token_by_token(model: Model) -> None:
-    """Refuses a model to which a token by itself is not what it is among others."""
-    found = tokens_joined(model, cached=True)
-    if found is not None:
-        raise InputError(
-            "this model cannot generate token by token: a function joins tokens "
-            f"otherwise than by meshpar's attention: {found}",
-            key="generation.joined_tokens",
-        )
-
-
 def stored_shape(parameter: Parameter, param_dtype: str) -> jax.ShapeDtypeStruct:
-    """Of a parameter at rest."""
+    """Return the shape and dtype of a parameter at rest."""
     dtype = parameter.dtype
     if jnp.issubdtype(dtype, jnp.floating) and not parameter.in_full:
         dtype = PARAM_DTYPES[param_dtype]

@@ -25,15 +25,15 @@ from meshpar.errors import InputError, whole_number
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a request's tokens are chosen, in the order of the arguments.
+    """How a request's tokens are chosen; filters apply in the order of the arguments.
 
     Args:
         temperature: Logits are divided by it; 0 takes the likeliest token.
-        top_k: Of the likeliest so many; 0 for all.
-        top_p: Of the fewest likeliest whose probabilities add up to this (Holtzman et
-            al. 2020); 1 for all.
-        min_p: Of those at least so likely as this times the likeliest (Nguyen et al.
-            2024); 0 for all.
+        top_k: Keep this many of the likeliest tokens; 0 keeps all.
+        top_p: Keep the fewest likeliest tokens whose probabilities add up to this
+            (Holtzman et al. 2020); 1 keeps all.
+        min_p: Keep tokens at least this times as likely as the likeliest (Nguyen et al.
+            2024); 0 keeps all.
         seed: All draws are a function of it and of the token's place alone.
 
     Raises:
@@ -79,7 +79,7 @@ class Sampling:
 
     @property
     def truncates(self) -> bool:
-        """Whether unlikely tokens are left out."""
+        """True if unlikely tokens are left out."""
         return bool(self.top_k) or self.top_p < 1 or self.min_p > 0
 
 
@@ -93,22 +93,20 @@ class Draws(NamedTuple):
     seed: Any
 
     @classmethod
-    def of(cls, rows: Sequence[Sampling]) -> Draws:
-        """Arrays of some examples' choices."""
+    def from_rows(cls, rows: Sequence[Sampling]) -> Draws:
+        """Return the arrays of some examples' choices."""
         most = np.iinfo(np.int32).max  # More than any vocabulary.
+        limits = np.finfo(np.float32)
+        heats = [min(row.temperature, float(limits.max)) for row in rows]
+        # 0 for what fp32 on a device rounds to it.
+        heats = [heat if heat >= limits.tiny else 0.0 for heat in heats]
         return cls(
-            np.array([_normal(row.temperature) for row in rows], np.float32),
+            np.array(heats, np.float32),
             np.array([min(row.top_k, most) for row in rows], np.int32),
             np.array([row.top_p for row in rows], np.float32),
             np.array([row.min_p for row in rows], np.float32),
             np.array([row.seed for row in rows], np.uint32),
         )
-
-
-def _normal(temperature: float) -> float:
-    """0 for what fp32 on a device rounds to it."""
-    limits = np.finfo(np.float32)
-    return min(temperature, float(limits.max)) if temperature >= limits.tiny else 0.0
 
 
 def drawn(
@@ -119,14 +117,14 @@ def drawn(
     random: bool = True,
     truncated: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
-    """The next token of each example, and its log-probability.
+    """Draw the next token of each example; return it with its log-probability.
 
     Args:
         logits: fp32 (batch, vocab).
         draws: How each is chosen.
         positions: (batch,), the place of the new token in its sequence.
-        random: Whether an example may have a temperature above 0.
-        truncated: Whether one may leave unlikely tokens out.
+        random: True if an example may have a temperature above 0.
+        truncated: True if an example may leave out unlikely tokens.
 
     Returns:
         int32 (batch,), the size of the vocabulary where logits are NaN; and fp32
@@ -142,12 +140,15 @@ def drawn(
             scaled = jnp.where(_kept(scaled, draws), scaled, -jnp.inf)
         noise = jax.vmap(_noise, (0, 0, None))(draws.seed, positions, logits.shape[1])
         scores = jnp.where(cool[:, None], logits, scaled + noise)
-    tokens = _place_of_largest(scores)
+    # Not argmax, for which GSPMD gathers the vocabulary.
+    highest = jnp.max(scores, axis=-1, keepdims=True)
+    at = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+    tokens = jnp.min(jnp.where(scores == highest, at, scores.shape[-1]), axis=-1)
     return tokens, log_probability(logits, tokens)
 
 
 def log_probability(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Of each token under the softmax of its logits.
+    """Return the log-probability of each token under the softmax of its logits.
 
     Args:
         logits: (..., vocab).
@@ -165,17 +166,11 @@ def _noise(seed: jax.Array, position: jax.Array, vocab: int) -> jax.Array:
     return jax.random.gumbel(key, (vocab,), jnp.float32)
 
 
-def _place_of_largest(scores: jax.Array) -> jax.Array:
-    # Not argmax, for which GSPMD gathers the vocabulary.
-    vocab = scores.shape[-1]
-    highest = jnp.max(scores, axis=-1, keepdims=True)
-    at = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-    return jnp.min(jnp.where(scores == highest, at, vocab), axis=-1)
-
-
 def _kept(scaled: jax.Array, draws: Draws) -> jax.Array:
-    """Which tokens may be drawn: (batch, vocab)."""
-    order = _ordered(scaled)
+    """Return (batch, vocab): True for tokens that may be drawn."""
+    # uint32 in the order of the fp32 values.
+    bits, sign = lax.bitcast_convert_type(scaled, jnp.uint32), jnp.uint32(1 << 31)
+    order = jnp.where(bits & sign, ~bits, bits | sign)
     vocab = scaled.shape[1]
     wanted = jnp.where(draws.top_k > 0, jnp.minimum(draws.top_k, vocab), vocab)
     kept = order >= _threshold(order, jnp.ones_like(scaled), wanted.astype(jnp.float32))
@@ -189,15 +184,8 @@ def _kept(scaled: jax.Array, draws: Draws) -> jax.Array:
     return kept & (scaled - highest >= least) | ~(scaled < highest)
 
 
-def _ordered(x: jax.Array) -> jax.Array:
-    """uint32 in the order of the fp32 values."""
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    sign = jnp.uint32(1 << 31)
-    return jnp.where(bits & sign, ~bits, bits | sign)
-
-
 def _threshold(order: jax.Array, weights: jax.Array, least: jax.Array) -> jax.Array:
-    """(batch, 1): the largest t with `least` of the weights at and above it."""
+    """Return (batch, 1): the largest t with `least` of the weights at and above it."""
 
     def body(step: jax.Array, found: jax.Array) -> jax.Array:
         bit = jnp.uint32(1) << (31 - step).astype(jnp.uint32)

@@ -25,7 +25,7 @@ from meshpar.machine.mesh import absent_mesh
 from meshpar.model.contract import Model, check_model
 from meshpar.model.tracing import Activation, traced_activations
 from meshpar.parallel.grids.space import space_errors, splits_tokens
-from meshpar.parallel.pipeline.program import arranged_for
+from meshpar.parallel.pipeline.stages import arranged_for
 from meshpar.parallel.remat import check_residual_names
 from meshpar.parallel.sequence import token_order
 from meshpar.parallel.zero import (

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from meshpar.layout import Layout
 from meshpar.model.contract import Model
 from meshpar.model.parameter import Parameter
-from meshpar.parallel.pipeline.program import arranged_for
+from meshpar.parallel.pipeline.stages import arranged_for
 from meshpar.parallel.placement import PARAM_DTYPES
 from meshpar.parallel.zero import parameter_specs
 from meshpar.rules.presets import default_rules

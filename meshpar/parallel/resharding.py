@@ -31,7 +31,7 @@ from meshpar.machine.mesh import make_mesh, mesh_platform
 from meshpar.model.contract import Model, check_model
 from meshpar.model.parameter import Parameter, Params, flat
 from meshpar.parallel.array_move import ArrayMove
-from meshpar.parallel.pipeline.program import arranged_for
+from meshpar.parallel.pipeline.stages import arranged_for
 from meshpar.parallel.placement import PARAM_DTYPES, Placement
 from meshpar.rules.presets import default_rules
 from meshpar.rules.rules import Rules

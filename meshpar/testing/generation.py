@@ -10,12 +10,11 @@ import numpy as np
 import optax
 
 from meshpar import InputError, Layout, Model, TrainState, TrainStep, make_train_step
+from meshpar.generation.cache_plan import reads_source
 from meshpar.generation.engine import Engine, Token
 from meshpar.generation.generate import placed
-from meshpar.generation.layouts import generation_layout
-from meshpar.generation.programs import Programs
+from meshpar.generation.programs import Programs, generation_layout
 from meshpar.generation.requests import Request
-from meshpar.generation.texts import reads_source
 from meshpar.model.contract import check_model
 from meshpar.testing.batches import random_batch
 from meshpar.testing.layout_cases import Choices, draw_cases
@@ -135,7 +134,7 @@ def _checked(
     state, _ = step(step.init(seed), batch)
     slots = generation.batch_shards * generation.microbatches
     requests = _requests(batch["tokens"], slots + 1, num_tokens)
-    programs = Programs.of(
+    programs = Programs.from_model(
         model,
         generation,
         slots=slots,

@@ -126,7 +126,7 @@ def _engine(
         layout = Layout(precision="bf16", param_dtype="bf16")
     elif kind == "int8":
         model, params = with_weights(model, params, kind, layout, devices)
-    programs = Programs.of(
+    programs = Programs.from_model(
         model,
         layout,
         slots=slots,

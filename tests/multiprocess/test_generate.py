@@ -140,7 +140,7 @@ from meshpar.generation.generate import placed
 from meshpar.generation.programs import Programs
 from meshpar.generation.requests import Request
 with joined:
-    programs = Programs.of(model, "tensor=8", slots=2, max_seq=16)
+    programs = Programs.from_model(model, "tensor=8", slots=2, max_seq=16)
     engine = Engine(programs, *placed(programs, model, model.init(0)))
     engine.submit(Request(tokens=[1, 2], max_tokens=2))
     print("tokens", json.dumps([one.token for one in engine.run()]), flush=True)
@@ -154,7 +154,7 @@ with joined:
     refused(lambda: list(engine.run()))
     refused(lambda: placed(programs, model, model.init(int(number))))
     devices = jax.devices()[:4]
-    refused(lambda: Programs.of(
+    refused(lambda: Programs.from_model(
         model, "tensor=4", slots=2, max_seq=16, devices=devices))
 """
 

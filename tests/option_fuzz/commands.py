@@ -54,7 +54,7 @@ _WORK = (
     "meshpar.cli.generate:start",
     "meshpar.cli.measure:_child",
     "meshpar.cli.report.laid_out:laid_out",
-    "meshpar.generation.programs:Programs.of",
+    "meshpar.generation.programs:Programs.from_model",
     "meshpar.recipes.finetune:step_of",
     "meshpar.recipes.pretrain:check_memory",
     "meshpar.testing.equivalence:run_cases",

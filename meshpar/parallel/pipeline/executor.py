@@ -2,14 +2,15 @@
 
 Each tick runs the forward of one microbatch and the backward of another with `jax.vjp`,
 and hops gradients down beside the one, activations up beside the other. The backward is
-not the derivative of the loop, so nothing is kept but what the schedule has in flight,
-however many microbatches there are. Ranks without work leave it out (`idle`), or
-compute on zeros and the result is dropped.
+not the derivative of the loop, so only what the schedule has in flight is kept, however
+many microbatches there are. Ranks without work skip it (`rank_layers`), or compute on
+zeros and the result is dropped.
 Reference: Narayanan et al. 2021 (PipeDream-flush, interleaved 1F1B).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -20,43 +21,118 @@ import numpy as np
 from jax import lax
 
 from meshpar.parallel.blocks import where
-from meshpar.parallel.pipeline.buffers import read, write
-from meshpar.parallel.pipeline.ends import STAGE
-from meshpar.parallel.pipeline.hops import Hops, after
-from meshpar.parallel.pipeline.payloads import zeros_of
-from meshpar.parallel.pipeline.work import At, Payload, Results, Work
+from meshpar.parallel.pipeline.crossing import (
+    STAGE,
+    Hops,
+    Payload,
+    after,
+    read,
+    write,
+    zero_arrays,
+)
 from meshpar.schedules import Phase, Schedule, TickTable, tick_table
 from meshpar.schedules.tick_table import ARRAYS
 
+
+@dataclass(frozen=True)
+class At:
+    """A rank's forward or backward of a tick.
+
+    Args:
+        chunk: Index among the rank's stages, int32.
+        microbatch: Index of the microbatch, int32.
+        is_active: Whether the rank has work; else its results are dropped.
+    """
+
+    chunk: jax.Array
+    microbatch: jax.Array
+    is_active: jax.Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """The functions that the executor runs, each on this device's part.
+
+    Args:
+        stage: (`At`, payload) -> payload, and sums of the blocks.
+        stage_keeping: (`At`, payload, buffers, slot) -> those, and the buffers with
+            what its backward needs in that slot.
+        stage_gradient: (`At`, buffers, slot, gradient of its payload, totals) ->
+            gradient of the payload it took, the blocks' gradients added to the totals,
+            and gradients of the ends (() for none).
+        embed: microbatch -> payload of the first stage, by all ranks.
+        embed_gradient: (microbatch, payload's gradient on the first stage's rank, else
+            0) -> gradients of the ends and of the microbatch's inputs.
+        head: (microbatch, payload on the last stage's rank, else 0) -> (loss sums,
+            payload's gradient, gradients of the ends), by all ranks.
+        payload: Shapes of a microbatch's payload.
+        kept: Shapes of what a stage keeps of one microbatch, a tree.
+        specs: How a payload's arrays lie over automatic mesh axes.
+        gradients: Shapes of the blocks' gradients, (chunks, ...) each.
+        end_gradients: Shapes of the ends' gradients.
+        loss_sums: Shapes of the head's sums.
+        auxiliary: Shapes of the blocks' auxiliary losses, scalars.
+        statistics: Shapes of the blocks' other sums, (chunks, ...) each.
+        inputs: Inputs that have a gradient, (microbatches, ...) each.
+    """
+
+    stage: Callable[..., tuple[Payload, Any]]
+    stage_keeping: Callable[..., tuple[Payload, Any, Any]]
+    stage_gradient: Callable[..., tuple[Payload, Any, Any]]
+    embed: Callable[[jax.Array], Payload]
+    embed_gradient: Callable[[jax.Array, Payload], tuple[Any, Any]]
+    head: Callable[[jax.Array, Payload], tuple[Any, Payload, Any]]
+    payload: Any
+    kept: Any
+    specs: Any
+    gradients: Any
+    end_gradients: Any
+    loss_sums: Any
+    auxiliary: Any
+    statistics: Any
+    inputs: Any = ()
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """Sums and unscaled gradients of a rank, not yet summed over the ranks."""
+
+    block_gradients: Any
+    end_gradients: Any
+    input_gradients: Any
+    loss_sums: Any
+    auxiliary: Any
+    statistics: Any
+
+
 IDLE = 0.0
-"""What ranks compute on while they have no microbatch. Nothing of it is kept; zeros,
-because `jnp.where` masks a NaN forward, not its gradient."""
+"""Input of ranks without a microbatch. Nothing of it is kept; zeros, because
+`jnp.where` masks a NaN forward, not its gradient."""
 
-_NOT_READ = {"backward_op"}
-"""Of a tick table's arrays: here every backward is a whole one."""
-
-_ROWS = tuple(name for name in ARRAYS if name not in _NOT_READ)
+_ROWS = tuple(name for name in ARRAYS if name != "backward_op")
+"""Arrays of the tick table that a tick reads; every backward here is a whole one."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _State:
-    """What one tick hands to the next."""
+    """The loop's carry from one tick to the next."""
 
     inputs: Payload
     gradients: Payload
     downward: Payload
     saved: Any
-    found: Results
+    results: Results
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Executor:
-    """Runs a schedule in lock step.
+    """Run a schedule in lock step.
 
     Args:
-        schedule: What every rank does.
-        work: What to run.
+        schedule: The order of every rank's work.
+        work: The functions to run.
     """
 
     schedule: Schedule
@@ -68,18 +144,18 @@ class Executor:
         return tick_table(self.schedule)
 
     def loss_and_gradients(self) -> Results:
-        """Loss sums and gradients: the forwards and backwards of every tick."""
+        """Run the forwards and backwards of all ticks: loss sums and gradients."""
         state = self._first_state()
         for phase in self.table.phases:
             state = self._run(state, phase)
-        return state.found
+        return state.results
 
     def loss_sums(self) -> Any:
-        """Loss sums alone: the forwards of every tick."""
+        """Run the forwards of all ticks: loss sums."""
         stop = max(phase.stop for phase in self.table.phases if phase.has_forward)
         phase = Phase(True, False, 0, stop)
         state = self._run(self._first_state(keeps=False), phase, keeps=False)
-        return state.found.loss_sums
+        return state.results.loss_sums
 
     def _run(self, state: _State, phase: Phase, *, keeps: bool = True) -> _State:
         rows = self._rows(phase.start, phase.stop)
@@ -106,23 +182,23 @@ class Executor:
         return _State(
             inputs=buffers(table.input_slots),
             gradients=buffers(table.gradient_slots),
-            downward=self._hops.laid_out(zeros_of(work.payload)) if keeps else (),
+            downward=self._hops.laid_out(zero_arrays(work.payload)) if keeps else (),
             saved=jax.tree.map(
                 lambda shape: buffer(table.saved_slots, shape),
                 work.kept if keeps else (),
             ),
-            found=Results(
-                block_gradients=zeros_of(work.gradients if keeps else ()),
-                end_gradients=zeros_of(work.end_gradients if keeps else ()),
-                input_gradients=zeros_of(work.inputs if keeps else ()),
-                loss_sums=zeros_of(work.loss_sums),
-                auxiliary=zeros_of(work.auxiliary),
-                statistics=zeros_of(work.statistics),
+            results=Results(
+                block_gradients=zero_arrays(work.gradients if keeps else ()),
+                end_gradients=zero_arrays(work.end_gradients if keeps else ()),
+                input_gradients=zero_arrays(work.inputs if keeps else ()),
+                loss_sums=zero_arrays(work.loss_sums),
+                auxiliary=zero_arrays(work.auxiliary),
+                statistics=zero_arrays(work.statistics),
             ),
         )
 
     def _rows(self, start: int, stop: int) -> dict[str, Any]:
-        """The ticks' rows, and the microbatch at either end of the pipeline."""
+        """Return the ticks' rows, and the microbatch at either end of the pipeline."""
         table = self.table
         rows = {name: getattr(table, name)[start:stop] for name in _ROWS}
         at_first = table.forward_stage == 0
@@ -146,16 +222,20 @@ class Executor:
         receives: bool,
         keeps: bool,
     ) -> _State:
-        """One tick; hops leave where a stage's matmuls lie between start and done.
+        """Run one tick, in an order that leaves matmuls between a hop's start and end.
 
         Gradients of the tick before travel beside the forward, activations beside the
         backward, and the ends' collectives stand in between: XLA:GPU has one collective
         in flight at a time.
         """
-        own = self._own_row(row)
+        rank = lax.axis_index(STAGE)
+        own = {name: jnp.asarray(row[name])[rank] for name in _ROWS}
         x = dy = down = up = None
         if phase.has_forward:
-            x = self._stage_input(state, row, own)
+            embedded = self.work.embed(jnp.maximum(row["embedded"], 0))
+            arrived = read(state.inputs, own["input_read"])
+            x = where(own["forward_stage"] == 0, embedded, arrived)
+            x = self._hops.laid_out(_or_idle(own["forward_microbatch"] >= 0, x))
         if phase.has_backward and receives:
             down = self._hops.sent(
                 state.downward, x, self.table.gradient_hops, "stage_backward"
@@ -175,97 +255,88 @@ class Executor:
     def _hops(self) -> Hops:
         return Hops(num_ranks=self.schedule.num_ranks, specs=self.work.specs)
 
-    def _own_row(self, row: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        rank = lax.axis_index(STAGE)
-        return {name: jnp.asarray(row[name])[rank] for name in _ROWS}
-
     def _forward(
         self, state: _State, own: dict, x: Payload, keeps: bool
     ) -> tuple[_State, Payload]:
-        work, at = self.work, _at_work(own, "forward")
-        found, saved = state.found, state.saved
+        work, at = self.work, _action(own, "forward")
+        results, saved = state.results, state.saved
         if keeps:
             y, sums, saved = work.stage_keeping(at, x, saved, own["saved_write"])
         else:
             y, sums = work.stage(at, x)
         auxiliary, statistics = sums
-        found = replace(
-            found,
-            auxiliary=_add(found.auxiliary, auxiliary, at.at_work),
-            statistics=_add_at(found.statistics, at.chunk, statistics, at.at_work),
+        results = replace(
+            results,
+            auxiliary=_add(results.auxiliary, auxiliary, at.is_active),
+            statistics=_add_at(results.statistics, at.chunk, statistics, at.is_active),
         )
-        return replace(state, saved=saved, found=found), y
+        return replace(state, saved=saved, results=results), y
 
     def _head(
         self, state: _State, row: dict, own: dict, y: Payload, keeps: bool
     ) -> tuple[_State, Payload]:
-        """The head of the microbatch that ends, and the gradient that it sends back."""
+        """Run the head of the microbatch that ends; return its gradient too."""
         is_last = own["forward_stage"] == self.schedule.num_stages - 1
         at_end, some = is_last & (own["forward_microbatch"] >= 0), row["ended"] >= 0
         sums, dy, gradients = self.work.head(
             jnp.maximum(row["ended"], 0), where(at_end, y)
         )
-        found = replace(state.found, loss_sums=_add(state.found.loss_sums, sums, some))
+        results = replace(
+            state.results, loss_sums=_add(state.results.loss_sums, sums, some)
+        )
         if not keeps:
-            return replace(state, found=found), dy
-        ends = _add(found.end_gradients, gradients, some)
+            return replace(state, results=results), dy
+        ends = _add(results.end_gradients, gradients, some)
         written = write(state.gradients, own["loss_write"], dy)
-        found = replace(found, end_gradients=ends)
+        results = replace(results, end_gradients=ends)
         gradients = self._hops.laid_out(written)
-        return replace(state, found=found, gradients=gradients), dy
-
-    def _stage_input(self, state: _State, row: dict, own: dict) -> Payload:
-        """What this rank's stage takes: embedded, arrived, or zeros."""
-        embedded = self.work.embed(jnp.maximum(row["embedded"], 0))
-        arrived = read(state.inputs, own["input_read"])
-        x = where(own["forward_stage"] == 0, embedded, arrived)
-        return self._hops.laid_out(_or_idle(own["forward_microbatch"] >= 0, x))
+        return replace(state, results=results, gradients=gradients), dy
 
     def _backward(self, state: _State, row: dict, own: dict, up: Any) -> _State:
-        work, at, found = self.work, _at_work(own, "backward"), state.found
-        dy = _or_idle(at.at_work, read(state.gradients, own["gradient_read"]))
-        dx, block_gradients, of_ends = work.stage_gradient(
+        work, at, results = self.work, _action(own, "backward"), state.results
+        dy = _or_idle(at.is_active, read(state.gradients, own["gradient_read"]))
+        dx, block_gradients, more_ends = work.stage_gradient(
             at,
             state.saved,
             own["saved_read"],
             self._hops.laid_out(dy),
-            found.block_gradients,
+            results.block_gradients,
         )
-        at_start = (own["backward_stage"] == 0) & at.at_work
+        at_start = (own["backward_stage"] == 0) & at.is_active
         embedded = row["embedded_back"]
         end_gradients, input_gradients = work.embed_gradient(
             jnp.maximum(embedded, 0), after(where(at_start, dx), up)
         )
-        total = _add(found.end_gradients, end_gradients, embedded >= 0)
-        found = replace(
-            found,
+        total = _add(results.end_gradients, end_gradients, embedded >= 0)
+        results = replace(
+            results,
             block_gradients=block_gradients,
-            end_gradients=_add(total, of_ends, at.at_work) if of_ends else total,
-            input_gradients=write(found.input_gradients, embedded, input_gradients),
+            end_gradients=_add(total, more_ends, at.is_active) if more_ends else total,
+            input_gradients=write(results.input_gradients, embedded, input_gradients),
         )
-        return replace(state, downward=dx, found=found)
+        return replace(state, downward=dx, results=results)
 
     def _received(
         self, state: _State, name: str, slots: jax.Array, arrived: list[Payload]
     ) -> _State:
-        """The state with what arrived in a slot of the buffers of that name."""
+        """Return the state with the arrived payloads in slots of the named buffers."""
         buffers = getattr(state, name)
         for slot, payload in zip(slots, arrived, strict=True):
             buffers = write(buffers, slot, payload)
         return replace(state, **{name: self._hops.laid_out(buffers)})
 
 
-def _or_idle(at_work: jax.Array, payload: Payload) -> Payload:
-    return jax.tree.map(lambda x: jnp.where(at_work, x, IDLE), payload)
+def _or_idle(is_active: jax.Array, payload: Payload) -> Payload:
+    return jax.tree.map(lambda x: jnp.where(is_active, x, IDLE), payload)
 
 
-def _at_work(own: dict[str, jax.Array], which: str) -> At:
+def _action(own: dict[str, jax.Array], which: str) -> At:
     chunk, microbatch = own[f"{which}_chunk"], own[f"{which}_microbatch"]
     return At(jnp.maximum(chunk, 0), jnp.maximum(microbatch, 0), microbatch >= 0)
 
 
 def _add(total: Any, more: Any, counts: jax.Array) -> Any:
-    """Adds where it counts; what does not may be NaN."""
+    """Add where it counts; what does not count may be NaN."""
     return jax.tree.map(
         lambda one, other: one + jnp.where(counts, other.astype(one.dtype), 0),
         total,
@@ -274,7 +345,7 @@ def _add(total: Any, more: Any, counts: jax.Array) -> Any:
 
 
 def _add_at(total: Any, chunk: jax.Array, more: Any, counts: jax.Array) -> Any:
-    """`_add` to the part of one chunk."""
+    """Add to the part of one chunk where it counts."""
     return jax.tree.map(
         lambda one, other: one.at[chunk].add(
             jnp.where(counts, other.astype(one.dtype), 0)

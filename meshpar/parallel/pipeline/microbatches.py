@@ -1,6 +1,6 @@
 """Ends and stages of a rank for one microbatch at a time: the pipeline's only core.
 
-What embedding, blocks and head are is a `Functions`: of a model under the contract
+Embedding, blocks and head are a `Functions`: of a model under the contract
 (`program`), or of research code (`user_functions`).
 """
 
@@ -20,38 +20,61 @@ from meshpar.errors import InputError
 from meshpar.model.contract import Stream
 from meshpar.model.parameter import Params
 from meshpar.parallel.blocks import Block, Known
-from meshpar.parallel.pipeline.ends import Shares, shareable_parts
-from meshpar.parallel.pipeline.executor import Executor
-from meshpar.parallel.pipeline.float_leaves import split_floats
-from meshpar.parallel.pipeline.group_seams import Enter, GroupSeams
-from meshpar.parallel.pipeline.payloads import Payloads, zeros_of
+from meshpar.parallel.pipeline.crossing import (
+    Payloads,
+    Shares,
+    shareable_parts,
+    zero_arrays,
+)
+from meshpar.parallel.pipeline.executor import At, Executor, Work
 from meshpar.parallel.pipeline.rank_layers import RankLayers
-from meshpar.parallel.pipeline.rank_stages import RankStages
+from meshpar.parallel.pipeline.rank_stages import Enter, GroupSeams, RankStages
 from meshpar.parallel.pipeline.stages import Arrangement, part
-from meshpar.parallel.pipeline.work import At, Work
 from meshpar.parallel.remat import keeps_stage_input
 from meshpar.schedules import Schedule
 from meshpar.trace.dependence import has_gradient, is_read
 
 
-class Functions(Protocol):
-    """What a pipeline runs, at its two ends and in between.
+def differentiable(tree: Any) -> list[jax.Array]:
+    """Return the real or complex arrays of a tree, in order."""
+    return [leaf for leaf in jax.tree.leaves(tree) if is_float(leaf)]
 
-    `embed`, `head` and `outputs` take the ends' parameters, what scopes are made of for
-    a microbatch, and how the ranks share that end.
+
+def split_floats(tree: Any) -> tuple[list, Callable[[list], Any]]:
+    """Return a tree's real or complex arrays, and a function that replaces them."""
+    leaves, treedef = jax.tree.flatten(tree)
+
+    def filled(floats: list) -> Any:
+        left = iter(floats)
+        return treedef.unflatten(
+            [next(left) if is_float(leaf) else leaf for leaf in leaves]
+        )
+
+    return differentiable(tree), filled
+
+
+def is_float(array: Any) -> bool:
+    return jnp.issubdtype(array.dtype, jnp.inexact)
+
+
+class Functions(Protocol):
+    """The functions of a pipeline, at its two ends and in between.
+
+    `embed`, `head` and `outputs` take the ends' parameters, the arrays of a
+    microbatch's scopes, and how the ranks share that end.
     """
 
     @property
     def remat(self) -> str:
-        """What the backward recomputes."""
+        """The layout's remat: what the backward recomputes."""
 
     def embed(self, weights: Params, known: Known, shares: Shares | None) -> Stream:
-        """The first group's stream, or this rank's share of it."""
+        """Return the first group's stream, or this rank's share of it."""
 
     def head(
         self, weights: Params, stream: Stream, known: Known, shares: Shares
     ) -> tuple[jax.Array, jax.Array]:
-        """Summed loss and summed weights of this rank's share, fp32."""
+        """Return summed loss and summed weights of this rank's share, fp32."""
 
     @property
     def platform(self) -> str:
@@ -59,28 +82,28 @@ class Functions(Protocol):
 
     @property
     def keeps_together(self) -> str | None:
-        """Why idle ranks compute on zeros (`idle.mesh_hindrance`)."""
+        """Why idle ranks compute on zeros, or None (`mesh_hindrance`)."""
 
     def blocks(self, arrangement: Arrangement) -> Sequence[Block]:
-        """What a layer of each group does."""
+        """Return a layer of each group."""
 
     def enters(self) -> Sequence[Enter | None]:
-        """What makes each group's stream from that of the group before."""
+        """Return `enter` of each group, or None."""
 
     def specs(self, group: int, stream: Stream) -> Any:
-        """How a group's stream lies over automatic mesh axes."""
+        """Return the specs of a group's stream over automatic mesh axes."""
 
     def shared_dims(self, *, of_embed: bool) -> tuple[int, ...]:
-        """The dims of an end's stream that ranks may share it along, best first."""
+        """Return the dims along which ranks may share an end's stream, best first."""
 
     def differentiated(self, known: Known) -> Any:
-        """The part of a microbatch that gets gradients."""
+        """Return the part of a microbatch that gets gradients."""
 
     def with_differentiated(self, known: Known, part: Any) -> Known:
-        """A microbatch with other values there."""
+        """Return a microbatch with other values of that part."""
 
     def scatter_ends(self, gradients: Params) -> Params:
-        """The ends' gradients as they are added up."""
+        """Return the ends' gradients scattered as they are added up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,17 +111,16 @@ class Microbatches:
     """The embedding, stages and head, for one microbatch at a time.
 
     Args:
-        functions: What they are.
-        schedule: What every rank does.
-        arrangement: Which layers every rank has.
+        functions: Embedding, blocks and head.
+        schedule: The order of every rank's work.
+        arrangement: The layers of every rank.
         weights: The ends' parameters for use.
-        params: Of each group, the blocks' as the loop takes them, (chunks, places,
-            ...).
-        states: Of each group, its state, alike.
-        end_gradients: Shapes of the ends' gradients, as they are added up.
-        gradients: Of each group's, (chunks, places, ...).
-        cut: What scopes are made of that differs, (microbatches, ...) each.
-        fixed: What is the same for all.
+        params: Parameters of each group as the loop takes them, (chunks, places, ...).
+        states: State of each group, (chunks, places, ...).
+        end_gradients: Shapes of the ends' gradients as they are added up.
+        gradients: Shapes of each group's gradients, (chunks, places, ...).
+        cut: Arrays of scopes that differ by microbatch, (microbatches, ...) each.
+        fixed: Arrays of scopes that all microbatches share.
     """
 
     functions: Functions
@@ -113,7 +135,7 @@ class Microbatches:
     fixed: Known
 
     def work(self, of_loss: jax.Array | float = 1.0) -> Work:
-        """Return what the executor runs for the loss and its gradients.
+        """Return the executor's functions for the loss and its gradients.
 
         Args:
             of_loss: Gradient of the summed loss, from which the backward starts.
@@ -134,38 +156,37 @@ class Microbatches:
         shares = self.head_shares
         share = jax.tree.map(shares.share_shape, self._streams[-1])
 
-        def of_one(
+        def own_weight_sum(
             weights: Params, share: Stream, microbatch: jax.Array | int = 0
         ) -> jax.Array:
             known = self._known(microbatch)
             return self.functions.head(weights, share, known, shares)[1]
 
-        if has_gradient(of_one, self.weights, share):
+        if has_gradient(own_weight_sum, self.weights, share):
             raise InputError(
                 "weight_sum depends on parameters, so that the mean loss is known, and "
                 "has a gradient, only after the last microbatch; lax.stop_gradient the "
                 "weights, or set stage=1 and microbatches=1",
                 key="model.weight_sum_has_gradient",
             )
-        if is_read(of_one, self.weights, share):
+        if is_read(own_weight_sum, self.weights, share):
             warnings.warn(
                 "weight_sum depends on parameters, so that every forward runs twice, "
                 "the first time for the weights: compute them from the batch alone",
                 stacklevel=2,
             )
-            executor = Executor(schedule=self.schedule, work=self.work())
-            return executor.loss_sums()[1]
-        unread = zeros_of(share)
+            return Executor(self.schedule, self.work()).loss_sums()[1]
+        unread = zero_arrays(share)
 
         def add(total: jax.Array, microbatch: jax.Array) -> tuple[jax.Array, None]:
-            weights = of_one(self.weights, unread, microbatch)
+            weights = own_weight_sum(self.weights, unread, microbatch)
             return total + shares.counted(weights), None
 
         numbers = jnp.arange(self.schedule.num_microbatches)
         return lax.scan(add, jnp.float32(0), numbers)[0]
 
     def outputs_work(self, outputs: Callable[..., Any]) -> Work:
-        """What it runs for the outputs of a single microbatch, in place of the sums.
+        """Return the executor's functions for the outputs of a single microbatch.
 
         Args:
             outputs: (ends' parameters, stream's share, known, shares) -> arrays.
@@ -190,12 +211,12 @@ class Microbatches:
 
     @cached_property
     def head_shares(self) -> Shares:
-        """How they share the head."""
+        """How the ranks share the head."""
         last = self.schedule.num_stages - 1
         return self._shares(len(self._streams) - 1, stage=last, of_embed=False)
 
     def _work(self, head: Callable[..., tuple], sums: Any, stages: RankStages) -> Work:
-        payload = self._payloads.shapes
+        payload, chunks = self._payloads.shapes, self.schedule.num_chunks
         idle = At(jnp.int32(0), jnp.int32(0), jnp.bool_(False))
         _, (auxiliary, statistics) = jax.eval_shape(
             lambda x: stages.run(idle, x), payload
@@ -214,15 +235,15 @@ class Microbatches:
             end_gradients=self.end_gradients,
             loss_sums=sums,
             auxiliary=auxiliary,
-            statistics=jax.tree.map(self._of_chunks, statistics),
+            statistics=jax.tree.map(
+                lambda one: jax.ShapeDtypeStruct((chunks, *one.shape), one.dtype),
+                statistics,
+            ),
             inputs=split_floats(self.functions.differentiated(self.cut))[0],
         )
 
-    def _of_chunks(self, one: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((self.schedule.num_chunks, *one.shape), one.dtype)
-
     def _shares(self, group: int, *, stage: int, of_embed: bool) -> Shares:
-        """Along the first dim that divides, otherwise `stage`'s rank has the end."""
+        """Share along the first dim that divides; else `stage`'s rank has the end."""
         stream, specs = self._streams[group], self._specs[group]
         shape, num_ranks = jax.tree.leaves(stream)[0].shape, self.schedule.num_ranks
         parts = shareable_parts(stream, specs)
@@ -276,11 +297,11 @@ class Microbatches:
         known, enters = self._known(0), self.functions.enters()
 
         def streams() -> list[Stream]:
-            found = [self.functions.embed(self.weights, known, None)]
+            streams = [self.functions.embed(self.weights, known, None)]
             for enter in enters[1:]:
-                before = found[-1]
-                found.append(enter(self.weights, before, known) if enter else before)
-            return found
+                before = streams[-1]
+                streams.append(enter(self.weights, before, known) if enter else before)
+            return streams
 
         return jax.eval_shape(streams)
 
@@ -298,7 +319,7 @@ class Microbatches:
     def _stage_gradient(
         self, stages: RankStages, *given: Any
     ) -> tuple[Any, list[Any], Any]:
-        """`RankStages.gradient`, the ends' share as it is added up."""
+        """Return `RankStages.gradient` with the ends' gradients scattered."""
         dx, totals, of_ends = stages.gradient(*given)
         if of_ends:
             of_ends = self.functions.scatter_ends(of_ends)
@@ -307,7 +328,7 @@ class Microbatches:
     def _embed(self, microbatch: jax.Array) -> Any:
         shares, known = self.embed_shares, self._known(microbatch)
         share = self.functions.embed(self.weights, known, shares)
-        return self._payloads.of(0, shares.gather(share, "embed_gather"))
+        return self._payloads.holding(0, shares.gather(share, "embed_gather"))
 
     def _embed_gradient(
         self, microbatch: jax.Array, of_payload: Any
@@ -326,7 +347,7 @@ class Microbatches:
         return self.functions.scatter_ends(gradients), of_inputs
 
     def _head_share(self, payload: Any) -> Stream:
-        """This rank's share of the last group's stream."""
+        """Return this rank's share of the last group's stream."""
         stream = self._payloads.stream(len(self._streams) - 1, payload)
         return self.head_shares.scatter(stream, "head_scatter")
 
@@ -342,5 +363,5 @@ class Microbatches:
         )
         gradients, dy = vjp((jnp.float32(of_loss), jnp.zeros(())))
         sums, gradients = shares.counted((sums, gradients))
-        dy = self._payloads.of(last, shares.gather(dy, "head_gather"))
+        dy = self._payloads.holding(last, shares.gather(dy, "head_gather"))
         return sums, dy, self.functions.scatter_ends(gradients)

@@ -1,42 +1,157 @@
 """The stages of one rank, for one microbatch at a time, as the executor calls them.
 
-A stage may hold layers of several groups of blocks (`rank_layers`), with seams between
-them (`group_seams`). What passes between stages is a payload of the streams that cross
-there (`payloads`); a rank takes the one that its first layer wants.
+A stage may hold layers of several groups of blocks (`rank_layers`). Between two groups
+is a seam: a group takes the stream of the group before it, through `enter` if it has
+one. Every rank computes this; if the seam lies on another rank, the result is dropped
+and the stream of the payload counts (`crossing`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from meshpar.model.block_run import Sums
 from meshpar.model.contract import Stream
+from meshpar.model.parameter import Params
+from meshpar.model.sums import Sums
 from meshpar.parallel.blocks import (
     Known,
     Residuals,
     Stack,
     check_names,
+    restore_vjp,
     run_backward,
     run_blocks,
     run_keeping,
+    vjp_without,
+    where,
 )
-from meshpar.parallel.pipeline.buffers import read, write
-from meshpar.parallel.pipeline.group_seams import GroupSeams
-from meshpar.parallel.pipeline.idle import layers_hindrance, tell
-from meshpar.parallel.pipeline.layer_loops import (
+from meshpar.parallel.pipeline.crossing import (
+    Payload,
+    Payloads,
+    read,
+    write,
+    zero_arrays,
+)
+from meshpar.parallel.pipeline.executor import At
+from meshpar.parallel.pipeline.rank_layers import (
+    Fact,
+    RankLayers,
     Saved,
     backward_layers,
     keep_layers,
+    layers_hindrance,
     run_layers,
+    warn_of_hindrance,
 )
-from meshpar.parallel.pipeline.payloads import Payloads, zeros_of
-from meshpar.parallel.pipeline.rank_layers import RankLayers
-from meshpar.parallel.pipeline.work import At, Payload
+
+Enter = Callable[[Params, Stream, Known], Stream]
+"""(ends' parameters, stream of the group before, what scopes are made of) -> stream."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSeams:
+    """The seams between the groups of one pipeline.
+
+    Args:
+        enters: `enter` of each group; None if its stream is that of the group before.
+        weights: The ends' parameters for use.
+        payloads: What passes between stages.
+        layers: The layers of this rank.
+    """
+
+    enters: Sequence[Enter | None]
+    weights: Params
+    payloads: Payloads
+    layers: RankLayers
+
+    def entered(
+        self, group: int, chunk: jax.Array, x: Stream, before: tuple, known: Known
+    ) -> tuple[Stream, Residuals | None]:
+        """Return the input of a group's first layer here, and residuals of `enter`.
+
+        Args:
+            group: Index of the group.
+            chunk: Index among the rank's stages.
+            x: The group's stream in the payload.
+            before: The payload, and this rank's stream of the group before.
+            known: What scopes are made of.
+        """
+        if group == 0:
+            return x, None
+        payload, y = before
+        held = self.layers.holds(group - 1, chunk)
+        previous = _where(held, y, self.payloads.stream(group - 1, payload))
+        entered, residuals = previous, None
+        enter = self.enters[group]
+        if enter is not None:
+            entered, residuals = vjp_without(
+                lambda weights, y: enter(weights, y, known),
+                (self.weights, previous),
+                known=(self.weights, known),
+            )
+        begins = self.layers.begins(group, chunk)
+        return _where(begins, entered, x), residuals
+
+    def left(self, group: int, chunk: jax.Array, y: Stream) -> Payload:
+        """Return the payload with a group's stream if its last layer is here."""
+        return self.payloads.holding(group, _where(self.layers.ends(group, chunk), y))
+
+    def gradient_out(
+        self, group: int, chunk: jax.Array, of_payload: Payload, of_next: Any
+    ) -> Stream:
+        """Return the gradient of a group's last stream here."""
+        ends = self.layers.ends(group, chunk)
+        dy = _where(ends, self.payloads.stream(group, of_payload))
+        if of_next is None:
+            return dy
+        return jax.tree.map(jnp.add, dy, of_next)
+
+    def gradient_in(
+        self,
+        group: int,
+        chunk: jax.Array,
+        dx: Stream,
+        of_payload: Payload,
+        residuals: Residuals | None,
+        known: Known,
+    ) -> tuple[Any, Payload, Any]:
+        """Take a group's gradient back through its seam.
+
+        Returns:
+            Gradients of the stream of the group before on this rank; of the payload,
+            this group's added; and of the ends' parameters, or None.
+        """
+        if group == 0:
+            return None, self.payloads.added(of_payload, 0, dx), None
+        begins = self.layers.begins(group, chunk)
+        of_payload = self.payloads.added(of_payload, group, _where(_not(begins), dx))
+        previous, more = _where(begins, dx), None
+        if residuals is not None:
+            vjp = restore_vjp(residuals, (self.weights, known))
+            more, previous = _where(begins, vjp(previous))
+        held = self.layers.holds(group - 1, chunk)
+        of_payload = self.payloads.added(
+            of_payload, group - 1, _where(_not(held), previous)
+        )
+        return _where(held, previous), of_payload, more
+
+
+def _where(condition: Fact, tree: Any, other: Any = None) -> Any:
+    """Return `where(...)`, without an operation if the condition is known."""
+    if condition is True:
+        return tree
+    if condition is False:
+        return zero_arrays(tree) if other is None else other
+    return where(condition, tree, other)
+
+
+def _not(condition: Fact) -> Fact:
+    return not condition if isinstance(condition, bool) else ~condition
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +159,12 @@ class RankStages:
     """The blocks of every stage that this rank runs.
 
     Args:
-        seams: What happens between two groups.
+        seams: The seams between groups.
         known: Microbatch -> arrays without gradient that scopes are made of.
-        keeps_input: Whether a stage's input is all that is kept for its backward.
-        skips: Whether an idle rank leaves its layers out (`idle`); else it computes
+        keeps_input: True to keep only a stage's input for its backward.
+        skips: True if an idle rank skips its layers (`rank_layers`); else it computes
             them on zeros.
-        of_loss: Gradient of the summed loss, auxiliary losses among it.
+        of_loss: Gradient of the summed loss, including auxiliary losses.
     """
 
     seams: GroupSeams
@@ -60,30 +175,28 @@ class RankStages:
 
     @property
     def layers(self) -> RankLayers:
-        """Which layers this rank has, of each group."""
+        """The layers of this rank."""
         return self.seams.layers
 
     @property
     def payloads(self) -> Payloads:
-        """What passes between stages."""
+        """The payloads that pass between stages."""
         return self.seams.payloads
 
     def may_skip(self) -> bool:
-        """Whether an idle rank may leave the layers out; where not, a warning says why.
-
-        Nothing is run.
-        """
+        """Return True if an idle rank may skip its layers; else warn why not."""
         known, first = self.known(jnp.int32(0)), jnp.int32(0)
         for group, block in enumerate(self.layers.blocks):
             stream = self.payloads.streams[group]
-            found = layers_hindrance(self.layers.stack(group, first), stream, known)
-            if found is not None:
-                tell(block.group.name, found)
+            stack = self.layers.stack(group, first)
+            hindrance = layers_hindrance(stack, stream, known)
+            if hindrance is not None:
+                warn_of_hindrance(block.group.name, hindrance)
                 return False
         return True
 
     def run(self, at: At, payload: Payload) -> tuple[Payload, tuple]:
-        """A microbatch through one of the stages, and the sums of its blocks."""
+        """Run a microbatch through a stage; return the payload and its blocks' sums."""
         known = self.known(at.microbatch)
 
         def through(group: int, stack: Stack, x: Stream) -> tuple[Stream, Sums, None]:
@@ -95,19 +208,19 @@ class RankStages:
         return self._through(at.chunk, known, payload, through)[:2]
 
     def kept(self, payload: Payload) -> Any:
-        """Shapes of what `gradient` needs of a stage's run: trees of plain lists."""
+        """Return the shapes of what `gradient` needs of a run: trees of plain lists."""
         return payload if self.keeps_input else _plain(self._kept(payload))
 
     def run_keeping(
         self, at: At, payload: Payload, buffers: Any, slot: jax.Array
     ) -> tuple[Payload, tuple, Any]:
-        """`run`, and what `gradient` needs of it in a slot of the buffers.
+        """Run a stage and write what `gradient` needs into a slot of the buffers.
 
         Args:
-            at: What to run.
-            payload: What the stage takes.
+            at: The action.
+            payload: The stage's input.
             buffers: (slots, ...) for each array of `kept`.
-            slot: Where to write; negative where the rank is idle.
+            slot: The slot to write; negative if the rank is idle.
         """
         if self.keeps_input:
             return *self.run(at, payload), write(buffers, slot, payload)
@@ -125,22 +238,22 @@ class RankStages:
         of_payload: Payload,
         totals: list[Any],
     ) -> tuple[Payload, list[Any], Any]:
-        """The gradient of the stage's payload; its parameters' are added to the totals.
+        """Run a stage backward, its parameters' gradients added to the totals.
 
         Args:
-            at: What was run.
+            at: The action.
             buffers: From `run_keeping`.
-            slot: Where it wrote.
+            slot: The slot that it wrote.
             of_payload: Gradient of the stage's output.
-            totals: Of each group: where gradients are added, (chunks, places, ...).
+            totals: Gradients of each group so far, (chunks, places, ...).
 
         Returns:
-            The gradient of its input, the totals, and gradients of the ends' parameters
-            in `enter`; () where no group has it.
+            Gradient of its input, the totals, and gradients of the ends' parameters in
+            `enter`; () if no group has it.
         """
         known, totals = self.known(at.microbatch), list(totals)
         kept = self._restored(at, known, buffers, slot)
-        found = zeros_of(self.payloads.shapes)
+        of_input = zero_arrays(self.payloads.shapes)
         of_ends: Any = ()
         of_next: Any = None
         for group in reversed(range(len(self.layers.blocks))):
@@ -149,12 +262,12 @@ class RankStages:
             dx, totals[group] = self._backward(
                 group, at, residuals, dy, known, totals[group]
             )
-            of_next, found, more = self.seams.gradient_in(
-                group, at.chunk, dx, found, entered, known
+            of_next, of_input, more = self.seams.gradient_in(
+                group, at.chunk, dx, of_input, entered, known
             )
             if more is not None:
                 of_ends = more if not of_ends else jax.tree.map(jnp.add, of_ends, more)
-        return found, totals, of_ends
+        return of_input, totals, of_ends
 
     def _run_keeping(
         self, chunk: jax.Array, known: Known, payload: Payload
@@ -165,14 +278,14 @@ class RankStages:
             checked.append((stack, x))
             return run_keeping(stack, x, known)
 
-        found = self._through(chunk, known, payload, through)
+        results = self._through(chunk, known, payload, through)
         check_names(checked, known)
-        return found
+        return results
 
     def _run_keeping_in(
         self, at: At, known: Known, payload: Payload, buffers: Any, slot: jax.Array
     ) -> tuple[Payload, tuple, Any]:
-        """`_run_keeping`, each layer's residuals straight into the buffers."""
+        """Run a stage, each layer's residuals written straight into the buffers."""
 
         def through(group: int, stack: Stack, x: Stream) -> tuple[Stream, Sums, list]:
             num_layers, (_, saved) = self.layers.num_layers(group, at), buffers[group]
@@ -186,7 +299,7 @@ class RankStages:
         return y, sums, written
 
     def _kept(self, payload: Payload) -> list[tuple[Residuals | None, Residuals]]:
-        """Shapes of what is kept: of each group, of `enter` and of its layers."""
+        """Return shapes of each group's residuals: of `enter`, and of its layers."""
         first = jnp.int32(0)
         return jax.eval_shape(
             lambda x: self._run_keeping(first, self.known(first), x)[2], payload
@@ -195,7 +308,7 @@ class RankStages:
     def _restored(
         self, at: At, known: Known, buffers: Any, slot: jax.Array
     ) -> list[tuple[Residuals | None, Any]]:
-        """What was kept, of each group: of `enter`, and what `_backward` takes."""
+        """Return each group's residuals of `enter`, and those for `_backward`."""
         payload = self.payloads.shapes
         if self.keeps_input and not self.skips:
             return self._run_keeping(at.chunk, known, read(buffers, slot))[2]
@@ -228,18 +341,23 @@ class RankStages:
         known: Known,
         totals: Any,
     ) -> tuple[Stream, Any]:
-        """A group's layers backwards, their gradients added to the totals."""
+        """Run a group's layers backward, their gradients added to the totals."""
         stack = self.layers.stack(group, at.chunk)
-        if self.skips:
-            num_layers = self.layers.num_layers(group, at)
-            add = _adder(at.chunk)
-            return backward_layers(
-                *(stack, kept, dx, known, num_layers, totals, add), of_loss=self.of_loss
-            )
-        add = _adder(at.chunk, counts=at.at_work)
-        return run_backward(
-            *(stack, kept, dx, known, totals, add), of_loss=self.of_loss
-        )
+
+        def add(totals: Any, gradients: Any, place: jax.Array) -> Any:
+            def one(total: jax.Array, gradient: jax.Array) -> jax.Array:
+                gradient = gradient.astype(total.dtype)
+                if not self.skips:
+                    gradient = jnp.where(at.is_active, gradient, 0)
+                return total.at[at.chunk, place].add(gradient)
+
+            return jax.tree.map(one, totals, gradients)
+
+        given = (stack, kept, dx, known)
+        if not self.skips:
+            return run_backward(*given, totals, add, of_loss=self.of_loss)
+        num_layers = self.layers.num_layers(group, at)
+        return backward_layers(*given, num_layers, totals, add, of_loss=self.of_loss)
 
     def _through(
         self,
@@ -248,9 +366,11 @@ class RankStages:
         payload: Payload,
         through: Callable[[int, Stack, Stream], tuple[Stream, Sums, Any]],
     ) -> tuple[Payload, tuple, list]:
-        """Every group in turn; the payload out, the sums, and what each kept.
+        """Run every group in turn, its layers by `through`.
 
-        That is, of `enter` and of its layers as `through` runs them.
+        Returns:
+            The payload out, the sums, and each group's residuals, of `enter` and of
+            its layers.
         """
         out, y, auxiliary, statistics, kept = None, None, [], [], []
         for group, block in enumerate(self.layers.blocks):
@@ -267,21 +387,6 @@ class RankStages:
         return out, (auxiliary, statistics), kept
 
 
-def _adder(chunk: jax.Array, *, counts: jax.Array | None = None) -> Callable[..., Any]:
-    """What adds a layer's gradients to the totals, where they count."""
-
-    def add(totals: Any, gradients: Any, place: jax.Array) -> Any:
-        def one(total: jax.Array, gradient: jax.Array) -> jax.Array:
-            gradient = gradient.astype(total.dtype)
-            if counts is not None:
-                gradient = jnp.where(counts, gradient, 0)
-            return total.at[chunk, place].add(gradient)
-
-        return jax.tree.map(one, totals, gradients)
-
-    return add
-
-
 def _plain(kept: list[tuple[Residuals | None, Residuals]]) -> Any:
-    """The arrays alone: of each group those of `enter`, and those of its layers."""
+    """Return the arrays alone: for each group those of `enter`, and of its layers."""
     return [[jax.tree.leaves(one) for one in of_group] for of_group in kept]

@@ -17,14 +17,14 @@ from jax import lax
 
 from meshpar.collectives import asked
 from meshpar.model.parameter import Params
-from meshpar.parallel.pipeline.ends import STAGE
+from meshpar.parallel.pipeline.crossing import STAGE
 from meshpar.parallel.placement import Placement
 from meshpar.parallel.reduction import in_fp32, reduce_gradients
 from meshpar.parallel.zero import gradient_after_loop, reduce_scatter
 
 SLICE_BYTES = 2**28
-"""The most that is reduced at once where gradients have more than one layer: large
-enough that no link's latency shows, small beside what the blocks themselves need."""
+"""Most bytes that are reduced at once if gradients have more than one layer: large
+enough to hide any link's latency, small compared with the blocks' own memory."""
 
 _MOST_SMALLER = 4
 
@@ -34,18 +34,20 @@ def reduce_in_slices(
     end_gradients: Params,
     group_gradients: Sequence[Params],
 ) -> Params:
-    """`Placement.reduce`: the same sums, in more and smaller collectives.
+    """Reduce gradients as `Placement.reduce`, in more and smaller collectives.
 
     Args:
         placement: The model on its mesh.
-        end_gradients: Of the ends, as the ticks added them up.
-        group_gradients: Of each group of blocks, (layers, ...) each.
+        end_gradients: Gradients of the ends as the ticks added them up.
+        group_gradients: Gradients of each group of blocks, (layers, ...) each.
     """
     mesh_axes = placement.large(placement.manual_axes)
 
     def reduced(stored: Any, gradients: Any) -> Any:
         summed = reduced_in_fp32(stored, gradients, mesh_axes, **placement.sum_options)
-        return _typed(stored, summed)
+        return jax.tree.map(
+            lambda layout, x: x.astype(layout.gradient_dtype), stored, summed
+        )
 
     of_ends, of_groups = placement.model.split(placement.stored)
     if all(num_slices(gradients) == 1 for gradients in group_gradients):
@@ -85,9 +87,10 @@ def summed_inputs(
 
 
 def along_first_dim(reduced: Callable[[Any, Any], Any], stored: Any, tree: Any) -> Any:
-    """`reduced(stored, tree)`, in slices along the first dim of the arrays.
+    """Return `reduced(stored, tree)`, computed in slices along the arrays' first dim.
 
-    What is scattered along that dim, or has another size there, is reduced as a whole.
+    Arrays that are scattered along that dim, or have another size there, are reduced
+    as a whole.
 
     Args:
         reduced: Sums, and may scatter other dims; for any size of the first.
@@ -104,20 +107,24 @@ def along_first_dim(reduced: Callable[[Any, Any], Any], stored: Any, tree: Any) 
     ]
     whole = [at for at in range(len(leaves)) if at not in sliced]
 
-    def of(places: list[int], arrays: list[jax.Array]) -> list[jax.Array]:
+    def reduce_leaves(places: list[int], arrays: list[jax.Array]) -> list[jax.Array]:
         return reduced([layouts[at] for at in places], arrays)
 
-    found = dict(zip(whole, of(whole, [leaves[at] for at in whole]), strict=True))
-    looped = _loop(lambda x: of(sliced, x), [leaves[at] for at in sliced], number)
-    found |= dict(zip(sliced, looped, strict=True))
-    return treedef.unflatten([found[at] for at in range(len(leaves))])
+    at_once = reduce_leaves(whole, [leaves[at] for at in whole])
+    looped = _loop(
+        lambda arrays: reduce_leaves(sliced, arrays),
+        [leaves[at] for at in sliced],
+        number,
+    )
+    results = dict(zip(whole + sliced, at_once + looped, strict=True))
+    return treedef.unflatten([results[at] for at in range(len(leaves))])
 
 
 def num_slices(tree: Any) -> int:
-    """Equal slices along the first dim of `SLICE_BYTES` at most, as few as possible.
+    """Return the least number of equal slices along the first dim up to `SLICE_BYTES`.
 
-    One where that takes more than `_MOST_SMALLER` times as many, as of a prime first
-    dim: a loop over slivers would wait for its collectives alone.
+    One if that takes more than `_MOST_SMALLER` times as many, as for a prime first dim:
+    a loop over slivers would wait for its collectives alone.
     """
     leaves = jax.tree.leaves(tree)
     length = min((leaf.shape[0] for leaf in leaves), default=1)
@@ -136,7 +143,7 @@ def _loop(
     arrays: list[jax.Array],
     number: int,
 ) -> list[jax.Array]:
-    """`reduced(arrays)`; a result shaped and typed as its array takes its place."""
+    """Return `reduced(arrays)`; a result shaped and typed as its array replaces it."""
     if not arrays:
         return []
     size = arrays[0].shape[0] // number
@@ -161,9 +168,3 @@ def _loop(
         ]
 
     return lax.fori_loop(0, number, body, first)
-
-
-def _typed(stored: Any, gradients: Any) -> Any:
-    return jax.tree.map(
-        lambda layout, x: x.astype(layout.gradient_dtype), stored, gradients
-    )

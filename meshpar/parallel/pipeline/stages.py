@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
 
+from meshpar.errors import InputError
+from meshpar.layout import BY_COST, Layout
 from meshpar.model.contract import Model
 from meshpar.model.parameter import flat
+from meshpar.parallel.pipeline.layer_costs import layer_costs
 from meshpar.rules.sharding import path_name
-from meshpar.schedules import Schedule
+from meshpar.schedules import OwnSchedule, Schedule, chosen_schedule
+from meshpar.schedules.stage_splits import split_by_cost, stage_sizes
 
 NO_LAYER = -1
 """A place that holds no layer, where stages are of uneven size."""
@@ -33,27 +38,27 @@ class Arrangement:
     stages: np.ndarray
 
     def order(self, group: int) -> tuple[int, ...]:
-        """A group's layers as its stacked parameters hold them, rank by rank."""
+        """Return a group's layers in the order of its stacked parameters, by rank."""
         return tuple(self.layers[group].ravel().tolist())
 
     def places(self, group: int) -> np.ndarray:
-        """The place of each layer of a group, first to last."""
+        """Return the place of each layer of a group, first to last."""
         return _places(self.layers[group].ravel())
 
     def padded(self, group: int) -> bool:
-        """Whether some places of a group hold no layer."""
+        """Return True if some places of a group hold no layer."""
         return bool((self.layers[group] == NO_LAYER).any())
 
     def holds(self, group: int) -> np.ndarray:
-        """(ranks, chunks): whether the stage has a layer of the group."""
+        """Return (ranks, chunks): True if the stage has a layer of the group."""
         return (self.layers[group] != NO_LAYER).any(axis=-1)
 
     def begins(self, group: int) -> np.ndarray:
-        """(ranks, chunks): whether the stage has the first layer of the group."""
+        """Return (ranks, chunks): True if the stage has the group's first layer."""
         return (self.layers[group] == 0).any(axis=-1)
 
     def ends(self, group: int) -> np.ndarray:
-        """(ranks, chunks): whether the group's is the last layer of the stage."""
+        """Return (ranks, chunks): True if the stage's last layer is the group's."""
         later = [self.holds(at) for at in range(group + 1, len(self.layers))]
         return self.holds(group) & ~np.any([*later, np.zeros_like(self.stages)], axis=0)
 
@@ -71,7 +76,7 @@ class Arrangement:
 def arrangement(
     schedule: Schedule, sizes: Sequence[int], group_sizes: Sequence[int]
 ) -> Arrangement:
-    """Where every layer lies, by the schedule's placement of stages on ranks.
+    """Place every layer, by the schedule's placement of stages on ranks.
 
     Args:
         schedule: Places the stages.
@@ -97,8 +102,107 @@ def arrangement(
     return Arrangement(tuple(layers), stages)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """A model arranged for the stages of a layout.
+
+    Args:
+        model: Its stacked parameters lie rank by rank.
+        schedule: What every rank does.
+        arrangement: Which layers every rank has.
+        stage_layers: How many layers each stage has, first to last.
+    """
+
+    model: Model
+    schedule: Schedule
+    arrangement: Arrangement
+    stage_layers: tuple[int, ...]
+
+
+def pipeline_for(
+    model: Model, layout: Layout, schedule: OwnSchedule | None = None
+) -> Pipeline:
+    """Return the model arranged for a layout's stages, and its schedule.
+
+    Args:
+        model: The model.
+        layout: Its stages, microbatches, chunks and splits.
+        schedule: Instead of the one that the layout names.
+
+    Raises:
+        InputError: More stages than layers, splits that do not fit, or a schedule that
+            is wrong or cannot have those sizes.
+    """
+    sizes = stage_layers(model, layout)
+    chosen = chosen_schedule(
+        layout.schedule if schedule is None else schedule,
+        num_ranks=layout.stage,
+        num_microbatches=layout.microbatches,
+        chunks=layout.chunks,
+    )
+    placed = arrangement(chosen, sizes, [group.num_layers for group in model.groups])
+    orders = {group.name: placed.order(at) for at, group in enumerate(model.groups)}
+    return Pipeline(
+        model=model.arranged(orders),
+        schedule=chosen,
+        arrangement=placed,
+        stage_layers=sizes,
+    )
+
+
+def stage_layers(model: Model, layout: Layout) -> tuple[int, ...]:
+    """Return the number of layers of each stage of a layout, first to last.
+
+    Raises:
+        InputError: More stages than layers, splits that do not fit, or costs that
+            cannot be measured.
+    """
+    even = stage_sizes(model.num_layers, layout.stage, layout.chunks)
+    if layout.splits != BY_COST:
+        return stage_sizes(model.num_layers, layout.stage, layout.chunks, layout.splits)
+    if all(group.costs is not None for group in model.groups):
+        costs = tuple(cost for group in model.groups for cost in group.costs or ())
+    else:
+        costs = _traced_costs(model)
+    return split_by_cost(costs, len(even))
+
+
+def with_costs(model: Model, costs: Sequence[float], layout: Layout) -> Model:
+    """Return the model with the given costs of its layers.
+
+    Raises:
+        InputError: The layout does not split by cost, or there are not as many costs as
+            layers.
+    """
+    if layout.splits != BY_COST:
+        raise InputError(
+            f"layer_costs are given, but layout {str(layout)!r} does not split by "
+            "them; say splits=cost, or leave them out",
+            key="layout.unused_layer_costs",
+        )
+    if len(costs) != model.num_layers:
+        raise InputError(
+            f"the model has {model.num_layers} layers, but {len(costs)} costs; give "
+            "one a layer",
+            key="model.wrong_number_of_costs",
+        )
+    groups = []
+    for group, first in zip(model.groups, model.first_layers, strict=True):
+        own = tuple(costs[first : first + group.num_layers])
+        groups.append(replace(group, costs=own))
+    return replace(model, groups=tuple(groups))
+
+
+def arranged_for(model: Model, layout: Layout) -> Model:
+    """Return the model as a step stores it: its layers in the order of the stages."""
+    return pipeline_for(model, layout).model if layout.runs_in_ticks else model
+
+
+_traced_costs = functools.lru_cache(maxsize=16)(layer_costs)
+
+
 def in_layer_order(model: Model, tree: Any) -> Any:
-    """Undoes the arrangement in arrays that lie as the model's parameters do.
+    """Undo the arrangement in arrays that lie as the model's parameters do.
 
     Args:
         model: An arranged model, or any other.
@@ -123,19 +227,19 @@ def _places(order: np.ndarray) -> np.ndarray:
 
 
 def cut(tree: Any, num_parts: int) -> Any:
-    """The first dim of every array in that many parts."""
+    """Cut the first dim of every array into that many parts."""
     return jax.tree.map(
         lambda value: value.reshape(num_parts, -1, *value.shape[1:]), tree
     )
 
 
 def merge(tree: Any) -> Any:
-    """Undoes `cut`."""
+    """Undo `cut`."""
     return jax.tree.map(lambda value: value.reshape(-1, *value.shape[2:]), tree)
 
 
 def part(tree: Any, index: jax.Array | int) -> Any:
-    """One of the parts of every array that was `cut`."""
+    """Return one of the parts of every array that was `cut`."""
     return jax.tree.map(
         lambda value: lax.dynamic_index_in_dim(value, index, keepdims=False), tree
     )

@@ -9,37 +9,76 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import Mesh, PartitionSpec
 
 from meshpar.collectives import asked
 from meshpar.errors import InputError, nearest
 from meshpar.layout import REMATS
-from meshpar.parallel.pipeline.ends import STAGE
-from meshpar.parallel.pipeline.executor import Executor
-from meshpar.parallel.pipeline.float_leaves import differentiable
-from meshpar.parallel.pipeline.microbatches import Microbatches
-from meshpar.parallel.pipeline.own_derivative import Gradients, with_own_derivative
+from meshpar.parallel.pipeline.crossing import STAGE
+from meshpar.parallel.pipeline.executor import Executor, Results
+from meshpar.parallel.pipeline.microbatches import Microbatches, differentiable
 from meshpar.parallel.pipeline.reduction import along_first_dim, reduced_in_fp32
 from meshpar.parallel.pipeline.stages import Arrangement, arrangement, cut, merge
-from meshpar.parallel.pipeline.user_arguments import (
+from meshpar.parallel.pipeline.user_functions import (
+    UserFunctions,
     batch_axes,
     check_batch,
     check_block_specs,
     check_mesh,
     check_parameters,
     check_x_spec,
-    layers_of,
+    stacked_layers,
     token_arrays,
 )
-from meshpar.parallel.pipeline.user_functions import UserFunctions
-from meshpar.parallel.pipeline.work import Results
-from meshpar.parallel.reduction import safe_inverse
+from meshpar.parallel.reduction import safe_inverse, scaled
 from meshpar.parallel.zero import Stored
 from meshpar.schedules import OwnSchedule, chosen_schedule
 from meshpar.schedules.stage_splits import stage_sizes
 
+Gradients = tuple[Any, Any, Any]
+
+
+def with_own_derivative(run: Callable[..., tuple]) -> Callable[..., tuple]:
+    """Return `run` with its own gradients as the derivative of its loss."""
+
+    @jax.custom_vjp
+    def value_and_grad(
+        block_params: Any, end_params: Any, inputs: Any, targets: Any
+    ) -> tuple[jax.Array, Gradients]:
+        return run(block_params, end_params, inputs, targets)
+
+    def forward(*arguments: Any) -> tuple:
+        if any(leaf.perturbed for leaf in jax.tree.leaves(arguments[3])):
+            raise InputError(
+                "the pipeline's loss is differentiated with respect to its targets, "
+                "which get no gradient; pass them as inputs, or lax.stop_gradient them",
+                key="model.gradient_of_targets",
+            )
+        values = jax.tree.map(lambda leaf: leaf.value, arguments)
+        loss, gradients = run(*values)
+        return (loss, gradients), gradients
+
+    def backward(gradients: Gradients, cotangents: tuple) -> tuple:
+        of_loss, of_gradients = cotangents
+        if not all(
+            isinstance(leaf, SymbolicZero) for leaf in jax.tree.leaves(of_gradients)
+        ):
+            raise InputError(
+                "the gradients of a pipeline are differentiated again, which its "
+                "backward does not keep enough for; differentiate its loss only",
+                key="model.second_derivative",
+            )
+        if isinstance(of_loss, SymbolicZero):
+            of_loss = jnp.zeros(of_loss.shape, of_loss.dtype)
+        return (*scaled(gradients, of_loss), None)
+
+    value_and_grad.defvjp(forward, backward, symbolic_zeros=True)
+    return value_and_grad
+
+
 _REMATS = tuple(name for name in REMATS if name != "selective")
-"""Of `Layout`, without what needs residuals to be named with `Scope.save`."""
+"""`Layout`'s remats but the one that needs residuals named with `Scope.save`."""
 
 
 def pipeline_value_and_grad(
@@ -58,7 +97,7 @@ def pipeline_value_and_grad(
     block_specs: Any = None,
     x_spec: Any = PartitionSpec(),  # noqa: B008, immutable
 ) -> Callable[[Any, Any, Any, Any], tuple[jax.Array, Gradients]]:
-    """Loss and gradients of stacked blocks run as a pipeline, on any functions.
+    """Return a function for loss and gradients of stacked blocks run as a pipeline.
 
         x_0 = embed(end_params, inputs)                 or the inputs themselves
         x_(l+1) = block(block_params[l], x_l)           l = 0 ... layers - 1
@@ -154,7 +193,7 @@ def pipeline_value_and_grad(
     )
 
     def run(blocks: Any, ends: Any, inputs: Any, targets: Any) -> tuple:
-        num_layers = layers_of(blocks)
+        num_layers = stacked_layers(blocks)
         check_parameters(blocks, ends)
         check_block_specs(block_specs, blocks, mesh)
         check_batch(inputs, targets, mesh, num_microbatches)
@@ -203,17 +242,17 @@ def _run(
             weights=ends,
             params=[blocks],
             states=[{}],
-            end_gradients=_sums_of(ends),
-            gradients=[_sums_of(blocks)],
+            end_gradients=_gradient_sums(ends),
+            gradients=[_gradient_sums(blocks)],
             cut=cut({"inputs": inputs, "targets": targets}, schedule.num_microbatches),
             fixed={},
         )
-        at_work = tuple(axis for axis in (*axes, STAGE) if mesh.shape[axis] > 1)
+        split_axes = tuple(axis for axis in (*axes, STAGE) if mesh.shape[axis] > 1)
         with asked("loss_sum"):
-            weight_sum = lax.psum(microbatches.weight_sum(), at_work)
+            weight_sum = lax.psum(microbatches.weight_sum(), split_axes)
         share = safe_inverse(weight_sum)
-        executor = Executor(schedule=schedule, work=microbatches.work(of_loss=share))
-        return _reduced(functions, at_work, share, executor.loss_and_gradients())
+        executor = Executor(schedule, microbatches.work(of_loss=share))
+        return _reduced(functions, split_axes, share, executor.loss_and_gradients())
 
     loss, of_blocks, of_ends, of_floats = jax.shard_map(
         local,
@@ -231,8 +270,8 @@ def _run(
     return loss, _typed_as((blocks, ends, inputs), gradients)
 
 
-def _sums_of(tree: Any) -> Any:
-    """Shapes of gradients while they are added up: fp32, or complex."""
+def _gradient_sums(tree: Any) -> Any:
+    """Return the shapes of gradients while they are added up: fp32, or complex."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
             x.shape, jnp.promote_types(x.dtype, jnp.float32)
@@ -242,7 +281,7 @@ def _sums_of(tree: Any) -> Any:
 
 
 def _typed_as(likes: Gradients, gradients: Gradients) -> Gradients:
-    """Gradients in the dtype of what they are of; None stays None."""
+    """Return gradients in the dtypes of `likes`; None stays None."""
     return jax.tree.map(
         lambda value, like: value if value is None else value.astype(like.dtype),
         gradients,
@@ -253,33 +292,33 @@ def _typed_as(likes: Gradients, gradients: Gradients) -> Gradients:
 
 def _reduced(
     functions: UserFunctions,
-    at_work: tuple[str, ...],
+    split_axes: tuple[str, ...],
     share: jax.Array,
-    found: Results,
+    results: Results,
 ) -> tuple[jax.Array, Any, Any, list[jax.Array]]:
     """Sum the loss and its gradients over the mesh axes that split the work."""
     with asked("loss_sum"):
         loss_sum, (auxiliary,) = lax.psum(
-            (found.loss_sums[0], found.auxiliary), at_work
+            (results.loss_sums[0], results.auxiliary), split_axes
         )
     loss_sum += functions.group.weighted(auxiliary)
-    (of_blocks,) = found.block_gradients
-    of_inputs = merge(found.input_gradients)
+    (of_blocks,) = results.block_gradients
+    of_inputs = merge(results.input_gradients)
     axes = batch_axes(functions.mesh)
 
     def reduced(stored: Any, gradients: Any) -> Any:
-        return reduced_in_fp32(stored, gradients, at_work)
+        return reduced_in_fp32(stored, gradients, split_axes)
 
     return (
         loss_sum * share,
         along_first_dim(reduced, functions.block_stored, merge(of_blocks)),
-        reduced(functions.end_stored, found.end_gradients),
+        reduced(functions.end_stored, results.end_gradients),
         along_first_dim(reduced, _stored(of_inputs, (axes,), None), of_inputs),
     )
 
 
 def _stored(tree: Any, manual: tuple, automatic: Any) -> Any:
-    """Tree of `Stored` of arrays whose first dims lie over `manual`."""
+    """Return a tree of `Stored` for arrays whose first dims lie over `manual`."""
 
     def stored(value: Any, spec: PartitionSpec) -> Stored:
         everywhere = PartitionSpec(*manual, *spec)
@@ -301,7 +340,7 @@ def _stored(tree: Any, manual: tuple, automatic: Any) -> Any:
 
 
 def _taken(layers: np.ndarray, tree: Any) -> Any:
-    """Those layers of every array; nothing moves where they are all, in order."""
+    """Return those layers of every array; nothing moves if they are all, in order."""
 
     def taken(value: jax.Array) -> jax.Array:
         in_order = np.array_equal(layers, np.arange(len(value)))

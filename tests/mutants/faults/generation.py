@@ -7,8 +7,8 @@ MUTANTS = (
         name="window-ring-one-page-short",
         effect="keys of a window are overwritten while a query needs them",
         file="meshpar/generation/cache_plan.py",
-        old="return -(-tokens // (self.page_size * self.layout.context)) + 1",
-        new="return -(-tokens // (self.page_size * self.layout.context))",
+        old="return -(-tokens // self.tokens_per_page) + 1",
+        new="return -(-tokens // self.tokens_per_page)",
         tests=("tests/test_generation.py::test_windows_keep_no_more_than_a_window",),
     ),
     Mutant(

@@ -6,7 +6,7 @@ MUTANTS = (
     Mutant(
         name="hops-the-other-way",
         effect="pipeline ranks send to the rank before them",
-        file="meshpar/parallel/pipeline/hops.py",
+        file="meshpar/parallel/pipeline/crossing.py",
         old="(rank, (rank + hop) % self.num_ranks) for",
         new="(rank, (rank - hop) % self.num_ranks) for",
         tests=(
@@ -116,7 +116,7 @@ MUTANTS = (
     Mutant(
         name="nan-of-an-earlier-owner",
         effect="a NaN in a reused page of the cache spoils the next request",
-        file="meshpar/parallel/paged_attention.py",
+        file="meshpar/generation/paged_cache.py",
         old="seen.any(axis=1)[..., None, None]",
         new="True",
         tests=(
