@@ -29,7 +29,7 @@ from meshpar.models.layers.rope import rope_frequencies
 from meshpar.models.llama import RESIDUAL, LlamaConfig, llama
 from meshpar.models.moe import MoEConfig, moe
 from meshpar.models.presets import build
-from meshpar.parallel.context.attention import heads_here
+from meshpar.parallel.context.attention import trade_tokens_for_heads
 from meshpar.schedules import SCHEDULES
 from meshpar.testing.equivalence import check_layouts
 from meshpar.trace.token_mixing import mixes_tokens
@@ -493,7 +493,7 @@ def test_heads_that_are_traded_are_refused_with_the_methods_degrees(refuses):
     order = TokenOrder(mesh_axis="context", num_ranks=8, heads=4)
     q, k, v = (jax.numpy.zeros((1, 4, heads, 4)) for heads in (6, 2, 2))
     with refuses("attention.indivisible_heads", "attention=ulysses:4+ring:2", 4, 6):
-        heads_here(q, k, v, order)
+        trade_tokens_for_heads(q, k, v, order)
 
 
 def test_a_rule_may_not_use_context(refuses):

@@ -13,7 +13,6 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     ("meshpar.errors",),
     ("meshpar.foreign_files",),
-    ("meshpar.attention_method",),
     ("meshpar.layout.residual_names", "meshpar.collective_kinds", "meshpar.schedules"),
     ("meshpar.layout", "meshpar.hardware", "meshpar.machine"),
     ("meshpar.collectives", "meshpar.distributed"),

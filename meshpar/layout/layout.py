@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Literal
 
-from meshpar.attention_method import ONE_WORD, AttentionMethod
 from meshpar.errors import InputError, key_values, nearest, whole_number
+from meshpar.layout.context_method import CONTEXT_METHODS, ContextAttention
 from meshpar.layout.residual_names import ResidualNames, is_named
 from meshpar.schedules import schedule_method
 
@@ -44,7 +44,7 @@ _CHOICES = {
     "fsdp_prefetch": ("auto", "on", "off"),
     "optimizer_memory": ("device", "host"),
     "sequence_parallel": (False, True),
-    "attention": ONE_WORD,
+    "attention": tuple(CONTEXT_METHODS),
     "remat": REMATS,
     "precision": ("fp32", "bf16"),
     "param_dtype": ("fp32", "bf16", "bf16_stochastic"),
@@ -151,7 +151,7 @@ class Layout:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if name == "attention" and isinstance(value, str):
-                AttentionMethod.of(value, self.context)
+                ContextAttention.parse(value, self.context)
             elif name != "remat" or self.residual_names is None:
                 _check_choice(name, value, choices)
         schedule_method(self.schedule)
@@ -246,9 +246,9 @@ class Layout:
         return None
 
     @property
-    def attention_method(self) -> AttentionMethod:
+    def attention_method(self) -> ContextAttention:
         """How attention crosses `context`."""
-        return AttentionMethod.of(self.attention, self.context)
+        return ContextAttention.parse(self.attention, self.context)
 
     @property
     def num_devices(self) -> int:

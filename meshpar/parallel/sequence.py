@@ -35,13 +35,12 @@ def token_order(layout: Layout) -> TokenOrder | None:
     if layout.context == 1:
         return None
     how = layout.attention_method
-    whole = how.groups == 1
     return TokenOrder(
         mesh_axis="context",
         num_ranks=layout.context,
-        method="ulysses" if whole else how.across,
-        zigzag=not whole,
-        heads=1 if whole else how.heads,
+        across=how.across,
+        zigzag=how.groups > 1,
+        heads=how.heads,
     )
 
 

@@ -74,7 +74,9 @@ def tile_tokens(tokens: int, rows: int, *, zigzag: bool) -> int:
     return divides if divides >= min(most, SMALLEST_TILE) else most
 
 
-def head_parts(kv_heads: int, key_bytes: float, num_devices: int, method: str) -> int:
+def head_parts(
+    kv_heads: int, key_bytes: float, num_devices: int, *, gathers: bool
+) -> int:
     """Return the number of parts of the kv heads that are moved one after another.
 
     Parts bound memory: gathered keys are `num_devices` times larger; a ring holds two
@@ -84,12 +86,12 @@ def head_parts(kv_heads: int, key_bytes: float, num_devices: int, method: str) -
         kv_heads: Heads of keys of a device.
         key_bytes: Bytes of all its keys.
         num_devices: Devices that the sequence is split over.
-        method: `ring` or `allgather`.
+        gathers: True if their keys are gathered, False if they go round.
     """
     if num_devices == 1:
         return 1
     most = int(2 * key_bytes // PART_BYTES)
-    if method == "allgather":
+    if gathers:
         most = max(most, num_devices)
     few = range(1, min(max(most, 1), kv_heads) + 1)
     return max(num for num in few if kv_heads % num == 0)

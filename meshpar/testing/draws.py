@@ -19,6 +19,7 @@ import optax
 from meshpar import MESH_AXES, Layout, Model, RuleError, default_rules, make_train_step
 from meshpar.errors import InputError, nearest
 from meshpar.layout import STAGE_REMATS
+from meshpar.layout.context_method import CONTEXT_METHODS
 from meshpar.parallel.grids.space import splits_tokens
 from meshpar.rules.rules import MeshAxes, Rules
 from meshpar.schedules import SCHEDULES
@@ -68,7 +69,7 @@ DRAWS: dict[str, Draw] = {
     "fsdp_prefetch": Draw(("auto", "on", "off"), ("fsdp",), (("microbatches", 1),)),
     "optimizer_memory": Draw(("device", "device", "host")),
     "sequence_parallel": Draw((False, True), beside=("tensor",)),
-    "attention": Draw(("ring", "allgather", "ulysses"), beside=("context",)),
+    "attention": Draw(tuple(CONTEXT_METHODS), beside=("context",)),
     "remat": Draw(
         (
             *("none", "none", "selective", "full", "dots", *STAGE_REMATS),

@@ -1,8 +1,12 @@
-"""Ulysses: all-to-alls that trade a split sequence for split heads, and back.
+"""Attention on one device, or over a sequence split over `context`.
 
-Between them each device has whole sequences of some heads, and attention there is that
-of one device; or, where several groups share a sequence, the tokens of its group, and
-attention there is that of as many devices as there are groups.
+Memory is linear in the sequence on every path. A fused kernel runs where one fits
+(`splash`, `models.layers.attention`); else tiles of our own (`tiles`), which the ring
+needs anyway, as it merges softmaxes by their log-sum-exp.
+
+*Ulysses* trades a split sequence for split heads by all-to-alls, and back. In between,
+each device has whole sequences of some heads and attends as one device; or, if several
+groups share a sequence, its group's tokens, and attends as one of the groups.
 Reference: Jacobs et al. 2023 (DeepSpeed Ulysses), section 3; Fang and Zhao 2024 (USP),
 on both at once.
 """
@@ -20,7 +24,7 @@ from meshpar.collectives import asked
 from meshpar.errors import InputError
 from meshpar.model.token_order import TokenOrder
 from meshpar.parallel.context.mask import Hops, Mask
-from meshpar.parallel.context.shards import attention_of_shards
+from meshpar.parallel.context.shards import sharded_attention
 from meshpar.parallel.context.splash_ring import Ring, splash_ring
 from meshpar.parallel.context.tiles import Known, Plan
 from meshpar.parallel.sizes import (
@@ -31,24 +35,24 @@ from meshpar.parallel.sizes import (
 )
 
 
-def heads_here(
+def trade_tokens_for_heads(
     q: jax.Array, k: jax.Array, v: jax.Array, order: TokenOrder
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Some heads' queries, keys and values of all tokens of a group.
+    """Return queries, keys and values of some heads, for all tokens of a group.
 
-    One all-to-all each: of n devices a device sends (n-1)/n of what it has. Fewer kv
+    One all-to-all each: of n devices a device sends (n-1)/n of its values. Fewer kv
     heads than devices are sent once to every device whose queries they serve.
 
     Args:
         q: (batch, tokens, heads, head_dim), this device's tokens.
         k: (batch, tokens, kv_heads, head_dim).
         v: As `k`.
-        order: Whose mesh axis is crossed, in groups of `order.num_trading`.
+        order: Order of the tokens, in groups of `order.heads` devices.
 
     Raises:
         InputError: The heads do not divide over the devices.
     """
-    heads, kv_heads, n = q.shape[2], k.shape[2], order.num_trading
+    heads, kv_heads, n = q.shape[2], k.shape[2], order.heads
     if heads % n:
         raise InputError(
             f"attention={order.text} splits heads over {n} devices, but each has "
@@ -63,8 +67,8 @@ def heads_here(
         return q, k, v
 
 
-def tokens_here(y: jax.Array, order: TokenOrder) -> jax.Array:
-    """All heads of this device's tokens, from some heads of all: one all-to-all."""
+def trade_heads_for_tokens(y: jax.Array, order: TokenOrder) -> jax.Array:
+    """Return all heads of this device's tokens, from some heads: one all-to-all."""
     with asked("context_heads"):
         return _trade(y, order, split_axis=1, concat_axis=2)
 
@@ -89,29 +93,28 @@ def shard_attention(
     sinks: jax.Array | None = None,
     whole: Callable[..., jax.Array] | None = None,
 ) -> jax.Array:
-    """Attention of this device's queries to the keys of all devices.
+    """Return the attention of this device's queries to the keys of all devices.
 
-    Communicates as `attention_of_shards` for `ring` and `allgather`, as
-    `ulysses.heads_here` and `tokens_here` for `ulysses`, and where groups of devices
-    trade heads and share the sequence, as both.
+    Communicates as `sharded_attention` if keys move, as `trade_tokens_for_heads` and
+    back if heads are traded, and as both between groups of devices that trade heads.
 
     Args:
         q: (batch, tokens, heads, head_dim).
         k: (batch, keys, kv_heads, head_dim); each head serves as many queries' in turn.
         v: As `k`.
         mask: Which keys a query sees by their places.
-        order: How devices share the sequence; None where each has all of it.
+        order: How devices share the sequence; None if each has all of it.
         rank: This device's place among them.
-        q_segments: (batch, tokens) int32: a query sees keys of its own number alone,
-            and none if that is below 0. None where all are one document.
-        k_segments: (batch, keys), alike.
-        prefix: (batch,) int32: so many tokens of each example all its queries see.
+        q_segments: (batch, tokens) int32: a query sees only keys of its own number,
+            and none if that is below 0. None if all are one document.
+        k_segments: (batch, keys) int32, alike.
+        prefix: (batch,) int32: the number of first tokens that all queries see.
         sinks: (heads,) of logits that take part in each softmax with a value of 0
             (OpenAI 2025, gpt-oss); None for none.
-        whole: Attention of (q, k, v) under the mask where a device has whole sequences,
-            as between the all-to-alls of `ulysses`; tiles when absent. It is for
-            sequences without padding, prefix and sinks; where there are documents it
-            takes (batch, tokens) of their numbers too.
+        whole: Attention of (q, k, v) for a device that has whole sequences, as between
+            the all-to-alls of Ulysses; tiles by default. It is for sequences without
+            padding, prefix and sinks; with documents it takes (batch, tokens) of their
+            numbers too.
 
     Returns:
         (batch, tokens, heads, head_dim), the dtype of `v`; zeros where a query sees no
@@ -143,9 +146,9 @@ def shard_attention(
             key="attention.segments_of_one_side",
         )
     known = Known(jnp.asarray(rank, jnp.int32), q_segments, k_segments, prefix)
-    if order is not None and order.num_trading > 1:
+    if order is not None and order.heads > 1:
         return _by_heads(q, k, v, mask, order, known, sinks, whole)
-    output, lse = _of_tokens(q, k, v, mask, order, known)
+    output, lse = _in_tiles(q, k, v, mask, order, known)
     return output if sinks is None else _with_sinks(output, lse, sinks)
 
 
@@ -159,30 +162,29 @@ def kernel_ring(
     rank: jax.Array,
     segments: jax.Array | None = None,
 ) -> jax.Array:
-    """`shard_attention` by a ring whose tiles a TPU's kernel makes (`splash_ring`)."""
+    """Return `shard_attention` by a ring of a TPU's kernel (`splash_ring`)."""
     key_bytes = k.size * k.dtype.itemsize
-    parts = head_parts(k.shape[2], key_bytes, order.num_ranks, order.method)
+    parts = head_parts(k.shape[2], key_bytes, order.num_ranks, gathers=False)
     ring = Ring(order=order, causal=mask.causal, num_parts=parts)
     return splash_ring(q, k, v, segments, rank=rank, ring=ring)
 
 
 def blockwise(q: jax.Array, k: jax.Array, mask: Mask, *, masked: bool) -> bool:
-    """Whether attention to whole sequences is to run in tiles, which keeps no scores.
+    """Return True if attention to whole sequences runs in tiles, which keep no scores.
 
-    It does where they are long, and under a mask that the forms for short ones do not
-    know.
+    For long sequences, and under masks that the forms for short ones do not have.
 
     Args:
         q: (batch, tokens, heads, head_dim).
         k: (batch, keys, kv_heads, head_dim).
         mask: Which keys a query sees by their places.
-        masked: Whether documents tell them apart.
+        masked: True if documents separate them.
     """
     long = max(q.shape[1], k.shape[1]) > LONGEST_SCORES
     return masked or mask.window is not None or long
 
 
-def _of_tokens(
+def _in_tiles(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -190,13 +192,13 @@ def _of_tokens(
     order: TokenOrder | None,
     known: Known,
 ) -> tuple[jax.Array, jax.Array]:
-    num_ranks, method = 1, "ring"
+    num_ranks, gathers, zigzag = 1, False, False
     if order is not None:
-        num_ranks, method = order.num_ranks, order.method
+        num_ranks, zigzag = order.num_ranks, order.zigzag
+        gathers = num_ranks > 1 and order.across.gathers
     key_bytes = k.size * k.dtype.itemsize
-    parts = head_parts(k.shape[2], key_bytes, num_ranks, method)
+    parts = head_parts(k.shape[2], key_bytes, num_ranks, gathers=gathers)
     rows = q.shape[0] * q.shape[2] // parts
-    zigzag = order is not None and order.zigzag
     plan = Plan(
         hops=Hops(
             mask=mask,
@@ -208,10 +210,10 @@ def _of_tokens(
                 tile_tokens(k.shape[1], rows, zigzag=zigzag),
             ),
         ),
-        method=method,
+        gathers=gathers,
         num_parts=parts,
     )
-    return attention_of_shards(plan, q, k, v, known)
+    return sharded_attention(plan, q, k, v, known)
 
 
 def _by_heads(
@@ -224,28 +226,28 @@ def _by_heads(
     sinks: jax.Array | None,
     kernel: Callable[..., jax.Array] | None,
 ) -> jax.Array:
-    heads, groups = q.shape[2] // order.num_trading, order.group_order()
-    q, k, v = heads_here(q, k, v, order)
-    whole = functools.partial(_of_group, order=order)
+    heads, groups = q.shape[2] // order.heads, order.between_groups()
+    q, k, v = trade_tokens_for_heads(q, k, v, order)
+    whole = functools.partial(_gather_segments, order=order)
     if kernel is not None and groups.num_ranks == 1 and not order.lengths:
         segments = whole(known.q_segments)
         more = () if segments is None else (segments,)
-        return tokens_here(kernel(q, k, v, *more), order)
+        return trade_heads_for_tokens(kernel(q, k, v, *more), order)
     here = known._replace(
-        rank=known.rank // order.num_trading,
+        rank=known.rank // order.heads,
         q_segments=whole(known.q_segments),
         k_segments=whole(known.k_segments),
     )
-    output, lse = _of_tokens(q, k, v, mask, groups, here)
+    output, lse = _in_tiles(q, k, v, mask, groups, here)
     if sinks is not None:
-        first = known.rank % order.num_trading * heads
+        first = known.rank % order.heads * heads
         own = lax.dynamic_slice_in_dim(sinks, first, heads)
         output = _with_sinks(output, lse, own)
-    return tokens_here(output, order)
+    return trade_heads_for_tokens(output, order)
 
 
-def _of_group(segments: jax.Array | None, order: TokenOrder) -> jax.Array | None:
-    """Those of all tokens that a group has."""
+def _gather_segments(segments: jax.Array | None, order: TokenOrder) -> jax.Array | None:
+    """Return the document numbers of all tokens of a group."""
     if segments is None:
         return None
     with asked("context_gather"):

@@ -1,4 +1,8 @@
-"""Masks: which keys a query sees, and which tiles of scores have any such pair."""
+"""Masks, and hops: which keys a query sees, and where they meet.
+
+At hop h device r has the keys of device r - h. Which tiles of scores it then makes is
+known before any data is, so that hops without a pair that sees are left out.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +23,12 @@ PADDING = -1
 
 @dataclass(frozen=True, kw_only=True)
 class Mask:
-    """What is known of a mask before any data is.
+    """The part of a mask that is known before any data is.
 
     Args:
-        causal: Whether a query sees no key that follows it.
+        causal: True if a query sees no key that follows it.
         window: A query sees keys less than so many positions away; None for no limit.
-        prefix: Whether each example begins with tokens that all its queries see.
+        prefix: True if each example begins with tokens that all its queries see.
 
     Raises:
         InputError: A window below 1.
@@ -43,7 +47,7 @@ class Mask:
             )
 
     def live_tiles(self, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """(query tile, key tile) of every tile with a pair that may see, (pairs, 2).
+        """Return (query tile, key tile) of tiles with a pair that may see: (pairs, 2).
 
         Args:
             queries: Positions, (tiles, tokens of one).
@@ -60,7 +64,7 @@ class Mask:
 
 
 class Marks(NamedTuple):
-    """What tells tokens apart: their place, and the document that they are of.
+    """Positions of tokens, and the documents that they belong to.
 
     Args:
         positions: (tokens,), `PADDING` where there is no token.
@@ -75,13 +79,9 @@ class Marks(NamedTuple):
 def seen(
     mask: Mask, queries: Marks, keys: Marks, prefix: jax.Array | None
 ) -> jax.Array:
-    """(batch or 1, queries, keys): whether a query sees a key.
+    """Return (batch or 1, queries, keys): True if a query of a tile sees a key.
 
-    Args:
-        mask: What holds for all.
-        queries: Of a tile.
-        keys: Of a tile.
-        prefix: (batch,) tokens that each example begins with, where `mask.prefix`.
+    `prefix` is (batch,), the tokens that each example begins with if `mask.prefix`.
     """
     q, k = queries.positions[:, None], keys.positions[None]
     found = jnp.broadcast_to(k >= 0, (q.shape[0], k.shape[1]))
@@ -99,7 +99,7 @@ def seen(
 
 
 def _bounds(tiles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Least and greatest position of each tile; -1 for one of padding alone."""
+    """Return the least and greatest position of each tile; -1 for padding alone."""
     far = np.iinfo(np.int32).max
     least = np.where(tiles == PADDING, far, tiles).min(axis=1)
     return least, tiles.max(axis=1)
@@ -110,8 +110,8 @@ class Hops:
     """The work of all devices, for one shape of sequence and mask.
 
     Args:
-        mask: What is known of it.
-        order: Of the tokens; None where a device has all.
+        mask: The mask.
+        order: Order of the tokens; None if a device has all.
         queries, keys: Tokens of a device.
         tiles: Queries and keys of a tile.
     """
@@ -123,11 +123,11 @@ class Hops:
     tiles: tuple[int, int]
 
     def positions(self, rank: Any, *, of_keys: bool) -> Any:
-        """(tiles, tokens of one): where the tokens of a device stand, or `PADDING`.
+        """Return (tiles, tokens of one): positions of a device's tokens, or `PADDING`.
 
         Args:
             rank: The device; NumPy's result for an int, JAX's for an array.
-            of_keys: Of its keys, else of its queries.
+            of_keys: True for its keys, else for its queries.
         """
         tokens = self.keys if of_keys else self.queries
         tile = self.tiles[1 if of_keys else 0]
@@ -155,11 +155,11 @@ class Hops:
 
     @property
     def is_ring(self) -> bool:
-        """Whether all are needed, so that each passes on what the last one brought."""
+        """True if all hops are needed, each passing on the keys of the last one."""
         return self.needed == tuple(range(self.num_ranks)) and self.num_ranks > 2
 
     def pairs(self, hops: tuple[int, ...], rank: jax.Array) -> jax.Array:
-        """(hops, pairs, 3) of a device: tiles of queries and keys, 1 if they count.
+        """Return a device's pairs of tiles, 1 if they count: (hops, pairs, 3).
 
         As many for each hop and device; 0 fills up.
 
@@ -171,7 +171,7 @@ class Hops:
         return jnp.asarray(lists)[jnp.asarray(index)[:, rank]]
 
     def live(self, hop: int, rank: int) -> np.ndarray:
-        """The tiles that a device needs at a hop, (pairs, 2)."""
+        """Return the tiles that a device needs at a hop, (pairs, 2)."""
         source = (rank - hop) % self.num_ranks
         return _live(self, rank, source)
 
@@ -187,7 +187,7 @@ def _live(hops: Hops, rank: int, source: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)
 def _variants(hops: Hops, chosen: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """The different lists of pairs, and which of them a (hop, rank) has."""
+    """Return the different lists of pairs, and the index of each (hop, rank)'s."""
     most = max(hops._most(hop) for hop in chosen)
     lists: dict[bytes, int] = {}
     arrays: list[np.ndarray] = []

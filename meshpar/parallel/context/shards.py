@@ -1,4 +1,12 @@
-"""What goes round a ring: the arrays of the device some places before this one."""
+"""Attention of this device's queries to the keys of all: ring, and gather by heads.
+
+*Ring*: keys and values go from device to device, while each meets the queries there;
+the backward sends them round once more, and their gradients with them, back to where
+they belong. *Gather*: a few heads' keys and values at a time are gathered whole. Either
+keeps its own inputs, output and log-sum-exp for the backward, and no scores.
+Reference: Liu et al. 2023 (ring attention), section 3; Llama team 2024, section 3.3.2
+(gathered keys and values).
+"""
 
 from __future__ import annotations
 
@@ -34,12 +42,13 @@ from meshpar.parallel.context.tiles import (
 def shifted(
     order: TokenOrder | None, tree: Any, distance: int, reason: str = "context_ring"
 ) -> Any:
-    """What the device `distance` places before this one has: one permute of each.
+    """Return the arrays of the device `distance` places before this one.
 
-    This device sends the bytes of its arrays once; the backward sends as many back.
+    One permute of each: this device sends the bytes of its arrays once; the backward
+    sends as many back.
 
     Args:
-        order: Of the tokens; None where a device has all.
+        order: Order of the tokens; None if a device has all.
         tree: This device's arrays.
         distance: Places along the ring.
         reason: A name in `meshpar.collectives.ASKED`.
@@ -51,7 +60,7 @@ def shifted(
 
 
 def shifted_both(order: TokenOrder | None, moved: tuple, distance: int) -> tuple:
-    """`shifted`, of keys and values, and of their gradients."""
+    """Return `shifted` keys and values, and their gradients."""
     keys, of_keys = moved
     return (
         shifted(order, keys, distance),
@@ -63,10 +72,10 @@ def shifted_both(order: TokenOrder | None, moved: tuple, distance: int) -> tuple
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attention_of_shards(
+def sharded_attention(
     plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, known: Known
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention, and the log-sum-exp of its scores.
+    """Return attention, and the log-sum-exp of its scores.
 
     Over n devices, of K + V bytes on each: the ring sends (n-1) (K+V) forward, and
     backward (n-1) (K+V) and n times the fp32 gradients of both; the gather receives
@@ -74,11 +83,11 @@ def attention_of_shards(
     gradients. Hops that no query needs, of a window, are left out of the ring.
 
     Args:
-        plan: How.
+        plan: The hops, and the way keys move.
         q: (batch, tokens, heads, head_dim), this device's.
         k: (batch, keys, kv_heads, head_dim).
         v: As `k`.
-        known: Of the mask.
+        known: Arrays of the mask.
 
     Returns:
         (batch, tokens, heads, head_dim) in the dtype of `v`, zeros where a query sees
@@ -90,7 +99,7 @@ def attention_of_shards(
 def _forward(
     plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, known: Known
 ) -> tuple[tuple[jax.Array, jax.Array], tuple]:
-    run = _gather_forward if _gathers(plan) else _ring_forward
+    run = _gather_forward if plan.gathers else _ring_forward
 
     def part(arrays: tuple) -> tuple[jax.Array, jax.Array]:
         (q, k, v), here = _held(arrays, known)
@@ -108,7 +117,7 @@ def _forward(
 def _backward(plan: Plan, kept: tuple, cotangents: tuple) -> tuple:
     q, k, v, known, output, lse = kept
     dy, dlse = cotangents
-    run = _gather_backward if _gathers(plan) else _ring_backward
+    run = _gather_backward if plan.gathers else _ring_backward
     delta = jnp.sum(dy.astype(jnp.float32) * output.astype(jnp.float32), -1) - dlse
     kv_heads = k.shape[2]
 
@@ -133,20 +142,16 @@ def _backward(plan: Plan, kept: tuple, cotangents: tuple) -> tuple:
     )
 
 
-attention_of_shards.defvjp(_forward, _backward)
+sharded_attention.defvjp(_forward, _backward)
 
 
 def _held(arrays: tuple, known: Known) -> tuple[tuple, Known]:
-    """The same, of which none is known before the others are.
+    """Return the same arrays behind a barrier, none ready before the others.
 
     Masks follow from places alone: JAX would split off their part of a loop, and XLA
-    move it out of an outer one, and either keep those of all tiles.
+    would move it out of an outer one, and both would keep the masks of all tiles.
     """
     return lax.optimization_barrier((arrays, known))
-
-
-def _gathers(plan: Plan) -> bool:
-    return plan.hops.num_ranks > 1 and plan.method == "allgather"
 
 
 def _ring_forward(
@@ -156,7 +161,7 @@ def _ring_forward(
         met = _met(hops, keys, hop, known)
         return attend(hops.mask, running, queries, met, pairs, known.prefix)
 
-    running, keys = Running.of(queries.q), (k, v, _tiled_segments(hops, known))
+    running, keys = Running.start(queries.q), (k, v, _tiled_segments(hops, known))
     if not hops.is_ring:
         at = 0
         for hop in hops.needed:
@@ -213,10 +218,10 @@ def _gather_forward(
     whole = _gather(hops, (k, v, _tiled_segments(hops, known)))
 
     def step(running: Running, hop: Any, pairs: jax.Array) -> Running:
-        met = _met(hops, _of_source(hops, whole, hop, known), hop, known)
+        met = _met(hops, _source_part(hops, whole, hop, known), hop, known)
         return attend(hops.mask, running, queries, met, pairs, known.prefix)
 
-    return _over_hops(hops, step, Running.of(queries.q), known)
+    return _over_hops(hops, step, Running.start(queries.q), known)
 
 
 def _gather_backward(
@@ -228,7 +233,7 @@ def _gather_backward(
         dq, total = found
         source = (known.rank - hop) % hops.num_ranks
         of_keys = jax.tree.map(lambda x: x[source], total)
-        met = _met(hops, _of_source(hops, whole, hop, known), hop, known)
+        met = _met(hops, _source_part(hops, whole, hop, known), hop, known)
         dq, of_keys = gradients(
             hops.mask, dq, of_keys, queries, met, pairs, known.prefix
         )
@@ -244,7 +249,7 @@ def _gather_backward(
 
 
 def _over_hops(hops: Hops, step: Callable[..., Any], state: Any, known: Known) -> Any:
-    """`step` at each hop; those after the first, all alike, in a loop."""
+    """Run `step` at each hop; those after the first, all alike, in a loop."""
     first, rest = hops.needed[:1], hops.needed[1:]
     for hop in first:
         state = step(state, hop, hops.pairs((hop,), known.rank)[0])
@@ -264,13 +269,13 @@ def _in_loop(
 
 
 def _met(hops: Hops, keys: tuple, hop: Any, known: Known) -> Keys:
-    """The keys that the queries meet at a hop, and where they stand."""
+    """Return the keys that the queries meet at a hop, and their positions."""
     k, v, segments = keys
     source = (known.rank - hop) % hops.num_ranks
     return Keys(k, v, Marks(hops.positions(source, of_keys=True), segments))
 
 
-def _of_source(hops: Hops, whole: tuple, hop: Any, known: Known) -> tuple:
+def _source_part(hops: Hops, whole: tuple, hop: Any, known: Known) -> tuple:
     source = (known.rank - hop) % hops.num_ranks
     return jax.tree.map(lambda x: x[source], whole)
 
@@ -286,12 +291,12 @@ def _tiled_segments(hops: Hops, known: Known) -> jax.Array | None:
 
 
 def _gather(hops: Hops, tree: Any) -> Any:
-    """(ranks, ...) of all devices' arrays."""
+    """Gather all devices' arrays: (ranks, ...)."""
     with asked("context_gather"):
         return jax.tree.map(lambda x: lax.all_gather(x, **_members(hops)), tree)
 
 
 def _members(hops: Hops) -> dict[str, Any]:
-    """Where the devices that share the sequence lie; nothing moves on one alone."""
+    """Return the collective's arguments for the devices that share the sequence."""
     order = cast(TokenOrder, hops.order)
     return {"axis_name": order.mesh_axis, "axis_index_groups": order.sharing()}

@@ -1,8 +1,9 @@
-"""The kernels of splash attention: forward with its log-sum-exp, and backward.
+"""Splash attention: one TPU kernel for scores, softmax and mixed values of a device.
 
-They are JAX's (`jax.experimental.pallas.ops.tpu.splash_attention`), and leave out the
-tiles that a causal mask or a window hides. A Pallas kernel is split by nobody: it runs
-where all mesh axes are manual.
+The kernels are JAX's (`jax.experimental.pallas.ops.tpu.splash_attention`): a forward
+with its log-sum-exp, and a backward. They skip the tiles that a causal mask or a window
+hides. XLA does not partition a Pallas kernel: it runs where all mesh axes are manual.
+Their limits stand in `meshpar.hardware.attention_choice`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ on a v5e, and 1,024 with heads of 256 that on a v4 (jax 0.10.2)."""
 
 
 class Side(NamedTuple):
-    """What queries or keys bring.
+    """Queries or keys, and their documents.
 
     Args:
         arrays: (batch, heads, tokens, ...) each.
@@ -61,14 +62,14 @@ class Splash:
     interpret: bool = False
 
     def __call__(self, queries: Side, keys: Side) -> jax.Array:
-        """BNTH of q BNTH, scaled, and of k and v BKSH; JAX knows its gradient."""
+        """Return BNTH of q BNTH, scaled, and of k and v BKSH; JAX differentiates it."""
         (q,), (k, v) = queries.arrays, keys.arrays
         kernel, scope = self._made(q, k, v)
         with scope:
             return _mapped(kernel, (q, k, v), queries, keys)
 
     def forward(self, queries: Side, keys: Side) -> tuple[jax.Array, jax.Array]:
-        """The same, and fp32 BNT of the log-sum-exp of each query's scores."""
+        """Return the same, and fp32 BNT of the log-sum-exp of each query's scores."""
         (q,), (k, v) = queries.arrays, keys.arrays
         kernel, scope = self._made(q, k, v, residuals=True)
         with scope:
@@ -78,10 +79,10 @@ class Splash:
     def backward(
         self, queries: Side, keys: Side
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Gradients of q, k and v, of these pairs of queries and keys alone.
+        """Return gradients of q, k and v from these pairs of queries and keys alone.
 
         Args:
-            queries: q, and of all keys the output, its log-sum-exp and its gradient.
+            queries: q; and for all keys the output, log-sum-exp and output's gradient.
             keys: k and v.
         """
         (q, output, lse, dy), (k, v) = queries.arrays, keys.arrays
@@ -114,7 +115,7 @@ class Splash:
     def _made(
         self, q: jax.Array, k: jax.Array, v: jax.Array, *, residuals: bool = False
     ) -> tuple[Any, AbstractContextManager]:
-        """The kernel, and the scope that says what it makes."""
+        """Return the kernel, and the scope that names its work."""
         lengths, heads = (q.shape[2], k.shape[2]), q.shape[1]
         queries, keys = (block_size(length, q.shape[-1]) for length in lengths)
         options = (self.mask, self.interpret, residuals)
@@ -124,7 +125,7 @@ class Splash:
 
 
 def block_size(tokens: int, head_dim: int) -> int:
-    """Tokens of a tile: the most lanes up to `LARGEST_BLOCK` that divide a sequence."""
+    """Return a tile's tokens: most lanes up to `LARGEST_BLOCK` that divide `tokens`."""
     most = LARGEST_BLOCK if head_dim <= 128 else LARGEST_BLOCK // 2
     sizes = range(SPLASH_LANES, min(tokens, most) + 1, SPLASH_LANES)
     return max(size for size in sizes if tokens % size == 0)
@@ -133,7 +134,7 @@ def block_size(tokens: int, head_dim: int) -> int:
 def _mapped(
     function: Callable, arrays: tuple[jax.Array, ...], queries: Side, keys: Side
 ) -> Any:
-    """`function` of each example, its documents last where there are any."""
+    """Map `function` over the examples, with their documents last if there are any."""
     if queries.segments is None or keys.segments is None:
         return jax.vmap(function)(*arrays)
     ids = kernels.SegmentIds(queries.segments, keys.segments)
@@ -149,7 +150,7 @@ def _kernel(
     interpret: bool,
     residuals: bool,
 ) -> tuple[Any, int]:
-    """The kernel, and the pairs of queries and keys of all heads that it makes."""
+    """Return the kernel, and the pairs of queries and keys that it computes."""
     block_q, block_kv = blocks
     sizes = kernels.BlockSizes(
         block_q=block_q,
@@ -172,15 +173,12 @@ def _kernel(
             interpret=interpret,
         )
         kernel = jax.tree.map(np.asarray, kernel)
-    return kernel, heads * _tiles(kernel, lengths, blocks) * block_q * block_kv
-
-
-def _tiles(kernel: Any, lengths: tuple[int, int], blocks: tuple[int, int]) -> int:
-    """Tiles of a head that the kernel makes; those it skips are 0 in its table."""
+    # Tiles that the kernel skips are 0 in its table.
     table = kernel.fwd_mask_info.block_mask
-    if table is None:
-        return (lengths[0] // blocks[0]) * (lengths[1] // blocks[1])
-    return int(np.count_nonzero(table)) // len(table)
+    tiles = (lengths[0] // block_q) * (lengths[1] // block_kv)
+    if table is not None:
+        tiles = int(np.count_nonzero(table)) // len(table)
+    return kernel, heads * tiles * block_q * block_kv
 
 
 def _mask(mask: Mask, shape: tuple[int, int]) -> Any:
@@ -200,19 +198,19 @@ def splash_attention(
     mask: Mask,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attention to whole sequences, which keeps no scores for its backward.
+    """Return attention to whole sequences, which keeps no scores for its backward.
 
-    Communicates nothing. Scores and softmax are made in fp32. The backward is two
-    kernels, of queries and of keys and values, which make the scores once more each.
+    Communicates nothing. Scores and softmax are computed in fp32. The backward is two
+    kernels, for queries and for keys and values, which compute the scores again each.
 
     Args:
         q: (batch, queries, heads, head_dim).
         k: (batch, keys, kv_heads, head_dim); each head serves as many queries' in turn.
         v: As `k`.
-        segments: (batch, tokens) int32 of queries and keys alike: a query sees keys of
-            its own number alone, and none if that is below 0. None where all are one.
+        segments: (batch, tokens) int32 of queries and keys alike: a query sees only
+            keys of its own number, and none if that is below 0. None for one document.
         mask: Which keys a query sees by their places, its own among them; no prefix.
-        interpret: Whether to run the kernel as JAX operations, where there is no TPU.
+        interpret: True to run the kernel as JAX operations, without a TPU.
 
     Returns:
         (batch, queries, heads, head_dim), the dtype of `q`; zeros for a query of a
@@ -226,12 +224,12 @@ def splash_attention(
 
 
 def over_root(q: jax.Array) -> jax.Array:
-    """Queries over the root of their size, as the kernel wants them."""
+    """Return queries over the root of their size, as the kernel takes them."""
     return scaled(q, q.shape[-1] ** -0.5)
 
 
 def without_padding(mixed_BTNH: jax.Array, segments: jax.Array | None) -> jax.Array:
-    """Zeros in place of tokens of a segment below 0, which the kernel lets see."""
+    """Return zeros for tokens of a segment below 0, which the kernel does not mask."""
     if segments is None:
         return mixed_BTNH
     return jnp.where((segments >= 0)[:, :, None, None], mixed_BTNH, 0)

@@ -36,13 +36,13 @@ EARLY, LATE = 0, 1
 
 @dataclass(frozen=True, kw_only=True)
 class Ring:
-    """How a ring goes.
+    """The options of a ring.
 
     Args:
-        order: Of the tokens, zigzag where the mask is causal.
-        causal: Whether a query sees no key that follows it.
-        num_parts: Parts that the kv heads are taken in, one after another.
-        interpret: Whether to run the kernel as JAX operations, where there is no TPU.
+        order: Order of the tokens, zigzag if the mask is causal.
+        causal: True if a query sees no key that follows it.
+        num_parts: Parts of the kv heads that are moved one after another.
+        interpret: True to run the kernel as JAX operations, without a TPU.
 
     Raises:
         InputError: The mask is causal, and the order not zigzag.
@@ -71,7 +71,7 @@ def splash_ring(
     rank: jax.Array,
     ring: Ring,
 ) -> jax.Array:
-    """Attention of this device's queries to the keys of all devices.
+    """Return the attention of this device's queries to the keys of all devices.
 
     Over n devices, of K + V bytes on each, it sends (n-1) (K+V) forward, and backward
     (n-1) (K+V) and n times the fp32 gradients of both.
@@ -82,14 +82,21 @@ def splash_ring(
         v: As `k`.
         segments: As `splash_attention` takes them.
         rank: This device's place along the ring.
-        ring: How.
+        ring: Options.
 
     Returns:
         (batch, tokens, heads, head_dim), the dtype of `q`; zeros for a query of a
         segment below 0.
     """
-    arrays = (_in_parts(ring, x) for x in (over_root(q), k, v))
-    mixed = by_part(lambda part: _attend(ring, *part, rank, segments), tuple(arrays))
+
+    def cut(x_BTNH: jax.Array) -> jax.Array:
+        """Cut the heads into (parts, B, heads of one, T, H)."""
+        batch, tokens, _, head_dim = x_BTNH.shape
+        parts = x_BTNH.reshape(batch, tokens, ring.num_parts, -1, head_dim)
+        return jnp.transpose(parts, (2, 0, 3, 1, 4))
+
+    arrays = tuple(map(cut, (over_root(q), k, v)))
+    mixed = by_part(lambda part: _attend(ring, *part, rank, segments), arrays)
     # (parts, B, N of one, T, H) -> BTNH
     mixed = jnp.transpose(mixed, (1, 3, 0, 2, 4)).reshape(q.shape)
     return without_padding(mixed, segments)
@@ -97,7 +104,7 @@ def splash_ring(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(ring: Ring, *arrays: Any) -> jax.Array:
-    """BNTH of some heads, of q, k, v, the rank and the segments."""
+    """Return BNTH of some heads, from q, k, v, the rank and the segments."""
     return _forward(ring, *arrays)[0]
 
 
@@ -161,21 +168,21 @@ _attend.defvjp(_forward, _backward)
 
 
 def _kernel(ring: Ring, *, first: bool = False) -> Splash:
-    """The kernel of the first hop, or that of the others."""
+    """Return the kernel of the first hop, or of the others."""
     mask = Mask(causal=ring.causal and first)
     return Splash(mask=mask, interpret=ring.interpret)
 
 
 def _pair(ring: Ring, queries: Side, keys: Side, earlier: Any) -> tuple[Side, Side]:
-    """What meets at a hop: (2 batch, heads, chunk, ...) of two chunks each.
+    """Return the chunks that meet at a hop, two of each: (2 batch, heads, chunk, ...).
 
-    The late queries and the early keys; and the early of both, or the late of both.
+    Late queries and early keys; and the early chunks of both, or the late of both.
     """
     if not ring.causal:
         return queries, keys
 
     def with_same(side: Side, chosen: int) -> Side:
-        """A chunk of a side, and that which meets its like."""
+        """Return a chunk of a side, and the chunk that meets its like."""
 
         def cut(x: jax.Array, dim: int) -> jax.Array:
             chunks = jnp.split(x, 2, dim)
@@ -189,7 +196,7 @@ def _pair(ring: Ring, queries: Side, keys: Side, earlier: Any) -> tuple[Side, Si
 
 
 def _merged(ring: Ring, state: tuple, found: tuple, earlier: Any) -> tuple:
-    """Outputs and log-sum-exp with those of more keys."""
+    """Return outputs and log-sum-exp merged with those of more keys."""
     if not ring.causal:
         return _both(state, found)
     early, late = zip(*(jnp.split(x, 2, 2) for x in state), strict=True)
@@ -209,7 +216,7 @@ def _both(one: tuple, other: tuple) -> tuple:
 def _added(
     ring: Ring, total: jax.Array, more: jax.Array, earlier: Any, *, of_keys: bool
 ) -> jax.Array:
-    """A device's fp32 gradients with those of a hop's chunks."""
+    """Return a device's fp32 gradients with those of a hop's chunks added."""
     if not ring.causal:
         return total + more
     one, same = jnp.split(more.astype(jnp.float32), 2)
@@ -226,10 +233,3 @@ def _scan(body: Callable, carry: tuple, hops: range) -> tuple:
     if not hops:
         return carry
     return lax.scan(body, carry, jnp.asarray(list(hops), jnp.int32))[0]
-
-
-def _in_parts(ring: Ring, x_BTNH: jax.Array) -> jax.Array:
-    """-> (parts, B, heads of one, T, H)."""
-    batch, tokens, _, head_dim = x_BTNH.shape
-    cut = x_BTNH.reshape(batch, tokens, ring.num_parts, -1, head_dim)
-    return jnp.transpose(cut, (2, 0, 3, 1, 4))

@@ -44,8 +44,8 @@ class Running(NamedTuple):
     total: jax.Array
 
     @classmethod
-    def of(cls, q_PBKGTH: jax.Array) -> Running:
-        """Before any key."""
+    def start(cls, q_PBKGTH: jax.Array) -> Running:
+        """Return the softmax before any key."""
         rows = q_PBKGTH.shape[:-1]
         return cls(
             jnp.zeros(q_PBKGTH.shape, jnp.float32),
@@ -54,7 +54,7 @@ class Running(NamedTuple):
         )
 
     def result(self) -> tuple[jax.Array, jax.Array]:
-        """Output PBKGTH and log-sum-exp PBKGT, fp32; zeros for a query without keys."""
+        """Return output PBKGTH and log-sum-exp PBKGT, fp32; zeros if no key is seen."""
         some = self.total > 0
         total = jnp.where(some, self.total, 1.0)
         lse = jnp.where(some, self.highest + jnp.log(total), UNSEEN)
@@ -62,7 +62,7 @@ class Running(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Queries in tiles, PBKGTH, and for the backward what is known of them."""
+    """Queries in tiles, PBKGTH, their marks, and what the backward needs."""
 
     q: jax.Array
     marks: Marks
@@ -70,7 +70,7 @@ class Queries(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """What the backward knows of queries in tiles.
+    """Results of the forward for queries in tiles, and their gradient.
 
     Args:
         dy: PBKGTH, the gradient of the output.
@@ -99,10 +99,10 @@ def attend(
     pairs: jax.Array,
     prefix: jax.Array | None,
 ) -> Running:
-    """The softmax with more keys.
+    """Return the softmax with more keys.
 
     Args:
-        mask: What holds for all.
+        mask: The mask.
         running: The softmax so far.
         queries: In tiles.
         keys: In tiles.
@@ -123,7 +123,11 @@ def attend(
             highest,
             before.total * kept + jnp.sum(p, axis=-1),
         )
-        return _put(running, after, pair[0]), None
+        return jax.tree.map(
+            lambda x, new: lax.dynamic_update_index_in_dim(x, new, pair[0], 0),
+            running,
+            after,
+        ), None
 
     return lax.scan(body, running, pairs)[0]
 
@@ -137,13 +141,13 @@ def gradients(
     pairs: jax.Array,
     prefix: jax.Array | None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """fp32 gradients of queries, and of keys and values, with those of more pairs.
+    """Add the fp32 gradients of more pairs to those of queries, keys and values.
 
     Args:
-        mask: What holds for all.
+        mask: The mask.
         of_queries: PBKGTH so far.
         of_keys: PBKSH of keys and of values so far.
-        queries: In tiles, all of it known.
+        queries: In tiles, with `backward`.
         keys: In tiles.
         pairs: As for `attend`.
         prefix: As for `attend`.
@@ -178,7 +182,7 @@ def _scores(
     prefix: jax.Array | None,
     here: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """BKGTS of one tile, `UNSEEN` where the mask says so, and where it does not."""
+    """Return BKGTS of one tile, `UNSEEN` where masked, and True where it is seen."""
     visible = seen(mask, queries.marks, keys.marks, prefix) & here
     visible_B11TS = visible[:, None, None]
     scores = _dot("BKGTH,BKSH->BKGTS", queries.q, keys.k) * _scale(queries.q)
@@ -199,14 +203,6 @@ def _at(tree: _Tree, place: jax.Array) -> _Tree:
     )
 
 
-def _put(tree: _Tree, values: _Tree, place: jax.Array) -> _Tree:
-    return jax.tree.map(
-        lambda x, value: lax.dynamic_update_index_in_dim(x, value, place, 0),
-        tree,
-        values,
-    )
-
-
 def _add(array: jax.Array, more: jax.Array, place: jax.Array) -> jax.Array:
     before = lax.dynamic_index_in_dim(array, place, 0, keepdims=False)
     return lax.dynamic_update_index_in_dim(array, before + more, place, 0)
@@ -217,7 +213,7 @@ def _add(array: jax.Array, more: jax.Array, place: jax.Array) -> jax.Array:
 
 
 class Known(NamedTuple):
-    """What a mask is made of beside positions.
+    """The arrays of a mask besides positions.
 
     Args:
         rank: This device's place along the mesh axis.
@@ -234,21 +230,21 @@ class Known(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How attention over the shards of a sequence is made.
+    """How attention over the shards of a sequence runs.
 
     Args:
         hops: Whose keys the queries meet, and in which tiles.
-        method: `ring` or `allgather`; of no effect where a device has all tokens.
-        num_parts: Parts that the kv heads are gathered in, one after another.
+        gathers: True if keys are gathered; else they go round.
+        num_parts: Parts of the kv heads that are moved one after another.
     """
 
     hops: Hops
-    method: str = "ring"
+    gathers: bool = False
     num_parts: int = 1
 
 
 def segment_tiles(segments_BT: jax.Array | None, tile: int) -> jax.Array | None:
-    """-> PBS, padding in none."""
+    """Cut into tiles: PBS; padding is in no document."""
     if segments_BT is None:
         return None
     batch, tokens = segments_BT.shape
@@ -257,7 +253,7 @@ def segment_tiles(segments_BT: jax.Array | None, tile: int) -> jax.Array | None:
 
 
 def tiled(plan: Plan, x_BTNH: jax.Array, kv_heads: int, which: int = 0) -> jax.Array:
-    """-> PBKGSH, zeros where a tile has no token."""
+    """Cut into tiles: PBKGSH, zeros where a tile has no token."""
     batch, tokens, heads, head_dim = x_BTNH.shape
     tile = plan.hops.tiles[which]
     padded = jnp.pad(x_BTNH, ((0, 0), (0, -tokens % tile), (0, 0), (0, 0)))
@@ -266,12 +262,12 @@ def tiled(plan: Plan, x_BTNH: jax.Array, kv_heads: int, which: int = 0) -> jax.A
 
 
 def tiled_keys(plan: Plan, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """-> PBKSH of each."""
+    """Cut each into tiles: PBKSH."""
     return tuple(tiled(plan, x, x.shape[2], 1).squeeze(3) for x in arrays)
 
 
 def in_parts(plan: Plan, arrays: tuple) -> tuple:
-    """Tiles of all heads -> (parts, ...) of tiles of some, each."""
+    """Cut tiles of all heads into (parts, ...) of tiles of some heads, each."""
 
     def cut(x: jax.Array) -> jax.Array:
         shape = x.shape[:2], (plan.num_parts, -1), x.shape[3:]
@@ -281,7 +277,7 @@ def in_parts(plan: Plan, arrays: tuple) -> tuple:
 
 
 def by_part(function: Callable[[tuple], Any], arrays: tuple) -> Any:
-    """`function` of each part of some arrays, one after another: (parts, ...) each."""
+    """Run `function` on each part of the arrays in turn: (parts, ...) each."""
     if len(arrays[0]) > 1:
         return lax.map(function, arrays)
     found = function(tuple(x[0] for x in arrays))
@@ -289,7 +285,7 @@ def by_part(function: Callable[[tuple], Any], arrays: tuple) -> Any:
 
 
 def joined(parts: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """(parts, P, B, K of one, G, S, H) -> BTNH of a shape, padding cut off."""
+    """Join (parts, P, B, K of one, G, S, H) to BTNH of a shape, without padding."""
     batch, tokens, heads, head_dim = shape
     whole = jnp.transpose(parts, (2, 1, 5, 0, 3, 4, 6))
     return whole.reshape(batch, -1, heads, head_dim)[:, :tokens]

@@ -64,8 +64,7 @@ class ModelFunctions:
     def keeps_together(self) -> str | None:
         """Why idle ranks compute on zeros, or None (`mesh_hindrance`)."""
         layout = self.placement.layout
-        how = layout.attention_method
-        if how.groups > 1 and how.across == "ring":
+        if layout.attention_method.permutes:
             return "keys and values are permuted over 'context'"
         return mesh_hindrance(self.placement.mesh.shape, self.platform)
 

@@ -368,7 +368,7 @@ def _tile_bytes(run: Run) -> float:
     tokens = run.seq // run.layout.context * how.heads
     head_values = run.microbatch * tokens * workload.value_dim
     key_bytes = kv_heads * head_values * run.dtype_bytes
-    parts = head_parts(kv_heads, key_bytes, how.groups, how.across)
+    parts = head_parts(kv_heads, key_bytes, how.groups, gathers=how.across.gathers)
     rows = run.microbatch * heads // parts
     tile = tile_tokens(tokens, rows, zigzag=how.groups > 1)
     queries = heads * head_values

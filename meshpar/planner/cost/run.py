@@ -141,7 +141,10 @@ class Run:
         """
         platform, kernel = self.cluster.device.platform, self.execution.attention_kernel
         split = self.layout.context > 1
-        method = self.layout.attention if split else ""
+        how, method = (
+            self.layout.attention_method,
+            self.layout.attention if split else "",
+        )
         if not self.execution.fused_attention:
             return AttentionChoice()
         if kernel == OWN_KERNEL:
@@ -155,10 +158,10 @@ class Run:
                     method=method,
                     capability=self.cluster.device.compute_capability,
                     # Zigzag order (`meshpar.parallel.sequence`).
-                    chunks=2 * self.layout.context if method == "ring" else 1,
+                    chunks=2 * how.groups if split and how.heads == 1 else 1,
                 )
             )
-        if self.layout.attention_method.groups > 1:
+        if how.groups > 1:
             # Softmaxes of parts are merged, which our tiles do and no fused kernel.
             taken = self.execution.eager
         else:

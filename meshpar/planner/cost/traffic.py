@@ -305,7 +305,7 @@ def _between_groups(run: Run, keys_values: float, again: Again) -> Iterator[Row]
     """Rows of keys and values sent to devices with other tokens of the same heads."""
     groups = run.layout.attention_method.groups
     gradients = keys_values * _GRADIENT_BYTES / run.dtype_bytes
-    if run.layout.attention_method.across == "allgather":
+    if run.layout.attention_method.across.gathers:
         reason = "keys and values of the whole sequence"
         one = _row(run, "all-gather", keys_values * groups, reason, "outer")
         # Back, they are gathered again, and their gradients scattered.
