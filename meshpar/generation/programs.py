@@ -28,8 +28,7 @@ from meshpar.generation.sampling import Draws, Sampling, drawn
 from meshpar.layout import MESH_AXES, Layout
 from meshpar.machine.mesh import absent_mesh, make_mesh, mesh_platform
 from meshpar.model.contract import Model, check_model
-from meshpar.model.parameter import Parameter, is_parameter
-from meshpar.model.values import initial_values
+from meshpar.model.parameter import Parameter, initial_values, is_parameter
 from meshpar.parallel.pipeline.crossing import zero_arrays
 from meshpar.parallel.pipeline.stages import Pipeline, pipeline_for
 from meshpar.parallel.placement import PARAM_DTYPES, Placement

@@ -20,6 +20,7 @@ from jax import lax
 
 from meshpar.collectives import asked, summed
 from meshpar.errors import InputError
+from meshpar.layout.context_method import RING, ContextAttention, ContextMethod
 from meshpar.trace.token_flow import SEQUENCE_SUM, WHOLE_SEQUENCE
 
 
@@ -30,11 +31,11 @@ class TokenOrder:
     Args:
         mesh_axis: The manual mesh axis that splits the sequence.
         num_ranks: Its size.
-        method: How attention crosses it: `ring`, `allgather` or `ulysses`.
-        zigzag: Whether each device has two chunks; else one, in natural order.
-        heads: Devices next to each other that split the heads while they attend, and
-            have their group's tokens then; by `ulysses` all do. The groups lie in that
-            order, and the tokens of one are shared out among its devices.
+        across: How keys and values move between groups of devices.
+        zigzag: True if each device has two chunks; else one, in natural order.
+        heads: Neighbouring devices that split the heads while they attend, and have
+            their group's tokens then. The groups lie in token order, and a group's
+            tokens are shared out among its devices.
         stride: Places along the mesh axis from one device to the next.
         probe: Positions, where a function is traced only to find out what it does with
             tokens: what communicates gives its first argument's shape then.
@@ -49,7 +50,7 @@ class TokenOrder:
 
     mesh_axis: str
     num_ranks: int
-    method: str = "ring"
+    across: ContextMethod = RING
     zigzag: bool = False
     heads: int = 1
     stride: int = 1
@@ -58,34 +59,21 @@ class TokenOrder:
     cached: bool = False
 
     @property
-    def num_trading(self) -> int:
-        """Number of devices of a group that split the heads in attention."""
-        return self.num_ranks if self.method == "ulysses" else self.heads
-
-    @property
     def text(self) -> str:
         """Attention method as a layout writes it."""
-        if self.heads == 1:
-            return self.method
         groups = self.num_ranks // self.heads
-        return f"ulysses:{self.heads}+{self.method}:{groups}"
+        how = ContextAttention(heads=self.heads, groups=groups, across=self.across)
+        return how.text
 
     def group_order(self) -> TokenOrder:
         """Return the order of the groups, each of which has its tokens whole."""
-        size = self.num_trading
-        alone = self.method == "ulysses"
         return replace(
-            self,
-            num_ranks=self.num_ranks // size,
-            method="ring" if alone else self.method,
-            zigzag=self.zigzag and not alone,
-            heads=1,
-            stride=size,
+            self, num_ranks=self.num_ranks // self.heads, heads=1, stride=self.heads
         )
 
     def trading(self) -> list[list[int]] | None:
         """Return the ranks of each group's devices; None if there is one group."""
-        size = self.num_trading
+        size = self.heads
         if size == self.num_ranks:
             return None
         return [

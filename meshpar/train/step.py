@@ -28,8 +28,8 @@ from meshpar.layout import BATCH_AXES, Layout
 from meshpar.machine.mesh import absent_mesh, make_mesh, mesh_hosts, mesh_platform
 from meshpar.model.contract import Model, check_model
 from meshpar.parallel.grids.space import check_space
-from meshpar.parallel.pipeline.program import pipeline_of, with_costs
-from meshpar.parallel.pipeline.stages import in_layer_order
+from meshpar.parallel.pipeline.program import PipelineProgram
+from meshpar.parallel.pipeline.stages import in_layer_order, pipeline_for, with_costs
 from meshpar.parallel.placement import DTYPES, Placement
 from meshpar.parallel.prefetch import prefetch_notes, prefetches
 from meshpar.parallel.program import LocalProgram
@@ -360,9 +360,9 @@ class TrainStep:
         self._devices_mesh = cast(Mesh, self.mesh)  # `jax.set_mesh` refuses any other
         pipeline = None
         if layout.runs_in_ticks:
-            pipeline = pipeline_of(model, layout, options.schedule)
+            pipeline = pipeline_for(model, layout, options.schedule)
         self.schedule = pipeline.schedule if pipeline else None
-        self.layers_of_stages = pipeline.layers_of_stages if pipeline else None
+        self.layers_of_stages = pipeline.stage_layers if pipeline else None
         self.model = pipeline.model if pipeline else model
         by_host = options.gradient_reduction == "by_host"
         placement = self.placement = Placement(
@@ -396,7 +396,7 @@ class TrainStep:
             return StepFunctions(
                 model_as_given=model,
                 placement=placement,
-                program=pipeline.program(placement)
+                program=PipelineProgram(placement=placement, pipeline=pipeline)
                 if pipeline
                 else LocalProgram(placement=placement),
                 optimizer=optimizer,

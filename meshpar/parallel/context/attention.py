@@ -226,7 +226,7 @@ def _by_heads(
     sinks: jax.Array | None,
     kernel: Callable[..., jax.Array] | None,
 ) -> jax.Array:
-    heads, groups = q.shape[2] // order.heads, order.between_groups()
+    heads, groups = q.shape[2] // order.heads, order.group_order()
     q, k, v = trade_tokens_for_heads(q, k, v, order)
     whole = functools.partial(_gather_segments, order=order)
     if kernel is not None and groups.num_ranks == 1 and not order.lengths:

@@ -14,7 +14,7 @@ from typing import Any, cast
 import jax
 
 from meshpar.model.contract import BlockGroup, Stream
-from meshpar.model.inputs import apart
+from meshpar.model.inputs import split_gradient_inputs
 from meshpar.model.parameter import Params
 from meshpar.model.scope import Scope
 from meshpar.parallel.blocks import Block, Known
@@ -124,7 +124,7 @@ class ModelFunctions:
 
     def differentiated(self, known: Known) -> Any:
         """Return the inputs that have a gradient."""
-        return apart(self.placement.model.inputs, known["batch"])[1]
+        return split_gradient_inputs(self.placement.model.inputs, known["batch"])[1]
 
     def with_differentiated(self, known: Known, part: Any) -> Known:
         """Return a microbatch with other values of them."""
@@ -144,7 +144,7 @@ class ModelFunctions:
 
     def _without_inputs(self, known: Known) -> Known:
         """Return the microbatch as all functions but `embed` see it."""
-        batch, _ = apart(self.placement.model.inputs, known["batch"])
+        batch, _ = split_gradient_inputs(self.placement.model.inputs, known["batch"])
         return {**known, "batch": batch}
 
     def _scope(self, known: Known, shares: Shares | None) -> Scope:
@@ -216,7 +216,7 @@ class PipelineProgram:
             statistics = sum_statistics(placement, statistics)
             new_state = updated_state(placement, of[0], of[1], statistics)
             metrics = loss_metrics(weight_sum, sums_by_name(auxiliary))
-            names = sorted(apart(model.inputs, of[2])[1])
+            names = sorted(split_gradient_inputs(model.inputs, of[2])[1])
             of_inputs = merge(dict(zip(names, results.input_gradients, strict=True)))
             of_inputs = summed_inputs(placement, of_inputs)
             return loss_sum * share, metrics, gradients, new_state, of_inputs

@@ -27,8 +27,8 @@ import numpy as np
 from jax import lax
 
 from meshpar.layout import MANUAL_AXES
+from meshpar.model.block_run import Sums
 from meshpar.model.contract import Stream
-from meshpar.model.sums import Sums
 from meshpar.parallel.blocks import BACKWARD, FORWARD, Block, Known, Stack, over_layers
 from meshpar.parallel.pipeline.crossing import STAGE
 from meshpar.parallel.pipeline.executor import At

@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from meshpar.model.block_run import Sums
 from meshpar.model.contract import Stream
 from meshpar.model.parameter import Params
-from meshpar.model.sums import Sums
 from meshpar.parallel.blocks import (
     Known,
     Residuals,
