@@ -11,7 +11,7 @@ from jax import lax
 from meshpar import Layout, batch_shapes, memory_report
 from meshpar.models.presets import build
 from meshpar.parallel.pipeline.layer_costs import layer_costs
-from meshpar.parallel.pipeline.program import layers_of_stages, with_costs
+from meshpar.parallel.pipeline.stages import stage_layers, with_costs
 from meshpar.planner.workload.problems import layout_stage_blocks
 from meshpar.planner.workload.shapes import workload_of
 from meshpar.schedules.stage_splits import split_by_cost, split_evenly, tick_cost
@@ -73,7 +73,7 @@ def test_planner_and_step_split_one_model_by_cost_alike():
     model = model_of(16)
     (group,) = model.groups
     costly = replace(model, groups=(replace(group, costs=tuple(costs)),))
-    assert planned == layers_of_stages(costly, layout) == (4, 4, 4, 4)
+    assert planned == stage_layers(costly, layout) == (4, 4, 4, 4)
     assert split_by_cost([1] * 3 + [4] * 13, 4) == (4, 4, 4, 4)
 
 
@@ -114,13 +114,13 @@ def test_costs_of_a_matmul_are_its_flops():
 def test_stages_are_balanced_by_measured_costs_or_by_those_given():
     layout = Layout(stage=2, microbatches=2, splits="cost")
     heavy_first = alternating(5, (True, True, True, False, False))
-    assert layers_of_stages(heavy_first, layout) == (2, 3)
+    assert stage_layers(heavy_first, layout) == (2, 3)
     heavy_last = alternating(5, (False, False, True, True, True))
-    assert layers_of_stages(heavy_last, layout) == (3, 2)
+    assert stage_layers(heavy_last, layout) == (3, 2)
     model = model_of(5)
     (group,) = model.groups
     given = replace(model, groups=(replace(group, costs=(9, 9, 9, 1, 1)),))
-    assert layers_of_stages(given, layout) == (2, 3)
+    assert stage_layers(given, layout) == (2, 3)
     assert split_evenly(5, 2) == (3, 2)
 
 
@@ -217,7 +217,7 @@ def test_matmuls_in_a_loop_of_unknown_length_need_costs_given(refuses):
     with refuses("model.unknown_trip_count", "while_loop", "layer_costs="):
         layer_costs(loops)
     layout = Layout.parse("stage=2,splits=cost,microbatches=2")
-    assert layers_of_stages(with_costs(loops, [1, 1, 3], layout), layout) == (1, 2)
+    assert stage_layers(with_costs(loops, [1, 1, 3], layout), layout) == (1, 2)
 
 
 @pytest.mark.parametrize("stages", [2, 8])
@@ -225,7 +225,7 @@ def test_matmuls_in_a_loop_of_unknown_length_need_costs_given(refuses):
 def test_stages_of_experts_are_those_of_the_plan(preset, stages):
     layout = Layout.parse(f"stage={stages},microbatches={stages},splits=cost")
     planned = layout_stage_blocks(workload_of(preset), layout)
-    assert layers_of_stages(build(preset), layout) == planned
+    assert stage_layers(build(preset), layout) == planned
 
 
 def test_a_layer_of_experts_costs_what_a_token_meets():

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshpar.attention_method import has_degrees
 from meshpar.hardware.platforms import platform_named
+from meshpar.layout.context_method import CONTEXT_METHODS, merges_softmaxes
 
 SPLASH_LANES = 128
 """Splash attention takes sequences of whole tiles, whose rows are a TPU's lanes."""
@@ -82,6 +82,11 @@ class AttentionChoice:
     value: str = ""
 
     @property
+    def runs_in_hops(self) -> bool:
+        """True if the kernel meets the keys of one device after another's."""
+        return bool(self.kernel) and merges_softmaxes(self.method)
+
+    @property
     def scope_name(self) -> str:
         """Name scope of the operations that run instead, for `obstacle_words`."""
         parts = ("no", self.wanted, self.obstacle, self.value)
@@ -134,7 +139,7 @@ not 100'
     if not wanted or request.probing:
         return AttentionChoice()
     limits = _cudnn_limits(request) if wanted == "cudnn" else _splash_limits(request)
-    for obstacle, value in {**_limits(request), **limits}.items():
+    for obstacle, value in {**_limits(request, wanted), **limits}.items():
         if value:
             # True stands for an obstacle without a value.
             about = "" if value is True else str(value)
@@ -154,14 +159,13 @@ def obstacle_words(path: str) -> str:
     return ""
 
 
-def _limits(request: AttentionRequest) -> dict[str, str | bool]:
-    has_ring = platform_named(request.platform).fused_attention == "splash"
-    tiles = ("allgather",) if has_ring else ("ring", "allgather")
+def _limits(request: AttentionRequest, kernel: str) -> dict[str, str | bool]:
+    method = CONTEXT_METHODS.get(request.method)
+    fits = method is not None and kernel in method.kernels
     return {
         "dtype": not request.half,
-        "method": (request.method in tiles or has_degrees(request.method))
-        and request.method,
-        "order": request.method == "ring" and request.in_order,
+        "method": bool(request.method) and not fits and request.method,
+        "order": merges_softmaxes(request.method) and request.in_order,
         "hidden": request.hidden,
         "padding": request.padded,
     }
@@ -182,7 +186,7 @@ def _splash_limits(request: AttentionRequest) -> dict[str, str | bool]:
     lengths = (request.queries / request.chunks, request.keys / request.chunks)
     odd = [f"{length:g}" for length in lengths if length % SPLASH_LANES]
     return {
-        "window": request.window and request.method == "ring",
+        "window": request.window and merges_softmaxes(request.method),
         "length": bool(odd) and odd[0],
         **_odd_heads(request),
         "mesh_axis": request.idle_axis,

@@ -19,6 +19,7 @@ from meshpar.hardware.attention_choice import (
     attention_choice,
 )
 from meshpar.hardware.platforms import platform_named
+from meshpar.layout.context_method import merges_softmaxes
 from meshpar.model.token_cache import refuse_uncached
 from meshpar.models.field_types import check_kv_heads
 from meshpar.models.layers.biased_attention import attend_with_bias
@@ -226,7 +227,7 @@ def attend(
     choice = attention_choice(_asked(q, k, mask, scope, hidden=hidden, packed=packed))
     fused = _fused(choice, mask)
     masked = packed or (causal and hidden)
-    if fused and choice.method == "ring":
+    if fused and choice.runs_in_hops:
         kernel = functools.partial(kernel_ring, mask=mask, order=scope.order)
         more = {"rank": scope.order.rank()} | ({"segments": segments} if packed else {})
     elif scope.order is not None or not fused and blockwise(q, k, mask, masked=masked):
@@ -286,7 +287,7 @@ def _asked(
         head_dim=q.shape[-1],
         method=method,
         in_order=mask.causal and order is not None and not order.zigzag,
-        chunks=order.num_chunks if order is not None and method == "ring" else 1,
+        chunks=order.num_chunks if order and merges_softmaxes(method) else 1,
         documents=packed,
         window=mask.window is not None,
         hidden=hidden,
