@@ -188,7 +188,9 @@ def test_an_unrolled_optimizer_gets_each_layer_as_a_parameter_of_its_own(name):
 
 def distributed_shampoo(monkeypatch):
     """Distributed Shampoo of Google Research (`pip install precondition-opt chex`)."""
-    monkeypatch.setattr(jax, "tree_map", jax.tree.map, raising=False)
+    for name in ("map", "flatten", "unflatten", "leaves", "structure"):
+        function = getattr(jax.tree, name)  # The library is of 2023.
+        monkeypatch.setattr(jax, f"tree_{name}", function, raising=False)
     library = pytest.importorskip("precondition.distributed_shampoo")
     return library.distributed_shampoo(
         1e-2, block_size=16, matrix_epsilon=1e-3, start_preconditioning_step=1
@@ -197,7 +199,12 @@ def distributed_shampoo(monkeypatch):
 
 def kron(monkeypatch):
     """PSGD with Kronecker factors (`pip install psgdax`)."""
-    return pytest.importorskip("psgdax.psgd").kron(1e-3)
+    optimizer = pytest.importorskip("psgdax.psgd").kron(1e-3)
+
+    def update(updates, state, params=None):  # It takes no loss, unlike its signature.
+        return optimizer.update(updates, state, params)
+
+    return optax.GradientTransformation(optimizer.init, update)
 
 
 @pytest.mark.filterwarnings("ignore:Explicitly requested dtype")

@@ -20,9 +20,13 @@ from meshpar.tables.portable import PortableTables, host_tables
 from meshpar.tables.programs import TABLES, TableFunctions, rows_looked_up
 from meshpar.tables.tables import EmbeddingTables, check_arrays, check_ids
 from meshpar.train.batch_placement import BatchPlacement, batch_structs
-from meshpar.train.layer_order import check_seed
 from meshpar.train.refusals import check_logits
-from meshpar.train.state import TrainState, check_state, checked_without_optimizer
+from meshpar.train.state import (
+    TrainState,
+    check_seed,
+    check_state,
+    checked_without_optimizer,
+)
 from meshpar.train.step import StepPrograms, TrainStep
 from meshpar.train.step_functions import StepFunctions
 

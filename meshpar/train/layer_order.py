@@ -228,25 +228,6 @@ def _layers_at(
     return jax.jit(layers_at, out_shardings=sharding)
 
 
-def check_seed(seed: int) -> None:
-    """Refuse a seed that no first state derives from.
-
-    Raises:
-        InputError: `seed` is no whole number from 0 to 2**32 - 1.
-    """
-    whole = isinstance(seed, int | np.integer) and not isinstance(seed, bool)
-    if not whole:
-        raise InputError(
-            f"seed={seed!r}: must be a whole number below {2**32}",
-            key="value.not_whole_number",
-        )
-    if not 0 <= seed < 2**32:
-        raise InputError(
-            f"seed={seed}: must be at least 0 and below {2**32}",
-            key="value.seed_out_of_range",
-        )
-
-
 def placed_start(
     model: Model, shardings: TrainState, params: Mapping | None, model_state: Mapping
 ) -> tuple[Params, Params]:

@@ -113,6 +113,25 @@ def without_optimizer(state: TrainState) -> TrainState:
     return dataclasses.replace(state, opt_state=())
 
 
+def check_seed(seed: int) -> None:
+    """Refuse a seed that no first state derives from.
+
+    Raises:
+        InputError: `seed` is no whole number from 0 to 2**32 - 1.
+    """
+    whole = isinstance(seed, int | np.integer) and not isinstance(seed, bool)
+    if not whole:
+        raise InputError(
+            f"seed={seed!r}: must be a whole number below {2**32}",
+            key="value.not_whole_number",
+        )
+    if not 0 <= seed < 2**32:
+        raise InputError(
+            f"seed={seed}: must be at least 0 and below {2**32}",
+            key="value.seed_out_of_range",
+        )
+
+
 def check_state(
     state: TrainState, shapes: TrainState, mesh: Mesh | AbstractMesh | None = None
 ) -> None:

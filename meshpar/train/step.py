@@ -38,7 +38,7 @@ from meshpar.rules.presets import default_rules
 from meshpar.rules.rules import Rules, check_rules
 from meshpar.schedules import OwnSchedule
 from meshpar.train.batch_placement import BatchPlacement, batch_structs
-from meshpar.train.layer_order import check_seed, placed_start
+from meshpar.train.layer_order import placed_start
 from meshpar.train.local_steps import (
     REPLICA_AXES,
     LocalStepFunctions,
@@ -67,6 +67,7 @@ from meshpar.train.refusals import (
 from meshpar.train.replica_metrics import local_replica_metrics
 from meshpar.train.state import (
     TrainState,
+    check_seed,
     check_state,
     checked_without_optimizer,
 )
@@ -374,7 +375,6 @@ class TrainStep:
             gradient_dtype=DTYPES[options.gradient_dtype],
             hosts=mesh_hosts(self._devices_mesh) if by_host else None,
         )
-        self._step_count = StepCount()
         self.batch_sharding = NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
         self._batches = BatchPlacement(
             inputs=self.model.inputs or {},
@@ -410,6 +410,7 @@ class TrainStep:
         self.functions: StepFunctions | LocalStepFunctions
         self.functions = whole = functions(placement)
         if options.outer_optimizer is not None:
+            self._step_count = StepCount()
             self.functions = LocalStepFunctions(
                 replica=functions(replace(placement, replica_axes=REPLICA_AXES)),
                 whole=whole,
