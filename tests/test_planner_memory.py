@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 
 from meshpar.layout import Layout
+from meshpar.planner.cost.activations import kept_bytes
 from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.cost.memory import rank_memories
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.execution import MEGATRON_2022, MESHPAR, NANOTRON
 from meshpar.planner.published.measured import published
-from meshpar.planner.workload.activations import kept_bytes
 from meshpar.planner.workload.shapes import SHAPES
 
 GIB = 2**30

@@ -5,6 +5,11 @@ import dataclasses
 import pytest
 
 from meshpar.layout import Layout
+from meshpar.planner.cost.activations import (
+    kept_bytes,
+    offloaded_bytes,
+    recomputation,
+)
 from meshpar.planner.cost.block_time import block_time
 from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.cost.pipeline_time import lock_step
@@ -29,11 +34,6 @@ from meshpar.planner.machine.collective_cost import wire_bytes
 from meshpar.planner.machine.execution import MEGATRON_2023, MESHPAR
 from meshpar.planner.search.bounds import Bounds
 from meshpar.planner.search.space import layout_variant
-from meshpar.planner.workload.activations import (
-    kept_bytes,
-    offloaded_bytes,
-    recomputation,
-)
 from meshpar.planner.workload.shapes import SHAPES
 
 BARE = dataclasses.replace(MESHPAR, measured_overlap=False)

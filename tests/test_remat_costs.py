@@ -13,10 +13,10 @@ from meshpar.audit.report import audit
 from meshpar.audit.targets import Target, compile_for
 from meshpar.machine.mesh import absent_mesh
 from meshpar.models.presets import build
+from meshpar.planner.cost.activations import block_residuals, kept_bytes
 from meshpar.planner.cost.run import Run
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.execution import MESHPAR
-from meshpar.planner.workload.activations import block_residuals, kept_bytes
 from meshpar.planner.workload.workload import Workload
 from tests.marks import slow
 from tests.test_audit_targets import needs_gpu_compiler

@@ -17,10 +17,10 @@ from meshpar.audit.target import Target
 from meshpar.errors import InputError
 from meshpar.layout import STAGE_REMATS
 from meshpar.parallel.grids.space import has_space, space_degree
+from meshpar.planner.cost.activations import kept_bytes, stage_input_bytes
 from meshpar.planner.cost.memory import Memory, fullest_memory
 from meshpar.planner.cost.run import Run
 from meshpar.planner.from_model import planned_run, traced_space
-from meshpar.planner.workload.activations import kept_bytes, stage_input_bytes
 from meshpar.train.batch_placement import batch_structs
 from meshpar.train.state_memory import Part, local_bytes, states, step_gradient_bytes
 from meshpar.train.step import Batch, TrainStep

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshpar.planner.cost.activations import (
+    Again,
+    kept_bytes,
+    offloaded_bytes,
+    recomputation,
+)
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.seconds import (
     ATTENTION,
@@ -23,12 +29,6 @@ from meshpar.planner.cost.seconds import (
 )
 from meshpar.planner.cost.traffic import block_rows
 from meshpar.planner.machine.execution import Execution
-from meshpar.planner.workload.activations import (
-    Again,
-    kept_bytes,
-    offloaded_bytes,
-    recomputation,
-)
 from meshpar.planner.workload.workload import Workload
 
 # Kernels of one block: matmuls, attention's, norms, elementwise; in the backward twice

@@ -7,6 +7,13 @@ from dataclasses import asdict, dataclass
 from meshpar.hardware.attention_choice import SPLASH_LANES
 from meshpar.layout import STAGE_REMATS
 from meshpar.parallel.sizes import HIDDEN_BYTES, SCORE_BYTES, head_parts, tile_tokens
+from meshpar.planner.cost.activations import (
+    everything_bytes,
+    gate_up_values,
+    kept_bytes,
+    mlp_values,
+    stage_input_bytes,
+)
 from meshpar.planner.cost.pipeline_time import in_flight, lock_step
 from meshpar.planner.cost.run import (
     Run,
@@ -19,13 +26,6 @@ from meshpar.planner.cost.run import (
     shared_out,
     stored_bytes,
     table_parameters,
-)
-from meshpar.planner.workload.activations import (
-    everything_bytes,
-    gate_up_values,
-    kept_bytes,
-    mlp_values,
-    stage_input_bytes,
 )
 
 

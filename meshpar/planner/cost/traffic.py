@@ -15,6 +15,7 @@ from meshpar.parallel.sizes import (
     first_room,
     head_copies,
 )
+from meshpar.planner.cost.activations import Again, recomputation
 from meshpar.planner.cost.run import Run, block_parameters
 from meshpar.planner.cost.seconds import (
     ATTENTION,
@@ -28,7 +29,6 @@ from meshpar.planner.cost.seconds import (
     Rows,
 )
 from meshpar.planner.machine.overlap import hidden_share
-from meshpar.planner.workload.activations import Again, recomputation
 
 _SUMS = "sums of the residual stream"
 _OF_SEQUENCE = {

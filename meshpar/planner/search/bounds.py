@@ -15,6 +15,11 @@ from typing import NamedTuple
 
 from meshpar.hardware.platforms import platform_named
 from meshpar.layout import BY_COST, STAGE_REMATS, Layout
+from meshpar.planner.cost.activations import (
+    everything_bytes,
+    kept_bytes,
+    stage_input_bytes,
+)
 from meshpar.planner.cost.block_time import block_time
 from meshpar.planner.cost.memory import (
     in_chunks_bytes,
@@ -41,11 +46,6 @@ from meshpar.planner.cost.step_traffic import step_rows
 from meshpar.planner.cost.traffic import weight_rows
 from meshpar.planner.search.choices import MeshChoices
 from meshpar.planner.search.space import Splits, Variant, layout_variant, with_variant
-from meshpar.planner.workload.activations import (
-    everything_bytes,
-    kept_bytes,
-    stage_input_bytes,
-)
 from meshpar.planner.workload.problems import layout_stage_blocks
 from meshpar.schedules import SCHEDULES
 from meshpar.schedules.stage_splits import stage_sizes

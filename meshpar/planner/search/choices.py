@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from meshpar.hardware.platforms import platform_named
 from meshpar.layout import BY_COST, STAGE_REMATS, Layout
+from meshpar.planner.cost.activations import OF_MATMULS
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.seconds import (
     attention_backward_s,
@@ -34,7 +35,6 @@ from meshpar.planner.search.space import (
     chunk_counts,
     divisors,
 )
-from meshpar.planner.workload.activations import OF_MATMULS
 from meshpar.planner.workload.problems import (
     layout_problems,
     layout_stage_blocks,

@@ -1,4 +1,4 @@
-"""Answer what is trained: sizes, FLOPs and activations of a transformer.
+"""Answer what is trained: sizes, parameters and FLOPs of a transformer.
 
 `shapes.workload_of` makes a `workload.Workload` of a name, of words or of a
 `config.json`; `presets.json` has the presets, as their models write it. Machines must

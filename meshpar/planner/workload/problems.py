@@ -10,8 +10,8 @@ from typing import NamedTuple
 from meshpar.errors import nearest
 from meshpar.layout import BY_COST, Layout
 from meshpar.layout.residual_names import BLOCK_INPUT
+from meshpar.planner.cost.activations import NAMED, OF_EXPERTS
 from meshpar.planner.machine.execution import MESHPAR, Execution
-from meshpar.planner.workload.activations import NAMED, OF_EXPERTS
 from meshpar.planner.workload.workload import Workload
 from meshpar.schedules import size_refusals, step_refusal
 from meshpar.schedules.stage_splits import split_by_cost, split_problem, stage_sizes
