@@ -23,7 +23,7 @@ from tests.mutants.running import (
 from tests.mutants.table import table
 
 ROOT = Path(__file__).parents[2]
-COUNT = 60
+COUNT = 63
 
 needs_git = pytest.mark.skipif(
     shutil.which("git") is None or not (ROOT / ".git").exists(),
@@ -51,7 +51,7 @@ def test_a_fault_is_one_line_that_its_file_has_once(mutant):
     assert sum(one != other for one, other in pairs) == 1
 
 
-def test_there_are_60_faults_each_with_a_name_of_its_own():
+def test_there_are_enough_faults_each_with_a_name_of_its_own():
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) == COUNT
 
 

@@ -63,4 +63,28 @@ MUTANTS = (
         new="return weight + product",
         tests=("tests/test_lora.py::test_merged_weights_say_the_same",),
     ),
+    Mutant(
+        name="experts-do-not-split-the-batch",
+        effect="a layout's number of batch shards leaves out `expert`",
+        file="meshpar/layout/layout.py",
+        old="return math.prod(self.mesh_shape[axis] for axis in BATCH_AXES)",
+        new='return math.prod(self.mesh_shape[axis] for axis in ("data", "fsdp"))',
+        tests=("tests/test_layout.py::test_only_data_fsdp_and_expert_split_the_batch",),
+    ),
+    Mutant(
+        name="last-dim-without-its-lanes",
+        effect="the memory of an array leaves out the padding of its last dim",
+        file="meshpar/trace/live_bytes.py",
+        old="return math.prod(others) * -(-last // lanes) * lanes * dtype.itemsize",
+        new="return math.prod(others) * last * dtype.itemsize",
+        tests=("tests/test_live_bytes.py::test_a_last_dim_takes_whole_lanes",),
+    ),
+    Mutant(
+        name="halves-compared-by-their-nearest-value",
+        effect="a model may join examples as long as one value does not change",
+        file="meshpar/checks/halves.py",
+        old="np.abs(one - other).max(initial=0)",
+        new="np.abs(one - other).min(initial=0)",
+        tests=("tests/test_halves.py::test_what_joins_examples_is_refused",),
+    ),
 )
