@@ -78,7 +78,7 @@ class _FormerModules:
         sys.modules[module.__name__] = new
 
 
-sys.meta_path.append(_FormerModules)  # type: ignore[arg-type]
+sys.meta_path.append(_FormerModules)
 
 _HOMES = {
     "AuditReport": "meshpar.audit.report",
