@@ -100,8 +100,9 @@ def passed_on(function: Callable[[dict], dict], arrays: dict[str, Any]) -> list[
         return walk(inner, given, origins, lambda value: None)
 
     names = sorted(arrays)
+    given: list[str | None] = [*names]
     program = jax.make_jaxpr(function)(arrays)
-    found = walk(program, names, origins, lambda value: None)
+    found = walk(program, given, origins, lambda value: None)
     return [name for name, origin in zip(names, found, strict=True) if name == origin]
 
 
