@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from meshpar.audit.subject import Subject
 from meshpar.errors import InputError
@@ -19,15 +18,9 @@ from meshpar.tables.placement import Placements, lane_notes
 from meshpar.tables.portable import PortableTables, host_tables
 from meshpar.tables.programs import TABLES, TableFunctions, rows_looked_up
 from meshpar.tables.tables import EmbeddingTables, check_arrays, check_ids
-from meshpar.train.batch_placement import BatchPlacement, batch_structs
 from meshpar.train.refusals import check_logits
-from meshpar.train.state import (
-    TrainState,
-    check_seed,
-    check_state,
-    checked_without_optimizer,
-)
-from meshpar.train.step import StepPrograms, TrainStep
+from meshpar.train.state import TrainState, check_state, checked_without_optimizer
+from meshpar.train.step import TrainStep
 from meshpar.train.step_functions import StepFunctions
 
 if TYPE_CHECKING:
@@ -89,15 +82,15 @@ class TableStep:
     Its state is a `TrainState` whose `model_state` holds the tables too.
 
     Args:
-        step: Of the model.
+        step: Step of the model.
         tables: The tables.
 
     Attributes:
         dense: The model's own step.
         tables: The tables.
-        layout: That of the model.
-        mesh: That of the model.
-        functions: What the step computes.
+        layout: Layout of the model.
+        mesh: Mesh of the model.
+        functions: Functions of the step.
         state_shapes: `TrainState` of the shape and dtype of every array.
         shardings: `TrainState` of the sharding of every array.
     """
@@ -107,45 +100,32 @@ class TableStep:
         self.layout, self.mesh = step.layout, step.mesh
         # Local steps refuse an input that has a gradient (`inputs_refusal`).
         dense = cast(StepFunctions, step.functions)
-        functions = TableFunctions(dense=dense, tables=tables)
-        self.functions = functions
-        # A placement that cannot be is refused here.
-        self.state_shapes, self.shardings = functions.state_shapes, functions.shardings
-        self._batches = BatchPlacement(
-            inputs=tables.batch_inputs(step.model.known_inputs),
-            check_sequences=lambda batch, partly: None,
-            layout=step.layout,
-            sharding=step.batch_sharding,
-        )
-        self._programs = StepPrograms(
-            functions=functions,
-            reading=functions,
-            batch_sharding=step.batch_sharding,
-            split_space=None,
-            compiler_options=step.compiler_options,
-        )
+        self.functions = TableFunctions(dense=dense, tables=tables)
+        self._inputs = tables.batch_inputs(step.model.known_inputs)
+        # This refuses a placement that does not fit.
+        self._step = step.with_functions(self.functions, self._inputs)
+        self.state_shapes = self._step.state_shapes
+        self.shardings = self._step.shardings
 
     @property
     def placements(self) -> Placements:
-        """Where every table lies, and every device's load; `print` it."""
+        """Placement of every table, and load of every device; `print` it."""
         return self.tables.placements(self.mesh.size)
 
     def init(self, seed: int = 0) -> TrainState:
-        """The first state, a function of `seed`; born in shards.
+        """Return the first state, a function of `seed`, made in shards.
 
         A table's first values are the same under any layout and placement.
 
         Raises:
             InputError: `seed` is no whole number from 0 to 2**32 - 1.
         """
-        check_seed(seed)
-        with self._mesh_set():
-            return self._programs.init(np.uint32(seed))
+        return self._step.init(seed)
 
     def __call__(
         self, state: TrainState, batch: Batch
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One step of model and tables; `state` is donated and cannot be used again.
+        """Take one step of model and tables; `state` is donated, and gone afterwards.
 
         Args:
             state: From `init` or an earlier step.
@@ -161,21 +141,18 @@ class TableStep:
                 state is gone or another step's.
         """
         check_state(state, self.state_shapes, self.mesh)
-        with self._mesh_set():
-            return self._programs.update(state, self.place(batch))
+        return self._step(state, self.place(batch))
 
     def evaluate(self, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """Summed loss and weights of a batch, which `__call__` takes too."""
-        state = checked_without_optimizer(state, self.state_shapes, self.mesh)
-        with self._mesh_set():
-            return self._programs.evaluate(state, self.place(batch))
+        """Return summed loss and weights of a batch, which `__call__` takes too."""
+        check_state(state, self.state_shapes, self.mesh)
+        return self._step.evaluate(state, self.place(batch))
 
     def logits(self, state: TrainState, batch: Batch) -> Any:
-        """What the model's `logits` gives; the batch is whole, labels included."""
+        """Return the model's `logits`; the batch is whole, labels included."""
         check_logits(self.dense.model)
-        state = checked_without_optimizer(state, self.state_shapes, self.mesh)
-        with self._mesh_set():
-            return self._programs.logits(state, self.place(batch, 1))
+        check_state(state, self.state_shapes, self.mesh)
+        return self._step.logits(state, self.place(batch, 1))
 
     def place(
         self,
@@ -184,26 +161,28 @@ class TableStep:
         *,
         global_batch: int | None = None,
     ) -> dict[str, jax.Array]:
-        """`TrainStep.place` of a batch, its ids checked.
+        """Put a batch on the devices, its ids checked; see `TrainStep.place`.
 
         Raises:
             InputError: As for `__call__`.
         """
         check_ids(self.tables.tables, batch)
-        check_arrays(self._batches.inputs, self.tables.outputs, batch)
-        return self._batches.place(batch, microbatches, global_batch=global_batch)
+        check_arrays(self._inputs, self.tables.outputs, batch)
+        return self._step.place(
+            batch, microbatches=microbatches, global_batch=global_batch
+        )
 
     def rows_here(self, global_batch: int) -> np.ndarray:
-        """`TrainStep.rows_here`."""
-        return self._batches.rows_here(global_batch)
+        """Return the rows of this process; see `TrainStep.rows_here`."""
+        return self._step.rows_here(global_batch)
 
     def host_tables(self, state: TrainState) -> dict[str, dict[str, np.ndarray]]:
-        """Table -> its `rows`, and its optimizer's state of each, whole on the host."""
+        """Return table -> its `rows` and their optimizer state, whole on the host."""
         state = checked_without_optimizer(state, self.state_shapes, self.mesh)
         return host_tables(self.functions.stores, state.model_state[TABLES])
 
     def rows_looked_up(self, batch: Batch) -> np.ndarray:
-        """Rows that each device looks up for a batch on the host, (devices,)."""
+        """Return the rows that each device looks up for a host's batch, (devices,)."""
         check_ids(self.tables.tables, batch)
         return rows_looked_up(self.functions.stores, self.functions.shares, batch)
 
@@ -214,12 +193,12 @@ class TableStep:
         the newest, each in all processes alike.
 
         Args:
-            directory: Where they lie.
-            options: As of `meshpar.train.checkpoint.Checkpoints`.
+            directory: Folder of the checkpoints.
+            options: Options of `meshpar.train.checkpoint.Checkpoints`.
 
         Raises:
             InputError: Several processes have the devices, whose number does not divide
-                `meshpar.tables.blocks.BLOCK`.
+                `meshpar.tables.portable.BLOCK`.
         """
         from meshpar.train.checkpoint import Checkpoints  # Orbax, which takes a while
 
@@ -227,41 +206,41 @@ class TableStep:
         return Checkpoints(directory, layer_orders=self._portable.orders, **options)
 
     def portable(self, state: TrainState) -> TrainState:
-        """The state with tables as no placement has them (`meshpar.tables.portable`).
+        """Return the state with tables without placement (`meshpar.tables.portable`).
 
         Raises:
             InputError: Several processes have the devices, whose number does not divide
-                `meshpar.tables.blocks.BLOCK`.
+                `meshpar.tables.portable.BLOCK`.
         """
         check_state(state, self.state_shapes, self.mesh)
         return self._portable.taken_out(state)
 
     def restored(self, checkpoints: Checkpoints) -> TrainState:
-        """The newest state of `checkpoints`, laid out for this step.
+        """Return the newest state of `checkpoints`, laid out for this step.
 
         Raises:
             InputError: There is none, or it is of another model or other tables.
         """
-        to = self._portable
-        state = checkpoints.restore(to.shapes, to.shardings, check=to.check_stored)
-        return to.put_in(state)
+        portable = self._portable
+        state = checkpoints.restore(
+            portable.shapes, portable.shardings, check=portable.check_stored
+        )
+        return portable.put_in(state)
 
     def compile(self, batch: Batch) -> jax.stages.Compiled:
-        """The compiled step for a batch's shapes; arrays or `jax.ShapeDtypeStruct`s."""
-        with self._mesh_set():
-            shapes = self.state_shapes, batch_structs(batch)
-            return self._programs.update.lower(*shapes).compile()
+        """Compile the step for a batch's shapes; arrays or `jax.ShapeDtypeStruct`s."""
+        return self._step.compile(batch)
 
     def predicted_memory(self, batch: Batch) -> TableMemory:
-        """Bytes of a device by arithmetic, nothing compiled (`meshpar.tables.memory`).
+        """Return bytes of a device by arithmetic, without compiling anything.
 
         Args:
-            batch: Of the global batch; arrays or their shapes.
+            batch: The global batch; arrays or their shapes.
         """
         return predicted_memory(self.functions, batch)
 
     def audit_subject(self, *arguments: Any, platform: str | None = None) -> Subject:
-        """What `meshpar.audit` compiles and explains; see there.
+        """Return the subject of `meshpar.audit`; see there.
 
         Args:
             arguments: A batch, or a state and a batch; arrays or their shapes.
@@ -270,26 +249,9 @@ class TableStep:
         step = self
         if platform is not None:
             step = TableStep(self.dense.for_absent(platform), self.tables)
-        of_dense = step.dense.model.flat_parameters()
-        return Subject(
-            function=step.jitted(),
-            arguments=(step.state_shapes, batch_structs(arguments[-1])),
-            mesh=step.mesh,
-            platform=step.dense.platform,
-            weights={path: one.shape for path, one in of_dense.items()},
-            layout=step.layout,
-            compiler_options=step.dense.compiler_options,
-            notes=lane_notes(step.functions.stores, step.dense.platform),
-        )
-
-    def jitted(self, compiler_options: Mapping[str, Any] | None = None) -> Any:
-        """(state, batch) -> the next state and metrics; the state is donated."""
-        options = dict(compiler_options or {})
-        return replace(self._programs, compiler_options=options).update
+        notes = lane_notes(step.functions.stores, step.dense.platform)
+        return replace(step._step.audit_subject(*arguments), notes=notes)
 
     @cached_property
     def _portable(self) -> PortableTables:
         return PortableTables(functions=self.functions)
-
-    def _mesh_set(self) -> Any:
-        return jax.set_mesh(cast(Mesh, self.mesh))

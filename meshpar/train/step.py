@@ -7,6 +7,7 @@ functions of `step_functions.StepFunctions` under `jax.jit`.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -425,6 +426,29 @@ class TrainStep:
         )
         self.state_shapes = self.functions.state_shapes
         self.shardings = self.functions.shardings
+
+    def with_functions(self, functions: Any, inputs: Mapping[str, Any]) -> TrainStep:
+        """Return a step of other functions on this step's mesh, such as with tables.
+
+        Args:
+            functions: `born`, `update`, `evaluated` and `logits`, which may call those
+                of this step's `functions`; `state_shapes` and `shardings` of their
+                state. Local steps refuse them.
+            inputs: Arrays of a batch, `meshpar.Input` by name.
+        """
+        step = copy.copy(self)
+        step.functions = functions
+        step.state_shapes, step.shardings = functions.state_shapes, functions.shardings
+        step._batches = BatchPlacement(
+            inputs=inputs,
+            check_sequences=lambda batch, partly: None,
+            layout=self.layout,
+            sharding=self.batch_sharding,
+        )
+        step._programs = replace(
+            self._programs, functions=functions, reading=functions, split_space=None
+        )
+        return step
 
     @cached_property
     def layer_orders(self) -> TrainState:
