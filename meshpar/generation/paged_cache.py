@@ -1,8 +1,9 @@
-"""Attention of new tokens to pages of keys and values, with memory for some pages.
+"""The paged cache of keys and values, and attention of new tokens to it.
 
-A sequence's keys lie in pages of a few tokens, anywhere in a pool (Kwon et al. 2023,
-"PagedAttention", section 4). They are read some pages at a time with the online softmax
-of Milakov and Gimelshein 2018, for as many tokens as the longest sequence at hand has.
+A sequence's keys lie in pages of a few tokens, anywhere in a pool that the layers share
+(Kwon et al. 2023, "PagedAttention", section 4). They are read some pages at a time with
+the online softmax of Milakov and Gimelshein 2018, for as many tokens as the longest
+sequence of the batch has.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Pages:
         return lax.axis_index(self.mesh_axis) if self.num_ranks > 1 else 0
 
     def physical(self, owners: jax.Array, local: jax.Array) -> jax.Array:
-        """Pages of the pool, from an example's own count of the pages that are here.
+        """Return the pool's page numbers of an example's pages on this device.
 
         Args:
             owners: Tables (B, pages of an example), or first pages (B, 1) of rings.
@@ -82,7 +83,7 @@ def written(
     positions: jax.Array,
     pages: Pages,
 ) -> jax.Array:
-    """The pool with the new tokens' values in it.
+    """Return the pool with the new tokens' values written.
 
     Args:
         pool: (layers, P, O, K x H).
@@ -116,7 +117,7 @@ def paged_attention(
     value_size: int,
     bias: jax.Array | None = None,
 ) -> jax.Array:
-    """Causal attention to everything written at and before each query's position.
+    """Return causal attention to all that is written up to each query's position.
 
     Where pages are split over a mesh axis of n devices: one all-reduce of the maximum
     of each query and head, and one of their sums and results, B x T x N x (H + 1) fp32
@@ -168,7 +169,7 @@ def paged_attention(
 
 
 def _first_page(positions: jax.Array, pages: Pages) -> jax.Array:
-    """(B,): the first of this device's pages that a query of an example sees."""
+    """Return (B,): the first of this device's pages that an example's queries see."""
     if pages.window is None:
         return jnp.zeros(positions.shape[0], jnp.int32)
     earliest = jnp.min(jnp.where(positions < 0, jnp.iinfo(jnp.int32).max, positions), 1)
@@ -184,7 +185,7 @@ def _met(
     given: tuple,
     scale: float,
 ) -> tuple:
-    """The online softmax after some more pages."""
+    """Return the online softmax after some more pages."""
     keys, values, place, owners, pages, value_size, bias = given
     physical = jnp.maximum(pages.physical(owners, local), 0)
     kv_heads = q_BTKGH.shape[2]
@@ -224,7 +225,7 @@ def _met(
 
 
 def _by_distance(bias: jax.Array, ahead: jax.Array, kv_heads: int) -> jax.Array:
-    """(distances, N), (B, T, S) -> (B, K, G, T, S)."""
+    """Return (B, K, G, T, S): the bias of each distance."""
     found = bias.astype(jnp.float32)[jnp.clip(ahead, 0, bias.shape[0] - 1)]
     found_BTSKG = found.reshape(*ahead.shape, kv_heads, -1)
     return jnp.transpose(found_BTSKG, (0, 3, 4, 1, 2))
@@ -233,7 +234,7 @@ def _by_distance(bias: jax.Array, ahead: jax.Array, kv_heads: int) -> jax.Array:
 def _read(
     pool: jax.Array, place: jax.Array, physical: jax.Array, kv_heads: int
 ) -> jax.Array:
-    """-> (B, S, K, H): the pages of one layer, one after another."""
+    """Return (B, S, K, H): the pages of one layer, one after another."""
     found = pool[place, physical]
     return found.reshape(found.shape[0], -1, kv_heads, found.shape[-1] // kv_heads)
 
@@ -273,7 +274,7 @@ class Source(NamedTuple):
 
     @property
     def positions(self) -> jax.Array:
-        """(batch, source tokens), the place of each; -1 for none."""
+        """Place of each source token, (batch, source tokens); -1 for none."""
         at = jnp.arange(self.tokens.shape[1], dtype=jnp.int32)
         return jnp.where(at < self.counts[:, None], at, -1)
 
@@ -296,7 +297,7 @@ class Rows(NamedTuple):
     source: Source | None = None
 
     def positions(self, num_tokens: int) -> jax.Array:
-        """(batch, tokens), the place of each new token in its sequence; -1 for none."""
+        """Return (batch, tokens): each new token's place in its sequence, or -1."""
         at = jnp.arange(num_tokens, dtype=jnp.int32)
         positions = self.starts[:, None] + at
         return jnp.where(at < self.counts[:, None], positions, -1)
@@ -341,7 +342,7 @@ class PagedCache:
         value_size: int | None = None,
         bias: jax.Array | None = None,
     ) -> jax.Array:
-        """As `TokenCache.attend`; writes the new keys and values first."""
+        """Write new keys and values, then attend (`TokenCache.attend`)."""
         names = [array_name(name, self._asked) for name in ("keys", "values")]
         self._asked += 1
         here = self._pages(names[0], window)
@@ -358,7 +359,7 @@ class PagedCache:
     def attend_to_source(
         self, q: jax.Array, k: jax.Array, v: jax.Array, scope: Any, *, scale: float
     ) -> jax.Array:
-        """As `TokenCache.attend_to_source`; writes what is given of it first."""
+        """Write what is given of the source, then attend to all of it."""
         given = {SOURCE_KEYS: k, SOURCE_VALUES: v}
         names = [array_name(name, self._asked_of_source) for name in given]
         self._asked_of_source += 1
@@ -384,7 +385,7 @@ class PagedCache:
         scale: float,
         size: int,
     ) -> jax.Array:
-        """Attention of queries, at their positions and with their bias, to pools."""
+        """Return attention of (queries, positions, bias) to the named pools."""
         q, positions, bias = asked
         whole, more = (None, None), () if bias is None else (bias,)
         pool = (None, None, None, cached_axes(heads)[0])
@@ -415,7 +416,7 @@ class PagedCache:
         return scope.constrain(mixed, _QUERIES)
 
     def _owners(self, pages: Pages) -> jax.Array:
-        """As `Pages.physical` takes them."""
+        """Return the owners of pages that `Pages.physical` takes."""
         if pages.ring is None:
             return self.rows.tables
         return (self.rows.slots * pages.ring)[:, None]

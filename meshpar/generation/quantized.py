@@ -32,7 +32,7 @@ _FP8_CAPABILITY = 8.9
 
 
 def check_weights(kind: str, devices: Sequence[jax.Device]) -> None:
-    """Refuses a kind of weights that devices have not.
+    """Refuse a kind of weights that the devices lack.
 
     Raises:
         InputError: It is none, or they have not.
@@ -59,7 +59,7 @@ def with_weights(
     layout: Layout,
     devices: Sequence[jax.Device],
 ) -> tuple[Model, Any]:
-    """A model and its values over 8-bit weights.
+    """Return a model and its values with 8-bit weights.
 
     Args:
         model: As its family builds it.
@@ -94,7 +94,7 @@ def _check_whole(params: Any) -> None:
 
 
 def quantized(model: Model, kind: str, dtype: Any) -> Model:
-    """The model over 8-bit weights and their scales.
+    """Return the model with 8-bit weights and their scales as parameters.
 
     Args:
         model: As its family builds it.
@@ -120,7 +120,7 @@ def quantized(model: Model, kind: str, dtype: Any) -> Model:
 
 
 def quantize(model: Model, params: Params, kind: str) -> Params:
-    """Values of `quantized`'s parameters, one layer of one array at a time.
+    """Return values of `quantized`'s parameters, one layer of an array at a time.
 
     Args:
         model: As given.
@@ -159,7 +159,7 @@ def _matrices(model: Model) -> dict[str, Matrix]:
 
 
 def _parts(matrix: Matrix) -> dict[str, Parameter]:
-    """8 bits a value, whatever they stand for, and an fp32 scale of each output."""
+    """Return a matrix's parameters: 8 bits a value, an fp32 scale an output."""
     one = matrix.parameter
     inputs = _inputs(matrix)
     shape = tuple(1 if dim in inputs else n for dim, n in enumerate(one.shape))
@@ -198,7 +198,7 @@ def _inputs(matrix: Matrix) -> range:
 
 
 def _numbers(tree: Any, kind: str, dtype: Any) -> Any:
-    """The tree with a number for each 8 bits."""
+    """Return the tree with a number for each 8 bits."""
     if not isinstance(tree, dict):
         return tree
     if tree.keys() != {"values", "scale"}:

@@ -306,7 +306,7 @@ def layers_hindrance(stack: Stack, x: Any, known: Known) -> str | None:
     return None
 
 
-def warn_of_hindrance(group: str, hindrance: str) -> None:
+def warn_idle_ranks(group: str, hindrance: str) -> None:
     """Warn that idle ranks compute on zeros because of a collective in the layers."""
     warnings.warn(
         f"the pipeline's group {group!r} has a {hindrance}, which must not run on some "

@@ -46,7 +46,7 @@ from meshpar.parallel.pipeline.rank_layers import (
     keep_layers,
     layers_hindrance,
     run_layers,
-    warn_of_hindrance,
+    warn_idle_ranks,
 )
 
 Enter = Callable[[Params, Stream, Known], Stream]
@@ -191,7 +191,7 @@ class RankStages:
             stack = self.layers.stack(group, first)
             hindrance = layers_hindrance(stack, stream, known)
             if hindrance is not None:
-                warn_of_hindrance(block.group.name, hindrance)
+                warn_idle_ranks(block.group.name, hindrance)
                 return False
         return True
 
