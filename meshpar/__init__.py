@@ -99,7 +99,7 @@ _HOMES = {
     "MemoryReport": "meshpar.train.memory_report",
     "Model": "meshpar.model.contract",
     "Parameter": "meshpar.model.parameter",
-    "RuleError": "meshpar.rules.rules",
+    "RuleError": "meshpar.errors",
     "Rules": "meshpar.rules.rules",
     "Scope": "meshpar.model.scope",
     "TENSOR": "meshpar.rules.presets",
@@ -131,6 +131,7 @@ _HOMES = {
 
 if TYPE_CHECKING:
     from meshpar.audit.report import AuditReport, audit
+    from meshpar.errors import RuleError
     from meshpar.generation.generate import generate
     from meshpar.layout import BATCH_AXES, MESH_AXES, Layout
     from meshpar.lint.lint import Finding, LintReport, lint
@@ -154,7 +155,7 @@ if TYPE_CHECKING:
         TENSOR_SEQUENCE,
         default_rules,
     )
-    from meshpar.rules.rules import RuleError, Rules
+    from meshpar.rules.rules import Rules
     from meshpar.rules.sharding import born_sharded, nnx_shardings, tree_shardings
     from meshpar.tables.tables import embedding_tables
     from meshpar.train.memory_report import MemoryReport, memory_report

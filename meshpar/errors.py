@@ -59,6 +59,18 @@ class InputError(ValueError):
             self.key = key
 
 
+class RuleError(InputError):
+    """A rule, or an array that the rules cannot lay out.
+
+    `kind` is the lint's word for it: `unknown`, `repeated`, `claimed_twice`,
+    `indivisible`, `shadowed`, `rank` or `dead`. The key tells more of them apart.
+    """
+
+    def __init__(self, kind: str, message: str, *, key: str) -> None:
+        super().__init__(message, key=key)
+        self.kind = kind
+
+
 def renamed(old: str, function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Return the function under its old name: each call warns of the new one."""
 

@@ -242,4 +242,4 @@ def test_one_replica_is_a_problem_to_the_planner():
     size = {"global_batch": 32, "seq": 4096}
     layout = Layout(fsdp=16, sync_every=8)
     (problem,) = layout_problems(SHAPES["llama3-8b"], layout, **size)
-    assert problem.key == "sync_every" and "data=1" in problem.message
+    assert problem.option == "sync_every" and "data=1" in problem.message

@@ -6,11 +6,11 @@ import pytest
 
 from meshpar.cli.main import main
 from meshpar.layout import Layout
+from meshpar.layout.requirements import layout_errors
 from meshpar.planner.cost.estimate import estimate, estimate_in_words
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.workload.problems import layout_problems
 from meshpar.planner.workload.shapes import SHAPES
-from meshpar.train.layout_refusals import layout_errors
 
 GOOD = ["estimate", "--preset", "llama3-8b", "--hardware", "h100-80gb", "--seq", "4096"]
 FITS = "fsdp=4,stage=2,tensor=2,microbatches=4,remat=full,precision=bf16"
@@ -113,7 +113,7 @@ def test_sizes_and_a_torus_and_another_vocabulary(capsys):
 def test_every_reason_is_there_as_data(refuses):
     layout = Layout.parse("data=3,expert=2,tensor=3,stage=64")
     problems = layout_problems(SHAPES["llama3-8b"], layout, global_batch=4, seq=4096)
-    assert {problem.key for problem in problems} >= {
+    assert {problem.option for problem in problems} >= {
         "microbatches", "tensor", "expert", "stage",
     }  # fmt: skip
     with refuses("batch.indivisible", 4, "data=3", "expert=2"):

@@ -7,6 +7,7 @@ import pytest
 
 from meshpar import absent_mesh, lint, make_train_step
 from meshpar.layout import Layout
+from meshpar.layout.requirements import layout_errors
 from meshpar.models.presets import build
 from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.cost.memory import fullest_memory
@@ -26,7 +27,6 @@ from meshpar.planner.search.space import (
 )
 from meshpar.planner.workload.problems import layout_problems
 from meshpar.planner.workload.shapes import SHAPES, workload_of
-from meshpar.train.layout_refusals import layout_errors
 from tests.marks import slow
 
 EIGHT = cluster_of("h100-80gb", devices=8)

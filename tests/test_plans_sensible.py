@@ -14,6 +14,7 @@ import pytest
 
 from meshpar import InputError
 from meshpar.layout import MESH_AXES, STAGE_REMATS, Layout
+from meshpar.layout.requirements import layout_errors
 from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.execution import EXECUTIONS
@@ -22,7 +23,6 @@ from meshpar.planner.search.space import divisors
 from meshpar.planner.workload.problems import residual_names
 from meshpar.planner.workload.shapes import SHAPES
 from meshpar.schedules import SCHEDULES, step_refusal
-from meshpar.train.layout_refusals import layout_errors
 from tests.marks import slow
 
 NUM_RANDOM = 500

@@ -92,7 +92,7 @@ def test_a_long_timeline_is_drawn_with_fewer_microbatches(capsys):
         "fsdp=2,stage=4,microbatches=8,remat=full,precision=bf16",
         "data=8,zero=1,precision=bf16",
         "tensor=8,remat=full",
-        "data=8,zero=2,microbatches=2,param_dtype=bf16",
+        "data=8,zero=2,microbatches=2,precision=bf16,param_dtype=bf16",
     ],
 )
 @pytest.mark.parametrize("model", ["tiny-8", "llama2-7b", "22b"])

@@ -24,6 +24,7 @@ from meshpar.checks.sequence_lengths import check_sequences
 from meshpar.checks.sequence_probe import Probe, what_joins
 from meshpar.errors import InputError
 from meshpar.layout import Layout
+from meshpar.layout.requirements import ATTENTION, Facts, problems
 from meshpar.model.contract import Model
 from meshpar.model.inputs import (
     BATCH_DIM,
@@ -96,21 +97,20 @@ def context_errors(
 
 
 def _check_heads(model: Model, layout: Layout, rules: Rules) -> None:
-    sizes, trading = layout.mesh_shape, layout.attention_method.heads
+    if "heads" not in rules.table:
+        return
+    sizes = layout.mesh_shape
+    shards = math.prod(sizes[axis] for axis in rules.mesh_axes("heads"))
     for path, parameter in model.flat_parameters().items():
-        for name, size in zip(parameter.logical_axes, parameter.shape, strict=True):
-            if name != "heads" or "heads" not in rules.table:
-                continue
-            split = math.prod(sizes[axis] for axis in rules.mesh_axes("heads"))
-            if size % (split * trading):
-                raise InputError(
-                    f"attention={layout.attention} splits heads over "
-                    f"{'context=' if trading == layout.context else ''}{trading}"
-                    f"{f' x {split}' if split > 1 else ''}, which does not divide the "
-                    f"{size} of {path}; take attention=ring or allgather, or another "
-                    "context",
-                    key="attention.indivisible_heads",
-                )
+        named = dict(zip(parameter.logical_axes, parameter.shape, strict=True))
+        facts = Facts(
+            layout=layout,
+            heads=named.get("heads"),
+            heads_in=path,
+            head_shards=shards,
+        )
+        for problem in problems(facts, ATTENTION):
+            raise problem.error()
 
 
 def check_token_wise(model: Model) -> None:

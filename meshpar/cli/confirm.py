@@ -18,12 +18,12 @@ from meshpar.cli.options import planned_model
 from meshpar.errors import InputError
 from meshpar.hardware.devices import DEVICES, TARGET_NAMES
 from meshpar.hardware.platforms import PLATFORMS
+from meshpar.layout.requirements import layout_errors
 from meshpar.machine.mesh import absent_mesh
 from meshpar.model.contract import Model
 from meshpar.model.tracing import traced_batch
 from meshpar.planner.cost.estimate import Estimate, estimate_run
 from meshpar.planner.machine.cluster import Cluster
-from meshpar.train.layout_refusals import layout_errors
 
 
 @dataclass(frozen=True, kw_only=True)

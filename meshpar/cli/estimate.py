@@ -26,7 +26,6 @@ from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import execution_of
 from meshpar.planner.search.space import Constraints
 from meshpar.planner.workload.workload import Workload
-from meshpar.train.layout_refusals import layout_errors
 
 EXAMPLE = (
     "meshpar estimate --model llama3-70b --seq 8192 --global-batch 64 "
@@ -65,9 +64,6 @@ def run(args: argparse.Namespace) -> int:
         kept = _kept(layout.resolve(cluster.num_devices))
         return run_estimate(args, other_request(args, cluster, kept, batch))
     workload = chosen_workload(args)
-    if not execution_of(args.execution).eager:
-        for error in layout_errors(layout.resolve(cluster.num_devices)).values():
-            raise error
     found = estimated(args, workload, layout, cluster)
     text = "\n".join(estimate_in_words(found))
     print(json.dumps(found.as_json()) if args.json else text)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from jax.sharding import PartitionSpec
 
 from meshpar.layout import BATCH_AXES, Layout
+from meshpar.layout.requirements import layout_errors
 from meshpar.lint.rows import ParameterRow
 from meshpar.rules.rules import Rules, spec_axes
-from meshpar.train.layout_refusals import layout_errors
 from meshpar.train.refusals import idle_message
 
 

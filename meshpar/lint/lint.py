@@ -12,6 +12,7 @@ import optax
 from meshpar.checks.sequences import context_errors
 from meshpar.errors import InputError, whole_number
 from meshpar.layout import Layout
+from meshpar.layout.requirements import layout_errors
 from meshpar.lint.findings import (
     Finding,
     dead_rules,

@@ -10,24 +10,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar.errors import InputError, nearest
+from meshpar.errors import InputError, RuleError, nearest
 from meshpar.layout import MESH_AXES
 
 MeshAxes = tuple[str, ...]
 Target = str | Sequence[str] | None
 Table = Mapping[str, Target] | Iterable[tuple[str, Target]]
-
-
-class RuleError(InputError):
-    """A rule, or an array that the rules cannot lay out.
-
-    `kind` is the lint's word for it: `unknown`, `repeated`, `claimed_twice`,
-    `indivisible`, `shadowed`, `rank` or `dead`. The key tells more of them apart.
-    """
-
-    def __init__(self, kind: str, message: str, *, key: str) -> None:
-        super().__init__(message, key=key)
-        self.kind = kind
 
 
 def normalise(table: Table) -> dict[str, MeshAxes]:

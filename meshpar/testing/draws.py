@@ -24,7 +24,6 @@ from meshpar.parallel.grids.space import splits_tokens
 from meshpar.rules.rules import MeshAxes, Rules
 from meshpar.schedules import SCHEDULES
 from meshpar.testing.batches import Arrays
-from meshpar.train.layout_refusals import layout_errors
 
 
 @dataclass(frozen=True)

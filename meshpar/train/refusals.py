@@ -16,6 +16,16 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from meshpar.errors import InputError
 from meshpar.hardware.platforms import platform_named
 from meshpar.layout import BATCH_AXES, ZERO_AXES, Layout
+from meshpar.layout.requirements import (
+    BATCH,
+    EXPERTS,
+    INPUTS,
+    PLAIN,
+    PLATFORM,
+    Facts,
+    layout_errors,
+    problems,
+)
 from meshpar.machine.mesh import mesh_hosts
 from meshpar.model.contract import BlockGroup, Model
 from meshpar.model.parameter import flat
@@ -31,7 +41,6 @@ from meshpar.parallel.remat import HOST_MEMORY
 from meshpar.parallel.zero import zero_split_axes
 from meshpar.rules.rules import RuleError, Rules, spec_axes
 from meshpar.rules.spatial import SPATIAL
-from meshpar.train.layout_refusals import PLAIN, layout_errors, zero_refusals
 
 
 def refuse(
@@ -54,9 +63,9 @@ def refuse(
         raise error
     if layout.optimizer_memory == "host" and isinstance(mesh, Mesh):
         _check_host_memory(layout, mesh)
-    refused = offload_refusal(layout, platform)
-    if refused is not None and isinstance(mesh, Mesh):
-        raise refused
+    if isinstance(mesh, Mesh):
+        for problem in problems(Facts(layout=layout, platform=platform), PLATFORM):
+            raise problem.error(layout)
     for _, error in rule_refusals(rules, layout):
         raise error
 
@@ -73,32 +82,14 @@ def _check_host_memory(layout: Layout, mesh: Mesh) -> None:
         )
 
 
-def offload_refusal(layout: Layout, platform: str) -> InputError | None:
-    """Return the error if a device cannot move residuals to the host, else None."""
-    names = layout.residual_names
-    if names is None or not names.offload or not platform_named(platform).is_host:
-        return None
-    return InputError(
-        f"layout {str(layout)!r}: a CPU's memory is the host's own, so remat=offload "
-        f"would move nothing; write remat=save:{'/'.join(names.every)}",
-        key="layout.offload_on_cpu",
-    )
-
-
 def inputs_refusal(model: Model, layout: Layout) -> InputError | None:
     """Return the error if an input with a gradient does not suit a layout, or None."""
     names = [name for name, one in model.known_inputs.items() if one.has_gradient]
-    if not names or (layout.sync_every == 1 and layout.context == 1):
-        return None
-    return InputError(
-        f"layout {str(layout)!r}: the gradient of input {names[0]!r} is found once a "
-        f"step and for whole sequences, but sync_every={layout.sync_every} and "
-        f"context={layout.context}; leave sync_every and context out",
-        key="layout.unsupported_input_gradient",
-    )
+    facts = Facts(layout=layout, input_gradient=next(iter(names), ""))
+    return next((one.error(layout) for one in problems(facts, INPUTS)), None)
 
 
-def experts_refusal(model: Model, layout: Layout) -> RuleError | None:
+def experts_refusal(model: Model, layout: Layout) -> InputError | None:
     """Return the error if a layout's `expert` does not suit a model, else None.
 
     Raises:
@@ -106,15 +97,12 @@ def experts_refusal(model: Model, layout: Layout) -> RuleError | None:
     """
     if layout.expert == 1:
         return None
-    asked = f"layout {str(layout)!r}: expert={layout.expert} splits experts, but"
     parameters = model.flat_parameters()
-    if not any("experts" in one.logical_axes for one in parameters.values()):
-        return RuleError(
-            "dead",
-            f"{asked} no parameter of the model has the logical axis 'experts'; set "
-            "expert=1, and give 'data' or 'fsdp' its devices",
-            key="layout.expert_without_experts",
-        )
+    has_experts = any("experts" in one.logical_axes for one in parameters.values())
+    facts = Facts(layout=layout, num_experts=None if has_experts else 0)
+    for problem in problems(facts, EXPERTS):
+        return problem.error(layout)
+    asked = f"layout {str(layout)!r}: expert={layout.expert} splits experts, but"
     silent = _sends_no_tokens(model)
     if silent is not None:
         return RuleError(
@@ -193,19 +181,9 @@ def batch_refusal(
 
     `microbatches` counts instead of the layout's own, where it is given.
     """
-    microbatches = microbatches or layout.microbatches
-    if num_examples % (layout.batch_shards * microbatches) == 0:
-        return None
-    times = f" x microbatches={microbatches}"
-    what = f"batch[{name!r}]" if name else "the batch"
-    return InputError(
-        f"{what} has {num_examples} examples, which do not divide over "
-        f"{layout.batch_shards} devices of data={layout.data},fsdp={layout.fsdp}"
-        f"{f',expert={layout.expert}' if layout.expert > 1 else ''}"
-        f"{times if microbatches > 1 else ''}; pad with examples of weight 0, "
-        "or change the global batch",
-        key="batch.indivisible",
-    )
+    layout = replace(layout, microbatches=microbatches or layout.microbatches)
+    facts = Facts(layout=layout, examples=num_examples, array=name)
+    return next((one.error() for one in problems(facts, BATCH)), None)
 
 
 def check_logits(model: Model) -> None:
@@ -273,7 +251,7 @@ def _batch_rule(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError]]
 
 def _unused_zero_keys(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError]]:
     """Yield keys of ZeRO without effect under the rules of stored parameters."""
-    if layout.zero != 3 or "zero_axes" in zero_refusals(layout):
+    if layout.zero != 3 or "zero_axes" in layout_errors(layout):
         return
     split, text = zero_split_axes(layout, rules), repr(str(layout))
     if layout.zero_axes and set(split) != set(layout.zero_axes):

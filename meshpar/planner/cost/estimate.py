@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshpar.errors import InputError
 from meshpar.hardware.device import Device
 from meshpar.layout import Layout
+from meshpar.layout.requirements import OPTIONS, Facts, problems
 from meshpar.planner.cost.memory import Memory, fullest_memory
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.step_time import StepTime, step_time
@@ -151,7 +151,9 @@ def estimate(
     """
     layout = Layout.of(layout).resolve(cluster.num_devices)
     seq = seq or workload.seq
-    problems = layout_problems(
+    # Programs of others may take options that mean nothing to ours.
+    options = () if execution.eager else problems(Facts(layout=layout), OPTIONS)
+    found = layout_problems(
         workload,
         layout,
         global_batch=global_batch,
@@ -159,10 +161,8 @@ def estimate(
         stage_blocks=stage_blocks,
         execution=execution,
     )
-    for problem in problems:
-        raise InputError(
-            f"layout {str(layout)!r}: {problem.message}", key=problem.fault
-        )
+    for problem in (*options, *found):
+        raise problem.error(layout)
     return estimate_run(
         Run(
             workload=workload,

@@ -318,7 +318,7 @@ def _method_seconds(mesh: Layout, like: Run) -> Iterator[tuple[str, float]]:
             seq=like.seq,
             execution=like.execution,
         )
-        if not any(problem.key == "attention" for problem in problems):
+        if not any(problem.option == "attention" for problem in problems):
             yield method, _block_s(replace(like, layout=layout))
 
 

@@ -128,7 +128,7 @@ class Request:
         for problem in problems_on_any_mesh(
             self.workload, kept, self.execution, **batch
         ):
-            raise InputError(problem.message, key=problem.fault)
+            raise problem.error()
 
     @property
     def capacity_bytes(self) -> float:
@@ -207,7 +207,7 @@ def possible_meshes(
         )
         choices = mesh_choices(like, mesh, constraints)
         if problems:
-            refused.append(Rejected(mesh, problems[0].message, problems[0].fault))
+            refused.append(Rejected(mesh, problems[0].message, problems[0].key))
         elif not choices.num_variants:
             refused.append(Rejected(mesh, _NO_VARIANT, "plan.no_way_to_run"))
         else:

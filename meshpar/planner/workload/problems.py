@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
 
 from meshpar.errors import nearest
 from meshpar.layout import BY_COST, Layout
+from meshpar.layout.requirements import (
+    ATTENTION,
+    BATCH,
+    EXPERTS,
+    LOCAL_STEPS,
+    SIZES,
+    Facts,
+    Problem,
+    problems,
+)
 from meshpar.layout.residual_names import BLOCK_INPUT
 from meshpar.planner.cost.activations import NAMED, OF_EXPERTS
 from meshpar.planner.machine.execution import MESHPAR, Execution
@@ -16,24 +24,8 @@ from meshpar.planner.workload.workload import Workload
 from meshpar.schedules import size_refusals, step_refusal
 from meshpar.schedules.stage_splits import split_by_cost, split_problem, stage_sizes
 
-_PLAIN = Layout()
-
 _MOST = 10**9
 """Sequences, and tokens of one: beyond any run."""
-
-
-class Problem(NamedTuple):
-    """A reason why a workload cannot have a layout.
-
-    Args:
-        key: Key of the layout whose value does not suit.
-        message: Both numbers and a way out.
-        fault: Stable name of the reason: the key of an `InputError`.
-    """
-
-    key: str
-    message: str
-    fault: str
 
 
 def layout_problems(
@@ -57,17 +49,50 @@ def layout_problems(
     """
     if sizes := [*_sizes(global_batch, seq)]:
         return sizes
+    facts = Facts(
+        layout=layout,
+        examples=global_batch,
+        seq=seq,
+        model=workload.name,
+        num_experts=workload.experts,
+        sizes=_matmul_sizes(workload),
+        kv_heads=None if workload.kv_lora_rank else workload.kv_heads,
+        heads=workload.heads,
+        heads_in=workload.name,
+        head_shards=layout.tensor,
+    )
+    even = Facts(
+        layout=layout,
+        sizes=_rule_sizes(workload),
+        stored={"hidden": workload.hidden},
+    )
     return [
         *_positions(workload, seq, execution),
         *_residuals(workload, layout, execution),
-        *_batch(layout, global_batch),
-        *_local_steps(layout),
-        *_tensor(workload, layout, seq),
-        *_context(workload, layout, seq),
-        *_expert(workload, layout),
+        *problems(facts, (*BATCH, *LOCAL_STEPS, *SIZES, *ATTENTION, *EXPERTS)),
         *_stage(workload, layout, stage_blocks),
-        *(() if execution.eager else _uneven(workload, layout)),
+        *(() if execution.eager else problems(even, SIZES)),
     ]
+
+
+def _matmul_sizes(workload: Workload) -> dict[str, int]:
+    """Return the sizes that every program splits over `tensor`."""
+    sizes = {"heads": workload.heads}
+    if not workload.experts or workload.dense_layers:
+        sizes["ffn"] = workload.ffn
+    if workload.experts:
+        sizes["expert_ffn"] = workload.expert_ffn
+    return sizes
+
+
+def _rule_sizes(workload: Workload) -> dict[str, int]:
+    """Return the other sizes that `meshpar.rules.presets` splits over `tensor`."""
+    sizes = {}
+    if not workload.kv_lora_rank:  # latent attention has as many as heads
+        sizes["kv_heads"] = workload.kv_heads
+    if not workload.modulations:  # a patch's numbers are whole everywhere
+        sizes["vocab"] = workload.vocab
+    return sizes
 
 
 def problems_on_any_mesh(
@@ -141,117 +166,6 @@ def residual_names(workload: Workload) -> tuple[str, ...]:
         without |= {"mlp_up", "mlp_gate_up", "mlp_hidden"}
     own = OF_EXPERTS if workload.experts else ()
     return tuple(name for name in (*NAMED, *own) if name not in without)
-
-
-def _batch(layout: Layout, global_batch: int) -> Iterator[Problem]:
-    parts = layout.batch_shards * layout.microbatches
-    if global_batch % parts:
-        yield Problem(
-            "microbatches",
-            f"{global_batch} sequences do not divide over data={layout.data} x fsdp="
-            f"{layout.fsdp} x expert={layout.expert} x microbatches="
-            f"{layout.microbatches} = {parts}; change the global batch or one of them",
-            "batch.indivisible",
-        )
-
-
-def _local_steps(layout: Layout) -> Iterator[Problem]:
-    if layout.sync_every > 1 and layout.data == 1:
-        yield Problem(
-            "sync_every",
-            f"sync_every={layout.sync_every} averages replicas over 'data', but "
-            "data=1; give 'data' a size",
-            "layout.sync_of_one_replica",
-        )
-
-
-def _tensor(workload: Workload, layout: Layout, seq: int) -> Iterator[Problem]:
-    tensor, kv_heads = layout.tensor, workload.kv_heads
-    sizes = {"heads": workload.heads, "ffn": workload.ffn}
-    if workload.experts:
-        sizes["expert_ffn"] = workload.expert_ffn
-        if not workload.dense_layers:
-            sizes.pop("ffn")
-    yield from _undivided(sizes, tensor)
-    if not workload.kv_lora_rank and kv_heads % tensor and tensor % kv_heads:
-        yield Problem(
-            "tensor",
-            f"kv_heads={kv_heads} and tensor={tensor} do not divide one "
-            "another; choose a divisor or a multiple",
-            "layout.indivisible",
-        )
-    if layout.sequence_parallel and seq % (tensor * layout.context):
-        yield Problem(
-            "sequence_parallel",
-            f"{seq} tokens do not divide over tensor={tensor} x context="
-            f"{layout.context}; change the sequence, or leave sequence_parallel out",
-            "layout.indivisible",
-        )
-
-
-def _undivided(sizes: Mapping[str, int], tensor: int) -> Iterator[Problem]:
-    for name, size in sizes.items():
-        if size % tensor:
-            yield Problem(
-                "tensor",
-                f"{name}={size} does not divide over tensor={tensor}; choose a divisor",
-                "layout.indivisible",
-            )
-
-
-def _uneven(workload: Workload, layout: Layout) -> Iterator[Problem]:
-    """Sizes that our rules split (`meshpar.rules.presets`), but not evenly."""
-    sizes = {"kv_heads": workload.kv_heads, "vocab": workload.vocab}
-    if workload.kv_lora_rank:
-        sizes.pop("kv_heads")  # latent attention has as many as heads
-    if workload.modulations:
-        sizes.pop("vocab")  # a patch's numbers, which are whole everywhere
-    yield from _undivided(sizes, layout.tensor)
-    shards = math.prod(layout.mesh_shape[axis] for axis in layout.split_axes)
-    if workload.hidden % shards:
-        yield Problem(
-            "zero",
-            f"hidden={workload.hidden} does not divide over the {shards} devices of "
-            f"{' x '.join(layout.split_axes)}; choose a divisor",
-            "layout.indivisible",
-        )
-
-
-def _context(workload: Workload, layout: Layout, seq: int) -> Iterator[Problem]:
-    context = layout.context
-    if seq % context:
-        yield Problem(
-            "context",
-            f"{seq} tokens do not divide over context={context}",
-            "layout.indivisible",
-        )
-    parts = layout.attention_method.heads
-    heads = workload.heads // layout.tensor
-    if heads % parts:
-        over = f"context={context}" if parts == context else f"{parts} devices"
-        yield Problem(
-            "attention",
-            f"attention={layout.attention} splits the {heads} heads of a device, which "
-            f"do not divide over {over}; take attention=ring",
-            "attention.indivisible_heads",
-        )
-
-
-def _expert(workload: Workload, layout: Layout) -> Iterator[Problem]:
-    expert = layout.expert
-    if expert > 1 and not workload.experts:
-        yield Problem(
-            "expert",
-            f"expert={expert}, but {workload.name} has no experts; set expert=1",
-            "layout.expert_without_experts",
-        )
-    elif workload.experts % expert:
-        yield Problem(
-            "expert",
-            f"experts={workload.experts} do not divide over expert={expert}; choose a "
-            "divisor",
-            "layout.indivisible",
-        )
 
 
 def _stage(
