@@ -33,7 +33,7 @@ class CollectiveKind:
     takes_as: str = ""
 
     def sent(self, num_devices: int) -> tuple[int, int]:
-        """Of the whole array, the share that each device sends, as a fraction.
+        """Return the share of the whole array that each device sends, as a fraction.
 
         The whole array: gathered, or before it is scattered; of a ragged all-to-all,
         whose sizes are data, the array that receives, which is the most.

@@ -76,7 +76,7 @@ def open_file(path: str | Path) -> IO[bytes]:
 
 
 class Limits(TypedDict, total=False):
-    """What all readers of files take.
+    """Options of all readers of files.
 
     Args:
         key: Key of the error.
@@ -234,11 +234,11 @@ def _read(
         return parse(content)
     except (OSError, ValueError, RecursionError, MemoryError) as error:
         raise kind(
-            f"cannot read {str(path)!r}{what}: {reason_of(error)}{way_out}", key=key
+            f"cannot read {str(path)!r}{what}: {error_reason(error)}{way_out}", key=key
         ) from error
 
 
-def reason_of(error: BaseException) -> str:
+def error_reason(error: BaseException) -> str:
     """Return why a file cannot be read, in one line and without its name."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror

@@ -14,7 +14,7 @@ from meshpar.model.scope import Scope
 from meshpar.model.single import forward, loss
 from meshpar.models.presets import build
 from meshpar.parallel.reduction import random_key
-from meshpar.testing.batches import random_batch, steps_of
+from meshpar.testing.batches import random_batch, step_batches
 from meshpar.testing.equivalence import quick_compile_options
 
 BATCH, SEQ, SEED = 24, 16, 3
@@ -89,7 +89,7 @@ def batch_of():
     """Random tokens, of which about half count."""
     model = build("test")
     batch = random_batch(model, BATCH, SEQ, seed=0)
-    return steps_of(model, batch, "holes", seed=1, num_steps=1)[0]
+    return step_batches(model, batch, "holes", seed=1, num_steps=1)[0]
 
 
 @functools.cache

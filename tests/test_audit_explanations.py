@@ -258,7 +258,7 @@ def test_a_surprise_stays_one_beside_what_it_is_joined_with():
         "jit(f)/(all_gather:dot_general)": True,
     }.items():
         gather = replace(row, kind="all-gather", op_path=path, uses=())
-        found = explain(gather, subject, Evidence.of([], subject.mesh_shape))
+        found = explain(gather, subject, Evidence.from_trace([], subject.mesh_shape))
         assert found.surprise == surprise
         assert found.reason.startswith("nobody asked for this") == surprise
 

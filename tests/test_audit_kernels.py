@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from meshpar.audit import targets
-from meshpar.audit.flops import UncountedCall, flops_of
+from meshpar.audit.flops import UncountedCall, program_flops
 from meshpar.audit.hlo import parse_program
 from meshpar.audit.report import AuditReport, audit
 from meshpar.hardware.attention_kernels import splash_flops, splash_scope
@@ -68,7 +68,7 @@ custom_call_target="tpu_custom_call", backend_config={"custom_call_config":\
 
 
 def test_a_kernel_counts_as_it_estimates_itself_or_is_named_with_line_and_times():
-    flops = flops_of(parse_program(TPU))
+    flops = program_flops(parse_program(TPU))
     assert flops.total == 524_288
     found = {call.name: call for call in flops.uncounted}
     attend = UncountedCall(name="attend", source="/home/user/train.py:12", executions=5)

@@ -41,7 +41,7 @@ def test_a_device_needs_what_its_compiler_goes_by(
     fields = {f"{name}_size_in_bytes": size for name, size in sizes.items()}
     stats = types.SimpleNamespace(**fields, peak_memory_in_bytes=reported)
     compiled = types.SimpleNamespace(memory_analysis=lambda: stats)
-    found = MemoryUse.of(compiled, platform, printed)
+    found = MemoryUse.from_compiled(compiled, platform, printed)
     assert (found.argument_bytes, found.output_bytes) == (100, 60)
     assert (found.temp_bytes, found.peak_bytes) == (temp, peak)
 

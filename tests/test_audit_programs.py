@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from meshpar.audit.collectives import collectives_of, mesh_axes_of_groups, parse_groups
-from meshpar.audit.flops import flops_of
+from meshpar.audit.collectives import find_collectives, group_mesh_axes, parse_groups
+from meshpar.audit.flops import program_flops
 from meshpar.audit.hlo import HloError, SourceTable, parse_program
 from meshpar.audit.memory import largest_buffers
 
@@ -23,7 +23,7 @@ def text_of(name: str) -> str:
 
 
 def read(text: str, mesh_shape: dict[str, int]) -> list[tuple]:
-    rows = collectives_of(parse_program(text), mesh_shape)
+    rows = find_collectives(parse_program(text), mesh_shape)
     return [
         (
             row.kind,
@@ -121,7 +121,7 @@ def test_collectives_of_a_program_are_those_counted_by_hand(name, mesh_shape, ex
 
 @pytest.mark.parametrize("name", ["gpu_loops", "tpu_loops"])
 def test_flops_of_a_program_are_those_counted_by_hand(name):
-    assert flops_of(parse_program(text_of(name))).total == 15 * 2 * 8 * 256 * 256
+    assert program_flops(parse_program(text_of(name))).total == 15 * 2 * 8 * 256 * 256
 
 
 def test_what_has_an_arguments_name_only_is_moved_for_its_first_user():
@@ -136,7 +136,7 @@ ENTRY %main (x: f32[8,16], w: f32[16,4]) -> f32[8,16] {
   ROOT %y = f32[8,16]{1,0} dot(%x, %laid), lhs_contracting_dims={1}, metadata={op_name="jit(f)/dot_general" source_file="f.py" source_line=7}
 }
 """  # noqa: E501
-    [row] = collectives_of(parse_program(text), DATA_TENSOR)
+    [row] = find_collectives(parse_program(text), DATA_TENSOR)
     assert (row.op_path, row.source) == ("jit(f)/dot_general", "f.py:7")
 
 
@@ -163,7 +163,7 @@ ENTRY %main (x: f32[16]) -> f32[16,1] {{
   ROOT %y = f32[16,1]{{1,0}} all-reduce(%laid), replica_groups=[2,4]<=[8], to_apply=%add{path}
 }}
 """  # noqa: E501
-    [row] = collectives_of(parse_program(text), DATA_TENSOR)
+    [row] = find_collectives(parse_program(text), DATA_TENSOR)
     assert (row.op_path, row.borrows_path) == found
 
 
@@ -211,7 +211,7 @@ ENTRY %main (x: f32[64]) -> f32[64] {
 def test_groups_in_every_form_give_their_mesh_axes(groups, mesh_axes):
     operation = f"all-reduce(%x), replica_groups={groups}, to_apply=%add"
     text = ONE_COLLECTIVE.replace("OPERATION", operation)
-    [row] = collectives_of(parse_program(text), CUBE)
+    [row] = find_collectives(parse_program(text), CUBE)
     assert row.mesh_axes == mesh_axes
 
 
@@ -227,14 +227,14 @@ def test_groups_in_every_form_give_their_mesh_axes(groups, mesh_axes):
 def test_pairs_give_the_mesh_axes_along_which_they_move(pairs, mesh_axes):
     operation = f"collective-permute(%x), source_target_pairs={{{pairs}}}"
     text = ONE_COLLECTIVE.replace("OPERATION", operation)
-    [row] = collectives_of(parse_program(text), CUBE)
+    [row] = find_collectives(parse_program(text), CUBE)
     assert (row.mesh_axes, row.payload_bytes, row.wire_bytes) == (mesh_axes, 256, 256)
 
 
 def test_an_axis_of_size_1_is_never_named():
     groups = parse_groups("replica_groups=[4,2]<=[8]", 8)
     shape = {"data": 4, "stage": 1, "tensor": 2, "expert": 1}
-    assert mesh_axes_of_groups(groups, shape) == ("tensor",)
+    assert group_mesh_axes(groups, shape) == ("tensor",)
 
 
 # Loops whose trips XLA does not note.
@@ -310,14 +310,14 @@ def test_trips_are_read_from_the_loop_or_said_to_be_unknown(
     old, new, executions, counted
 ):
     text = LOOP.replace(old, new)
-    [row] = collectives_of(parse_program(text), {"data": 8})
+    [row] = find_collectives(parse_program(text), {"data": 8})
     assert (row.executions, row.counted, row.in_loop) == (executions, counted, True)
 
 
 def test_a_collective_in_a_condition_runs_once_more_than_the_body():
     operation = "%all = f32[64]{0} all-reduce(%x.1), replica_groups={}, to_apply=%add"
     text = LOOP.replace("  %more =", f"  {operation}\n  %more =")
-    rows = collectives_of(parse_program(text), {"data": 8})
+    rows = find_collectives(parse_program(text), {"data": 8})
     assert [row.executions for row in rows] == [5, 6]
 
 
@@ -380,7 +380,7 @@ def test_a_matmul_whose_dims_do_not_agree_is_an_error_that_names_its_line(refuse
     broken = whole.replace("lhs_contracting_dims={0}", "lhs_contracting_dims={5}")
     line = line_of(whole, "lhs_contracting_dims")
     with refuses(UNREADABLE, f"line {line}", "dims", kind=HloError):
-        flops_of(parse_program(broken))
+        program_flops(parse_program(broken))
 
 
 @pytest.mark.parametrize("name", ["gpu_kinds", "tpu_loops", "cpu_branch"])
@@ -391,8 +391,8 @@ def test_a_line_cut_anywhere_is_a_clear_error_or_no_matter(name):
             cut = [*lines[:number], line[: max(kept, 0)], *lines[number + 1 :]]
             try:
                 program = parse_program("\n".join(cut))
-                collectives_of(program, DATA_TENSOR)
-                flops_of(program)
+                find_collectives(program, DATA_TENSOR)
+                program_flops(program)
                 largest_buffers(program)
             except HloError as error:
                 assert re.match(r"line \d+ of the program: ", str(error))

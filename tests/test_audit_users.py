@@ -1,6 +1,6 @@
 """What needs a collective's result is read past layout changes, copies and fusions."""
 
-from meshpar.audit.collectives import collectives_of
+from meshpar.audit.collectives import find_collectives
 from meshpar.audit.hlo import parse_program
 
 TEXT = """HloModule jit_f, num_partitions=2
@@ -25,6 +25,6 @@ ENTRY %main (x: f32[4,4], w: f32[4,2]) -> (f32[8,2], f32[8,4]) {
 
 
 def test_uses_are_found_through_copies_and_inside_of_fusions():
-    [row] = collectives_of(parse_program(TEXT), {"tensor": 2})
+    [row] = find_collectives(parse_program(TEXT), {"tensor": 2})
     assert row.operation == "squeeze"
     assert [path for path, _ in row.uses] == ["jit(f)/dot_general", "jit(f)/cumsum"]

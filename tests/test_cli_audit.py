@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from meshpar.audit.collectives import collectives_of
+from meshpar.audit.collectives import find_collectives
 from meshpar.audit.flops import UncountedCall
 from meshpar.audit.hazards import Hazard
 from meshpar.audit.hlo import parse_program
@@ -45,7 +45,7 @@ HAZARD = Hazard(kind="divergent_permute", source="/home/user/f.py:3", message="w
 
 def collectives() -> tuple[Explained, ...]:
     text = Path(__file__).parent / "data" / "programs" / "gpu_kinds.txt"
-    rows = collectives_of(parse_program(text.read_text()), {"data": 2, "tensor": 4})
+    rows = find_collectives(parse_program(text.read_text()), {"data": 2, "tensor": 4})
     return tuple(
         Explained(collective=row, reason=f"reason {index}", surprise=False)
         for index, row in enumerate(rows)

@@ -3,7 +3,7 @@
 import pytest
 
 from meshpar import collective_kinds
-from meshpar.audit.collectives import collectives_of
+from meshpar.audit.collectives import find_collectives
 from meshpar.audit.hlo import parse_program
 from meshpar.collective_kinds import KINDS, CollectiveKind
 from meshpar.planner.machine.cluster import Link
@@ -41,12 +41,12 @@ def test_no_primitive_becomes_two_kinds():
 def test_a_new_kind_is_one_row(monkeypatch):
     name = "ragged-all-gather"
     text = PROGRAM.replace("KIND", name)
-    assert collectives_of(parse_program(text), {"data": 4}) == ()
+    assert find_collectives(parse_program(text), {"data": 4}) == ()
     row = CollectiveKind(
         name=name, primitives=("ragged_all_gather",), takes_as="all-gather"
     )
     monkeypatch.setitem(KINDS, name, row)
-    [found] = collectives_of(parse_program(text), {"data": 4})
+    [found] = find_collectives(parse_program(text), {"data": 4})
     assert (found.kind, found.mesh_axes) == (name, ("data",))
     assert (found.payload_bytes, found.wire_bytes) == (128, 96)
     assert collective_s(name, 8e9, 4, LINK) == all_gather_s(8e9, 4, LINK)

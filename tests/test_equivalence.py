@@ -89,7 +89,7 @@ def test_an_array_near_zero_hardly_holds_the_compared_step_back(near, expected):
 @pytest.mark.parametrize("mask", MASKS)
 def test_every_mask_leaves_something_to_learn_in_every_step(mask):
     batch = random_batch(build("test"), 4, 8, seed=0)
-    first, second, _ = steps_of(build("test"), batch, mask, seed=5, num_steps=3)
+    first, second, _ = step_batches(build("test"), batch, mask, seed=5, num_steps=3)
     assert first["weights"].any()
     assert second["weights"].any()
     assert not np.array_equal(first["tokens"], second["tokens"])
@@ -97,7 +97,9 @@ def test_every_mask_leaves_something_to_learn_in_every_step(mask):
 
 def test_the_mask_of_empty_rows_has_them():
     model = build("test")
-    (batch,) = steps_of(model, random_batch(model, 8, 8, seed=0), "empty_rows", 0, 1)
+    (batch,) = step_batches(
+        model, random_batch(model, 8, 8, seed=0), "empty_rows", 0, 1
+    )
     assert (batch["weights"].sum(axis=1) == 0).sum() >= 4
 
 

@@ -14,7 +14,7 @@ from meshpar.audit.flops import instruction_flops
 from meshpar.audit.flow import places
 from meshpar.audit.hlo import parse_program
 from meshpar.audit.report import audit
-from meshpar.audit.subject import subject_of
+from meshpar.audit.subject import make_subject
 from meshpar.audit.target import Target
 from meshpar.audit.targets import compile_for
 from meshpar.layout import BATCH_AXES
@@ -68,7 +68,7 @@ def program_of(line, target, dtype):
         array((EXPERTS, HIDDEN, EMBED), dtype),
         array((batch, TOKENS, EMBED), dtype),
     )
-    subject = subject_of(mapped, arguments, mesh=mesh, platform=chosen.platform)
+    subject = make_subject(mapped, arguments, mesh=mesh, platform=chosen.platform)
     found = compile_for(chosen, subject, timeout_s=580, memory_bytes=16 << 30)
     return parse_program(found.text)
 

@@ -240,15 +240,15 @@ def test_tensor_across_hosts_while_data_is_inside_one_is_named():
 
 
 def test_the_audit_knows_the_hosts_of_a_target():
-    from meshpar.audit.overlap import cluster_of_target
+    from meshpar.audit.overlap import target_cluster
     from meshpar.audit.target import Target
     from meshpar.machine.mesh import absent_mesh
 
     row = SimpleNamespace(mesh_axes=("fsdp",), wire_bytes=10**9, executions=1)
     mesh = absent_mesh("fsdp=8,stage=2")
-    cluster = cluster_of_target(Target.of("gpu:h100:2x8"))
+    cluster = target_cluster(Target.parse("gpu:h100:2x8"))
     (found,) = _slow_axes([row], mesh, cluster)
     assert found.mesh_axes == ("fsdp",) and found.bytes_per_s == 200e9
     assert found.to_json()["order"] == ("stage", "fsdp")
-    one_host = cluster_of_target(Target.of("gpu:h100:1x16"))
+    one_host = target_cluster(Target.parse("gpu:h100:1x16"))
     assert _slow_axes([row], mesh, one_host) == ()

@@ -7,13 +7,13 @@ import optax
 import pytest
 
 from meshpar import audit, batch_shapes, make_train_step
-from meshpar.audit.collectives import collectives_of
+from meshpar.audit.collectives import find_collectives
 from meshpar.audit.hlo import parse_program
 from meshpar.audit.overlap import (
-    cluster_of_target,
+    collective_wire_s,
+    find_overlaps,
     overlap_totals,
-    overlaps_of,
-    wire_s_of,
+    target_cluster,
 )
 from meshpar.audit.reasons import Explained
 from meshpar.audit.report import AuditReport
@@ -63,8 +63,8 @@ def matmul(name: str) -> str:
 
 def overlaps(text: str, target: Target | None = TARGET) -> list:
     found = parse_program(text)
-    rows = collectives_of(found, MESH)
-    by_line = overlaps_of(found, rows, MESH, cluster_of_target(target))
+    rows = find_collectives(found, MESH)
+    by_line = find_overlaps(found, rows, MESH, target_cluster(target))
     return [by_line[row.line] for row in rows]
 
 
@@ -201,10 +201,10 @@ def test_what_a_sparse_core_moves_is_seen(lines, is_hidden):
 
 def test_a_scatter_over_a_whole_slice_takes_a_scatters_time():
     """A program says itself where XLA:TPU all-reduces; its scatters are scatters."""
-    cluster = cluster_of_target(Target.of("tpu:v5p:4x4x4"))
+    cluster = target_cluster(Target.parse("tpu:v5p:4x4x4"))
     assert cluster.mesh_link({"fsdp": 64}, ("fsdp",)).scatters_whole
     gather_s, scatter_s = (
-        wire_s_of(
+        collective_wire_s(
             SimpleNamespace(mesh_axes=("fsdp",), kind=kind, payload_bytes=10**9),
             {"fsdp": 64},
             cluster,
@@ -223,8 +223,8 @@ def test_without_a_table_seconds_are_unknown():
 def test_totals_add_up_what_is_hidden_and_what_is_exposed():
     text = program(start("g"), matmul("m"), done("g"), start("h"), done("h"))
     found = parse_program(text)
-    rows = collectives_of(found, MESH)
-    by_line = overlaps_of(found, rows, MESH, cluster_of_target(TARGET))
+    rows = find_collectives(found, MESH)
+    by_line = find_overlaps(found, rows, MESH, target_cluster(TARGET))
     [total] = overlap_totals(rows, by_line)
     assert (total.mesh_axes, total.kind) == (("tensor",), "all-gather")
     assert total.wire_bytes == 2 * total.hidden_bytes == 2 * 1024 * 1024 * 2
@@ -260,8 +260,8 @@ def test_a_share_and_a_mesh_axis_that_do_not_exist_are_refused(refuses, monkeypa
 
 def test_a_share_that_is_hidden_passes(monkeypatch):
     found = parse_program(program(start("g"), matmul("m"), done("g")))
-    rows = collectives_of(found, MESH)
-    by_line = overlaps_of(found, rows, MESH, cluster_of_target(TARGET))
+    rows = find_collectives(found, MESH)
+    by_line = find_overlaps(found, rows, MESH, target_cluster(TARGET))
     explained = [Explained(collective=row, reason="", surprise=False) for row in rows]
     report = AuditReport(
         layout="", target="", mesh_shape=MESH, rows=tuple(explained), overlaps=by_line

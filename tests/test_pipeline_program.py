@@ -16,9 +16,9 @@ from meshpar import (
     make_mesh,
     make_train_step,
 )
-from meshpar.audit.flops import flops_of
+from meshpar.audit.flops import program_flops
 from meshpar.audit.flow import may_end_early, places, trip_count
-from meshpar.audit.hlo import arrays_of, parse_program
+from meshpar.audit.hlo import parse_program, shape_arrays
 from meshpar.machine.mesh import absent_mesh
 from meshpar.models.presets import build
 from meshpar.parallel.pipeline.crossing import Shares
@@ -65,7 +65,7 @@ def program_of(step):
 
 
 def flops_in(step):
-    return flops_of(program_of(step)).total
+    return program_flops(program_of(step)).total
 
 
 def temp_bytes_in(step):
@@ -346,7 +346,7 @@ def dims_of(line, opcode):
         if any(place.in_loop for place in at)
         for instruction in program.computations[name].instructions
         if instruction.opcode == opcode
-        for array in arrays_of(instruction.shape)
+        for array in shape_arrays(instruction.shape)
     }
 
 

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from meshpar import Layout
-from meshpar.audit.collectives import collectives_of
+from meshpar.audit.collectives import find_collectives
 from meshpar.audit.hlo import parse_program
 from meshpar.parallel.pipeline import reduction
 from meshpar.parallel.zero import Stored
@@ -67,7 +67,7 @@ def test_each_slice_is_one_reduction_of_a_layer(monkeypatch, slice_bytes, execut
     step = step_of(model, line)
     subject = step.audit_subject(batch_of(), gradients_only=True)
     compiled = subject.lower().compile(dict(subject.compiler_options))
-    rows = collectives_of(
+    rows = find_collectives(
         parse_program(compiled.as_text()), Layout.parse(line).mesh_shape
     )
     in_loops = [row for row in rows if row.kind == "all-reduce" and row.in_loop]

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from meshpar import Layout, batch_shapes, make_train_step, memory_report
-from meshpar.audit.hlo import arrays_of, parse_program
+from meshpar.audit.hlo import parse_program, shape_arrays
 from meshpar.audit.report import audit
 from meshpar.audit.targets import Target, compile_for
 from meshpar.machine.mesh import absent_mesh
@@ -156,7 +156,7 @@ def test_a_gpus_loop_over_blocks_carries_what_the_formula_counts_in_bf16(remat, 
     carried = [
         sum(
             array.bytes
-            for array in arrays_of(instruction.shape)
+            for array in shape_arrays(instruction.shape)
             if array.dims[:1] == (layers,) and array.bytes >= layers * BATCH * SEQ * 8
         )
         for computation in program.computations.values()

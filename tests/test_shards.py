@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar import Layout, lint, make_mesh
-from meshpar.lint.rows import shards_of
+from meshpar.lint.rows import parameter_shards
 from meshpar.models.presets import build
 
 LAYOUTS = [
@@ -22,7 +22,7 @@ LAYOUTS = [
 def test_every_device_holds_the_slices_that_jax_gives_it(line):
     layout = Layout.parse(line)
     mesh = make_mesh(layout)
-    for shards in shards_of(build("tiny"), layout):
+    for shards in parameter_shards(build("tiny"), layout):
         row = shards.row
         sharding = NamedSharding(mesh, PartitionSpec(*row.mesh_axes))
         found = sharding.devices_indices_map(row.shape)
@@ -39,24 +39,24 @@ def test_every_device_holds_the_slices_that_jax_gives_it(line):
 @pytest.mark.parametrize("line", LAYOUTS)
 def test_rows_are_those_of_the_lint(line):
     model = build("tiny")
-    rows = tuple(shards.row for shards in shards_of(model, Layout.parse(line)))
+    rows = tuple(shards.row for shards in parameter_shards(model, Layout.parse(line)))
     assert rows == lint(model, line).parameters
 
 
 def test_zero_1_splits_states_and_not_parameters():
-    for shards in shards_of(build("tiny"), Layout(data=8, zero=1)):
+    for shards in parameter_shards(build("tiny"), Layout(data=8, zero=1)):
         assert shards.number == 1
         assert "data" in shards.state_mesh_axes
 
 
 def test_layers_of_chunks_are_named_by_their_place():
     line = "stage=2,microbatches=4,schedule=interleaved_1f1b,chunks=2"
-    first = shards_of(build("tiny"), Layout.parse(line))[0]
+    first = parameter_shards(build("tiny"), Layout.parse(line))[0]
     part = first.slices(first.of_device[0])[0]
     assert first.places[part] == (0, 2)
 
 
 def test_a_large_model_takes_no_memory_and_no_devices():
-    shards = shards_of(build("llama3-70b"), Layout(fsdp=8, tensor=8))
+    shards = parameter_shards(build("llama3-70b"), Layout(fsdp=8, tensor=8))
     assert {len(one.of_device) for one in shards} == {64}
     assert sum(one.row.bytes for one in shards) > 4e9

@@ -23,7 +23,7 @@ from meshpar import (
 )
 from meshpar.audit.collectives import Collective
 from meshpar.audit.evidence import Evidence
-from meshpar.audit.needs import halo_of
+from meshpar.audit.needs import halo_reason
 from meshpar.models.layers.volume import VOLUME, Conv
 from meshpar.models.presets import build
 from meshpar.models.unet3d import UNet3DConfig
@@ -307,7 +307,7 @@ def test_what_is_wider_than_a_window_reaches_is_no_halo(mesh):
         jax.ShapeDtypeStruct(kernel, jnp.float32),
     )
     traced = operations(jax.jit(function).trace(*given).jaxpr, (split, None))
-    evidence = Evidence.of(traced, dict(mesh.shape))
+    evidence = Evidence.from_trace(traced, dict(mesh.shape))
     [forward, *_] = evidence.named("conv_general_dilated", "")
     row = Collective(
         kind="collective-permute",
@@ -327,8 +327,8 @@ def test_what_is_wider_than_a_window_reaches_is_no_halo(mesh):
         uses=(),
         line=1,
     )
-    assert halo_of(row, evidence) is not None
+    assert halo_reason(row, evidence) is not None
     for dims in ((1, 8, 4, 6, 4), (1, 3, 4, 6, 4), (1, 1, 4, 6, 3), (1, 1, 12, 6, 4)):
-        assert halo_of(replace(row, dims=(dims,)), evidence) is None, dims
+        assert halo_reason(replace(row, dims=(dims,)), evidence) is None, dims
     for other in ("all-gather", "all-to-all"):
-        assert halo_of(replace(row, kind=other), evidence) is None
+        assert halo_reason(replace(row, kind=other), evidence) is None

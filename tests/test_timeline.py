@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from meshpar.audit.collectives import collectives_of
+from meshpar.audit.collectives import find_collectives
 from meshpar.audit.hlo import parse_program
 from meshpar.audit.overlap import (
     COMPUTE,
     BlockTimeline,
-    cluster_of_target,
-    timelines_of,
+    block_timelines,
+    target_cluster,
 )
 from meshpar.cli.report.audit_page import audit_page
 from tests.test_cli_audit import AUDIT, CLEAN, STEP
@@ -44,8 +44,8 @@ def timeline(*lines) -> BlockTimeline:
     known = 'backend_config={"known_trip_count":{"n":"3"}}'
     text = LOOP.replace("LINES", "\n  ".join(lines)).replace("KNOWN", known)
     program = parse_program(text)
-    rows = collectives_of(program, MESH)
-    [found] = timelines_of(program, rows, MESH, cluster_of_target(TARGET))
+    rows = find_collectives(program, MESH)
+    [found] = block_timelines(program, rows, MESH, target_cluster(TARGET))
     return found
 
 

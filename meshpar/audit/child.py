@@ -36,7 +36,7 @@ _DOES_NOT_FIT = ("RESOURCE_EXHAUSTED", "out of memory", "exceeds the limit")
 
 
 def main(folder: Path) -> None:
-    """Reads `request.json` and `program.bin`; writes `answer.json`, `program.txt`."""
+    """Read `request.json` and `program.bin`; write `answer.json`, `program.txt`."""
     request = json.loads((folder / "request.json").read_text())
     # As `report.sources_in_cache_key`.
     jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
@@ -56,13 +56,13 @@ def main(folder: Path) -> None:
         answer["problem"] = f"does not fit: {' '.join(str(error).split())[:400]}"
     else:
         printed = _last_printed(folder, _MEMORY_USE)
-        answer["memory"] = asdict(MemoryUse.of(compiled, platform, printed))
+        answer["memory"] = asdict(MemoryUse.from_compiled(compiled, platform, printed))
         (folder / "program.txt").write_text(program_text(compiled, folder))
     (folder / "answer.json").write_text(json.dumps(answer))
 
 
 def program_text(compiled: jax.stages.Compiled, folder: Path) -> str:
-    """The compiled program, as jaxlib or else as the compiler itself printed it.
+    """Return the compiled program, as jaxlib or else the compiler printed it.
 
     libtpu is newer than jaxlib, and may have used instructions that jaxlib cannot read.
     """
@@ -76,7 +76,7 @@ def program_text(compiled: jax.stages.Compiled, folder: Path) -> str:
 
 
 def _last_printed(folder: Path, pattern: str) -> str:
-    """The compiler's last file of such a name, or nothing."""
+    """Return the compiler's last file of such a name, or an empty text."""
     printed = sorted(folder.glob(pattern))
     return printed[-1].read_text() if printed else ""
 

@@ -21,7 +21,7 @@ from meshpar.audit.hlo import (
     Instruction,
     Program,
     Shape,
-    arrays_of,
+    shape_arrays,
 )
 from meshpar.collective_kinds import KINDS
 
@@ -37,7 +37,7 @@ _PAIRS = re.compile(rf"source_target_pairs=\{{((?:\{{{_NUMBERS}\}},?\s*)*)\}}")
 
 
 def parse_groups(attributes: str, num_devices: int) -> Groups | None:
-    """The groups of a collective; None if its attributes have none.
+    """Parse the groups of a collective; None if its attributes have none.
 
     All four forms: `{{0,1},{2,3}}`, `{}` (everyone), `[2,2]<=[4]` with or without a
     transpose, and `mesh['a'=2,'b'=2] {'b'}`, whose devices may be in another order:
@@ -59,7 +59,7 @@ def parse_groups(attributes: str, num_devices: int) -> Groups | None:
 
 
 def parse_pairs(attributes: str, num_devices: int) -> tuple[tuple[int, int], ...]:
-    """(source, target) of every transfer of a collective-permute.
+    """Parse (source, target) of every transfer of a collective-permute.
 
     Raises:
         ValueError: There are none, or one is no pair.
@@ -74,17 +74,17 @@ def parse_pairs(attributes: str, num_devices: int) -> tuple[tuple[int, int], ...
     return tuple((source, target) for source, target in pairs)
 
 
-def mesh_axes_of_groups(
+def group_mesh_axes(
     groups: Groups, mesh_shape: Mapping[str, int]
 ) -> tuple[str, ...] | None:
-    """The mesh axes whose devices are grouped; None if no product of axes fits.
+    """Return the mesh axes whose devices are grouped; None if no product fits.
 
     Axes of size 1 are never named; groups of one device are ().
 
     Example:
-        >>> mesh_axes_of_groups(((0, 1), (2, 3)), {"data": 2, "tensor": 2})
+        >>> group_mesh_axes(((0, 1), (2, 3)), {"data": 2, "tensor": 2})
         ('tensor',)
-        >>> mesh_axes_of_groups(((0, 3), (1, 2)), {"data": 2, "tensor": 2}) is None
+        >>> group_mesh_axes(((0, 3), (1, 2)), {"data": 2, "tensor": 2}) is None
         True
     """
     found = {frozenset(group) for group in groups}
@@ -105,10 +105,10 @@ def mesh_axes_of_groups(
     return None
 
 
-def mesh_axes_of_pairs(
+def pair_mesh_axes(
     pairs: tuple[tuple[int, int], ...], mesh_shape: Mapping[str, int]
 ) -> tuple[str, ...]:
-    """The mesh axes along which a collective-permute moves."""
+    """Return the mesh axes along which a collective-permute moves."""
     sizes = tuple(mesh_shape.values())
     if not pairs:
         return ()
@@ -129,7 +129,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _ids(shape: str, order: str | None) -> np.ndarray:
-    """Devices in an array of that shape, its dims then in another order."""
+    """Return device numbers in an array of a shape, its dims then reordered."""
     sizes = _numbers(shape)
     ids = np.arange(math.prod(sizes)).reshape(sizes)
     return ids.transpose(_numbers(order)) if order else ids
@@ -237,14 +237,14 @@ class Collective:
 
 
 def axes_text(mesh_axes: tuple[str, ...] | None) -> str:
-    """Mesh axes as reports write them: `data+fsdp`, or `?` for no product of them."""
+    """Return mesh axes as reports write them: `data+fsdp`, `?` for no product."""
     return "?" if mesh_axes is None else "+".join(mesh_axes)
 
 
-def collectives_of(
+def find_collectives(
     program: Program, mesh_shape: Mapping[str, int]
 ) -> tuple[Collective, ...]:
-    """Every collective that runs, in the order of the text.
+    """Return every collective that runs, in the order of the text.
 
     A start and its done are one, and so is a wrapper and what it wraps; of a collective
     that XLA:TPU fuses with the work beside it, its start alone stands for it.
@@ -257,7 +257,7 @@ def collectives_of(
     Raises:
         HloError: A collective cannot be read; the message names its line.
     """
-    found, callers = [], callers_of(program)
+    found, callers = [], wrapping_instructions(program)
     for name, at in places(program).items():
         computation = program.computations[name]
         for instruction in computation.instructions:
@@ -284,12 +284,12 @@ class _Site:
 
     @property
     def scatters(self) -> bool:
-        """Whether each device keeps its part only: XLA:TPU writes that as a fusion."""
+        """True if each device keeps its part only: XLA:TPU writes that as a fusion."""
         return self.computation.name.startswith("all-reduce-scatter")
 
     @property
     def goes_on(self) -> bool:
-        """Whether it repeats what was started elsewhere.
+        """True if it continues a collective that was started elsewhere.
 
         XLA:TPU moves a collective in parts, in fusions with the work beside it, and
         writes it out in each: a start, steps that may be in a loop, and a done.
@@ -316,7 +316,7 @@ class _Site:
     def arrived(self) -> list[ArrayShape]:
         """The arrays that it delivers, without those that a start carries along."""
         if self.scatters:
-            return list(arrays_of(self.computation.root.shape))
+            return list(shape_arrays(self.computation.root.shape))
         shape: Shape = self.instruction.shape
         started = self.instruction.opcode.endswith("-start")
         # An all-reduce-start returns its results alone; the others the operands first.
@@ -324,7 +324,7 @@ class _Site:
             if len(shape) < 2:
                 raise ValueError(f"{self.instruction.opcode} gives no second part")
             shape = shape[1]
-        return list(arrays_of(shape))
+        return list(shape_arrays(shape))
 
     def payload_bytes(self) -> int:
         if self.kind != "reduce-scatter":
@@ -333,11 +333,11 @@ class _Site:
 
     @property
     def has_path(self) -> bool:
-        """Whether it, or its caller, has a path."""
+        """True if it or its caller has a path."""
         return any(instruction.op_path for instruction in self._itself())
 
     def origin(self) -> tuple[str, str]:
-        """Path and source line: its own, its caller's, or those of what it moves.
+        """Return path and source line: its own, its caller's, or its operand's.
 
         Of arrays that XLA joined, each was made elsewhere: there none is the origin.
         """
@@ -346,11 +346,11 @@ class _Site:
             if _NAMES_A_VALUE.search(instruction.op_path):
                 instruction = self._used_by(instruction)
             if instruction.op_path:
-                return instruction.op_path, self.program.source_of(instruction)
+                return instruction.op_path, self.program.source(instruction)
         return "", ""
 
     def uses(self) -> tuple[Use, ...]:
-        """The operations that use what arrives, of a wrapped one after its wrapper."""
+        """Return the operations that use what arrives, past its wrapper."""
         computation, instruction = self.wrapper or (self.computation, self.instruction)
         return uses(self.program, computation, instruction)
 
@@ -358,7 +358,7 @@ class _Site:
         return [self.instruction, *([self.caller] if self.caller else [])]
 
     def _used_by(self, named: Instruction) -> Instruction:
-        """The first user whose path names an operation, directly or through others."""
+        """Return the first user, direct or not, whose path names an operation."""
         names = {self.instruction.name}
         for instruction in self.computation.instructions:
             if not names & set(instruction.operands):
@@ -369,7 +369,7 @@ class _Site:
         return named
 
     def _made_by(self, value: Instruction) -> Instruction:
-        """What makes a value, through what only lays it out otherwise."""
+        """Return the instruction that makes a value, past copies and reshapes."""
         while not value.op_path and value.opcode in _LAYS_OUT:
             if len(value.operands) != 1:
                 break
@@ -383,17 +383,19 @@ class _Site:
         ]
 
 
-def callers_of(program: Program) -> dict[str, tuple[Computation, Instruction]]:
-    """Computation inside of a fusion or asynchronous start -> that, and where."""
+def wrapping_instructions(
+    program: Program,
+) -> dict[str, tuple[Computation, Instruction]]:
+    """Return the fusion or asynchronous start around each computation, by name."""
     return {
         callee: (computation, instruction)
         for computation in program.computations.values()
         for instruction in computation.instructions
-        if (callee := _inside_of(instruction))
+        if (callee := _callee(instruction))
     }
 
 
-def _inside_of(instruction: Instruction) -> str | None:
+def _callee(instruction: Instruction) -> str | None:
     if instruction.opcode == "fusion":
         return instruction.attribute(r"calls=%?([\w.\-]+)")
     return wrapped_by(instruction)
@@ -437,8 +439,8 @@ def _who(
     num_devices = math.prod(mesh_shape.values())
     if kind == "collective-permute":
         pairs = parse_pairs(instruction.attributes, num_devices)
-        return mesh_axes_of_pairs(pairs, mesh_shape), 2
+        return pair_mesh_axes(pairs, mesh_shape), 2
     groups = parse_groups(instruction.attributes, num_devices)
     if groups is None:
         raise ValueError("no replica_groups")
-    return mesh_axes_of_groups(groups, mesh_shape), max(map(len, groups))
+    return group_mesh_axes(groups, mesh_shape), max(map(len, groups))

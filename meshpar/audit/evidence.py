@@ -36,7 +36,7 @@ class Constrained:
 
     Args:
         line: `file:line` of what makes it.
-        sizes: Of a device's part, as `sizes_of` gives them.
+        sizes: Of a device's part, as `sorted_sizes` gives them.
         before: How it lies where it is made, None if that is not known.
         after: How it is to lie.
         maker: The operation that makes it.
@@ -54,7 +54,7 @@ class Constrained:
     is_carried: bool = False
 
     def asks_for(self, kind: str, mesh_axes: tuple[str, ...]) -> bool:
-        """Whether the change of layout needs such a collective.
+        """Return True if the change of layout needs such a collective.
 
         One along a dim that the maker mixes is the maker's own: it would be there
         without the constraint.
@@ -71,7 +71,7 @@ class Constrained:
         return axes <= (moved & used if kind == "all-to-all" else moved)
 
     def _mixed(self) -> frozenset[str]:
-        """Mesh axes that split a dim along which the maker mixes values."""
+        """Return the mesh axes that split a dim along which the maker mixes values."""
         if self.maker is None or self.maker.primitive.name not in _ALONG:
             return frozenset()
         dims = self.maker.params[_ALONG[self.maker.primitive.name]]
@@ -86,19 +86,19 @@ class Constrained:
 
 
 def constrained_arrays(operations: Iterable[Operation]) -> tuple[Constrained, ...]:
-    """Every array that a constraint, or a jit's `out_shardings`, lays out."""
+    """Return every array that a constraint or a jit's `out_shardings` lays out."""
     return tuple(
         found for operation in operations for found in _constrained_by(operation)
     )
 
 
-def sizes_of(dims: tuple[int, ...]) -> tuple[int, ...]:
-    """Sizes of an array's dims whatever their order, those of 1 left out."""
+def sorted_sizes(dims: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the sizes of an array's dims above 1, sorted."""
     return tuple(sorted(dim for dim in dims if dim > 1))
 
 
 def is_asked_for(row: Collective, constrained: Iterable[Constrained]) -> bool:
-    """Whether constraints on the line of a collective ask for all that it delivers."""
+    """Return True if constraints on its line ask for all that a collective delivers."""
     if row.mesh_axes is None:
         return False
     sizes = {
@@ -109,7 +109,7 @@ def is_asked_for(row: Collective, constrained: Iterable[Constrained]) -> bool:
     }
     if row.kind == "all-to-all" and len(row.dims) > 1:  # An array in as many pieces.
         return sum(map(math.prod, row.dims)) in set(map(math.prod, sizes))
-    return {sizes_of(dims) for dims in row.dims} <= sizes
+    return {sorted_sizes(dims) for dims in row.dims} <= sizes
 
 
 def _constrained_by(operation: Operation) -> Iterator[Constrained]:
@@ -135,7 +135,7 @@ def _laid_out(
     sizes = local_shape(shape, after, mesh_sizes)
     yield Constrained(
         line=value.line,
-        sizes=sizes_of(sizes),
+        sizes=sorted_sizes(sizes),
         before=value.split,
         after=after,
         maker=value.maker,
@@ -154,7 +154,7 @@ def _is_carried(shape: tuple[int, ...], maker: JaxprEqn | None) -> bool:
 def local_shape(
     shape: tuple[int, ...] | None, split: Split | None, mesh_sizes: dict[str, int]
 ) -> tuple[int, ...]:
-    """Shape of a device's part; that of the whole where the split is not known."""
+    """Return the shape of a device's part; the whole shape if the split is unknown."""
     if split is None or shape is None:
         return shape or ()
     return tuple(
@@ -178,10 +178,10 @@ class Evidence:
     mesh_shape: dict[str, int]
 
     @classmethod
-    def of(
+    def from_trace(
         cls, operations: Iterable[Operation], mesh_shape: dict[str, int]
     ) -> Evidence:
-        """That of a trace (`traced.operations`)."""
+        """Index the operations of a trace (`meshpar.trace.operations`)."""
         operations = list(operations)
         by_name = defaultdict(list)
         for operation in operations:
@@ -193,11 +193,11 @@ class Evidence:
         )
 
     def served_by(self, row: Collective) -> Sequence[Operation]:
-        """The operations of a collective's line and name."""
+        """Return the operations of a collective's line and name."""
         return self.named(row.operation, row.source)
 
     def named(self, name: str, source: str) -> Sequence[Operation]:
-        """The operations of a name on a line; on all of them where it is empty."""
+        """Return the operations of a name on a line; on all lines if it is empty."""
         if source:
             return self.by_name.get((source, name), ())
         return [
@@ -208,17 +208,17 @@ class Evidence:
         ]
 
     def arrives(self, row: Collective, value: Value, atom: Any) -> bool:
-        """Whether what arrives may be an array, its split over those mesh axes gone."""
+        """Return True if what arrives may be this array, gathered over the axes."""
         axes, split = frozenset(row.mesh_axes or ()), value.split
         if split is not None:
             if not axes & frozenset().union(*split):
                 return False
             split = tuple(split_dim - axes for split_dim in split)
         shape = local_shape(shape_or_none(atom), split, self.mesh_shape)
-        return sizes_of(shape) in map(sizes_of, row.dims)
+        return sorted_sizes(shape) in map(sorted_sizes, row.dims)
 
     def moved_weight(self, row: Collective) -> str:
-        """Path of the weight that arrives whole; empty if it may be another array."""
+        """Return the path of the only weight that may arrive whole; else empty."""
         fits = {
             value.weight
             for operation in self.served_by(row)

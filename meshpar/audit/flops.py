@@ -24,7 +24,7 @@ from meshpar.audit.hlo import (
     HloError,
     Instruction,
     Program,
-    arrays_of,
+    shape_arrays,
 )
 from meshpar.hardware.attention_kernels import splash_flops
 from meshpar.hardware.device import Device, matmul_s
@@ -70,8 +70,8 @@ class Flops:
     uncounted: tuple[UncountedCall, ...]
 
 
-def flops_of(program: Program) -> Flops:
-    """Operations of every dot, convolution, library matmul and estimated kernel.
+def program_flops(program: Program) -> Flops:
+    """Count the operations of every dot, convolution, library matmul and kernel.
 
     Raises:
         HloError: A dot or convolution cannot be read; the message names its line.
@@ -83,7 +83,7 @@ def flops_of(program: Program) -> Flops:
         for instruction in computation.instructions:
             flops = instruction_flops(program, computation, instruction)
             if flops is None:
-                call = (_call_name(instruction), program.source_of(instruction))
+                call = (_call_name(instruction), program.source(instruction))
                 uncounted[call] += executions
             else:
                 total += flops * executions
@@ -97,7 +97,7 @@ def flops_of(program: Program) -> Flops:
 def instruction_flops(
     program: Program, computation: Computation, instruction: Instruction
 ) -> int | None:
-    """Operations of one instruction; 0 if it is no matmul, None if it does not say.
+    """Return the FLOPs of one instruction; 0 if no matmul, None if unknown.
 
     Raises:
         HloError: It is a dot or convolution that cannot be read.
@@ -127,23 +127,19 @@ def _flops(
         problem = f"a {instruction.opcode} needs two arrays"
         raise HloError(instruction.line, instruction.name, problem)
     if instruction.opcode == "dot":
-        return _dot_flops(instruction, arrays[0])
+        text = instruction.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or ""
+        contracted = [arrays[0].dims[int(dim)] for dim in text.split(",") if dim]
+        return 2 * _result_size(instruction) * math.prod(contracted)
     return _convolution_flops(instruction, *arrays)
 
 
 def _array(instruction: Instruction) -> ArrayShape | None:
-    arrays = list(arrays_of(instruction.shape))
+    arrays = list(shape_arrays(instruction.shape))
     return arrays[0] if len(arrays) == 1 else None
 
 
-def _dot_flops(instruction: Instruction, left: ArrayShape) -> int:
-    text = instruction.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or ""
-    contracted = [left.dims[int(dim)] for dim in text.split(",") if dim]
-    return 2 * _result_size(instruction) * math.prod(contracted)
-
-
 def _result_size(instruction: Instruction) -> int:
-    return math.prod(next(arrays_of(instruction.shape)).dims)
+    return math.prod(next(shape_arrays(instruction.shape)).dims)
 
 
 def _call_target(instruction: Instruction) -> str:
@@ -151,7 +147,7 @@ def _call_target(instruction: Instruction) -> str:
 
 
 def _call_name(instruction: Instruction) -> str:
-    """A Pallas kernel's own name: all of them have one target."""
+    """Return a Pallas kernel's own name, as all of them have one target."""
     *_, name, last = "", *instruction.op_path.split("/")
     return name if last == "pallas_call" and name else _call_target(instruction)
 
@@ -192,7 +188,7 @@ def _convolution_flops(
         raise HloError(instruction.line, instruction.name, "no dim_labels")
     inputs, _, rest = labels.partition("_")
     kernel, _, outputs = rest.partition("->")
-    result = next(arrays_of(instruction.shape))
+    result = next(shape_arrays(instruction.shape))
     names = [name for name in kernel if name.isdigit()]
     windows = _windows(instruction, len(names))
     flops = 2 * left.dims[inputs.index("b")]
@@ -214,7 +210,7 @@ class _Window(NamedTuple):
     kernel_dilation: int
 
     def meetings(self, *, num_inputs: int, num_outputs: int) -> int:
-        """Pairs of an output and a kernel position that meet an input value."""
+        """Count pairs of an output and a kernel position that meet an input value."""
         outputs = np.arange(num_outputs)[:, None] * self.stride - self.pad_low
         position = outputs + np.arange(self.size) * self.kernel_dilation
         reach = (num_inputs - 1) * self.input_dilation
@@ -253,13 +249,13 @@ class Work(NamedTuple):
     seconds: float = 0.0
 
     def times(self, count: int) -> Work:
-        """The same so many times."""
+        """Return `count` times the work."""
         return Work(self.flops * count, self.num_bytes * count, self.seconds * count)
 
 
 @dataclass
 class Matmuls:
-    """The matmuls of a program's instructions, those of loops and fusions with them.
+    """Matmuls of a program's instructions, loops and fusions included.
 
     Args:
         program: The compiled program.
@@ -270,8 +266,8 @@ class Matmuls:
     device: Device | None
     _of_computation: dict[str, Work] = field(default_factory=dict)
 
-    def of(self, computation: Computation, instruction: Instruction) -> Work:
-        """Those of one instruction, as often as its loops run them."""
+    def work(self, computation: Computation, instruction: Instruction) -> Work:
+        """Return the work of one instruction, its loops multiplied out."""
         parts = [self._own(computation, instruction)]
         for callee, place in called(self.program, computation, instruction, Place()):
             parts.append(self._inside(callee).times(place.executions))
@@ -281,7 +277,7 @@ class Matmuls:
         if name not in self._of_computation:
             computation = self.program.computations[name]
             self._of_computation[name] = _total(
-                self.of(computation, each) for each in computation.instructions
+                self.work(computation, each) for each in computation.instructions
             )
         return self._of_computation[name]
 
@@ -296,7 +292,7 @@ class Matmuls:
         num_bytes = instruction.bytes + sum(operand.bytes for operand in operands)
         if self.device is None:
             return Work(flops, num_bytes)
-        first = next(arrays_of(operands[0].shape)).dtype
+        first = next(shape_arrays(operands[0].shape)).dtype
         seconds = matmul_s(self.device, _peak(first), flops, num_bytes)
         return Work(flops, num_bytes, seconds)
 
@@ -311,7 +307,7 @@ def _total(parts: Iterable[Work]) -> Work:
 
 
 def _peak(dtype: str) -> str:
-    """The name of the peak that a matmul of XLA's dtype runs at.
+    """Return the name of the device's peak that a matmul of XLA's dtype runs at.
 
     Devices list none of 8 bits, which no program of ours uses: bf16's then.
     """

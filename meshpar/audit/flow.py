@@ -45,7 +45,7 @@ class Place:
 
 
 def places(program: Program) -> dict[str, list[Place]]:
-    """Every place of every computation that runs; one for each way it is reached.
+    """Return the places of every computation that runs, one for each call chain.
 
     Raises:
         HloError: A computation is used that is not there.
@@ -66,7 +66,7 @@ def places(program: Program) -> dict[str, list[Place]]:
 def called(
     program: Program, computation: Computation, instruction: Instruction, place: Place
 ) -> Iterator[tuple[str, Place]]:
-    """What an instruction of a computation runs, and where that is."""
+    """Yield the computations that an instruction runs, each with its place."""
     opcode = instruction.opcode
     if opcode == "while":
         trips = trip_count(program, computation, instruction)
@@ -89,7 +89,7 @@ def called(
 
 
 def wrapped_by(instruction: Instruction) -> str | None:
-    """The computation that an asynchronous start runs; None of what is none.
+    """Return the computation that an asynchronous start runs; None of any other.
 
     XLA:TPU starts what it gives to a SparseCore by a call, of which libtpu 0.0.52 makes
     a custom call.
@@ -103,7 +103,7 @@ def wrapped_by(instruction: Instruction) -> str | None:
 def trip_count(
     program: Program, computation: Computation, loop: Instruction
 ) -> int | None:
-    """Iterations of a while loop; None if the text does not say.
+    """Return the iterations of a while loop; None if the text does not say.
 
     XLA notes the number where it knows it. Otherwise it is read from the loop: its
     condition is that a counter is below a constant, and nothing else; the counter
@@ -124,7 +124,7 @@ def trip_count(
 
 
 def may_end_early(program: Program, loop: Instruction) -> bool:
-    """Whether a loop goes on while its counter is below a constant and below a value.
+    """Return True if a loop also ends when its counter reaches a computed value.
 
     Devices may differ in that value, as ranks of a pipeline do of which some are idle.
     """
@@ -156,13 +156,13 @@ class _Value:
     user: _Value | None = None
 
     def operand(self, program: Program, index: int) -> _Value:
-        """What gives an operand."""
+        """Return the instruction that gives an operand."""
         found = program.operand(self.computation, self.instruction, index)
         return replace(self, instruction=found)
 
 
 def _origin(program: Program, value: _Value) -> _Value:
-    """Where a value is made, looking through copies, and into and out of fusions."""
+    """Return where a value is made, past copies and through fusions."""
     while True:
         instruction = value.instruction
         if instruction.opcode in ("copy", "bitcast", "convert"):
@@ -184,7 +184,7 @@ def _constant(program: Program, value: _Value, index: int) -> int | None:
 
 
 def _element(program: Program, value: _Value, index: int) -> int | None:
-    """Which element of the loop's state an operand is."""
+    """Return the index of the loop's state that an operand is, or None."""
     made = _origin(program, value.operand(program, index)).instruction
     if made.opcode != "get-tuple-element":
         return None
@@ -192,7 +192,7 @@ def _element(program: Program, value: _Value, index: int) -> int | None:
 
 
 def _tests(program: Program, loop: Instruction) -> tuple[_Value, ...]:
-    """What has to hold for a loop to go on."""
+    """Return the conditions for a loop to go on."""
     condition = program.computation(_callee(loop, "condition"), used_by=loop)
     test = _origin(program, _Value(condition, condition.root))
     if test.instruction.opcode != "and":
@@ -203,7 +203,7 @@ def _tests(program: Program, loop: Instruction) -> tuple[_Value, ...]:
 def _counter_and_limit(
     program: Program, loop: Instruction
 ) -> tuple[int | None, int | None]:
-    """Element of the loop's state and the constant that it is to be below.
+    """Return the counter's index in the loop's state, and its constant limit.
 
     Every test is of that element alone; neither is known of any other condition.
     """
@@ -217,7 +217,7 @@ def _counter_and_limit(
 
 
 def _counter(program: Program, test: _Value) -> int | None:
-    """Which element of the loop's state a test wants below something."""
+    """Return the index of the loop's state that a test bounds from above."""
     is_below = test.instruction.attribute(r"direction=(\w+)") == "LT"
     if test.instruction.opcode != "compare" or not is_below:
         return None
@@ -249,7 +249,7 @@ Use = tuple[str, str]
 
 
 def names_no_need(operation: str) -> bool:
-    """Whether an operation, the last part of a path, needs no value of other devices.
+    """Return True if an operation only lays its value out, by the end of its path.
 
     Example:
         >>> [names_no_need(name) for name in ("", "squeeze", "reshape.7", "cumsum")]
@@ -261,13 +261,13 @@ def names_no_need(operation: str) -> bool:
 def uses(
     program: Program, computation: Computation, value: Instruction
 ) -> tuple[Use, ...]:
-    """The operations that use a value, each once, as far as the text names them."""
+    """Return the operations that use a value, each once, if the text names them."""
     found = _uses(program, computation, {value.name})
     return tuple(dict.fromkeys(found))
 
 
 def _uses(program: Program, computation: Computation, names: set[str]) -> Iterator[Use]:
-    """Uses of any of those names, in the order of the text; `names` grows with it."""
+    """Yield uses of any of `names`, in text order; `names` grows with it."""
     for user in computation.instructions:
         if not names & set(user.operands):
             continue
@@ -276,13 +276,13 @@ def _uses(program: Program, computation: Computation, names: set[str]) -> Iterat
         if passes or (not inside and _passes_on(user)):
             names.add(user.name)
         elif not inside and user.op_path:
-            yield _path(user), program.source_of(user)
+            yield _path(user), program.source(user)
 
 
 def _inside(
     program: Program, user: Instruction, names: set[str]
 ) -> tuple[list[Use], bool]:
-    """Uses in the computation of a fusion, and whether the value goes through it."""
+    """Return the uses inside a fusion, and True if the value also leaves it."""
     callee = user.attribute(r"calls=%?([\w.\-]+)")
     if user.opcode != "fusion" or callee not in program.computations:
         return [], False
@@ -310,7 +310,7 @@ def _is_matmul(user: Instruction) -> bool:
 
 
 def _path(user: Instruction) -> str:
-    """Its path; of a matmul that took over a transpose and its name, the matmul's."""
+    """Return its path; a matmul that absorbed a transpose gets a matmul's path."""
     before, _, last = user.op_path.rpartition("/")
     renamed = _is_matmul(user) and last == "transpose"
     return f"{before}/dot_general" if renamed else user.op_path

@@ -68,7 +68,7 @@ class Hazard:
 
 
 def compiled_hazards(rows: Sequence[Collective]) -> list[Hazard]:
-    """Hazards of a compiled program."""
+    """Return the hazards of a compiled program."""
     return [
         Hazard(
             kind="divergent_permute",
@@ -86,7 +86,7 @@ def compiled_hazards(rows: Sequence[Collective]) -> list[Hazard]:
 
 
 def traced_hazards(operations: Iterable[Operation], platform: str) -> list[Hazard]:
-    """Hazards that are seen in what JAX traces, before XLA compiles it.
+    """Return the hazards of a trace, before XLA compiles it.
 
     Args:
         operations: Of the traced function.
@@ -121,7 +121,7 @@ def _not_on_cpu(operation: Operation) -> Hazard:
 
 
 def _divergent_collectives(operation: Operation) -> list[Hazard]:
-    """Collectives of a branch or loop that some of those who meet there may leave out.
+    """Return collectives of a branch or loop that some devices may leave out.
 
     All devices meet in a permute (XLA:CPU). Those of a branch `compiled_hazards` finds.
     """
@@ -152,7 +152,7 @@ def _is_divergent(equation: JaxprEqn, around: str, differs: frozenset[str]) -> b
 
 
 def _differs(operation: Operation) -> frozenset[str]:
-    """The manual mesh axes along which a branch is chosen, or a loop ends, apart."""
+    """Return the manual mesh axes along which a branch or loop may differ."""
     equation = operation.equation
     if operation.name == "while":
         decided = equation.params["cond_jaxpr"].jaxpr.outvars[0]
@@ -216,7 +216,7 @@ _WAY_OUT = (
 
 @dataclass(frozen=True, kw_only=True)
 class PlainConvolutions:
-    """Refuses a traced training program whose gradients would be wrong.
+    """Check of a traced training program whose gradients would be wrong.
 
     Args:
         layout: Of the program.
@@ -230,7 +230,7 @@ class PlainConvolutions:
     space_dims: Collection[int]
 
     def check(self, traced: Any) -> None:
-        """Refuses the first such convolution, by its line.
+        """Raise the error of the first such convolution.
 
         Args:
             traced: What `jax.jit(f).trace(...)` gives of a step or its gradients.
@@ -242,16 +242,20 @@ class PlainConvolutions:
             raise problem
 
     def problems(self, traced: Iterable[Operation]) -> Iterator[InputError]:
-        """An error for each, of the forward pass."""
+        """Yield an error for each such convolution of the forward pass."""
         traced = list(traced)
         splits = KeptSplits(traced)
         for operation in traced:
             if not _is_plain(operation):
                 continue
             if any(window > 1 for window in _windows(operation).values()):
-                yield from self._of(operation, splits.of(operation.operands[0]))
+                yield from self._problems_at(
+                    operation, splits.of(operation.operands[0])
+                )
 
-    def _of(self, operation: Operation, split: Split | None) -> Iterator[InputError]:
+    def _problems_at(
+        self, operation: Operation, split: Split | None
+    ) -> Iterator[InputError]:
         automatic = operation.region.automatic
         space = [axis for axis in self.space_axes if axis in automatic]
         if not space:
@@ -287,7 +291,7 @@ class PlainConvolutions:
     def _small(
         self, asked: str, operation: Operation, split: Split
     ) -> Iterator[InputError]:
-        """Of one split dim, or of both parts as small, gradients are right."""
+        """Yield an error if one split dim alone has a part smaller than the window."""
         shape = array_shape(operation.equation.invars[0])
         shape, sizes = unpadded(operation.operands[0], shape), self.layout.mesh_shape
         windows = {dim: at for dim, at in _windows(operation).items() if split[dim]}
@@ -310,7 +314,7 @@ class PlainConvolutions:
 
 
 def _is_plain(operation: Operation) -> bool:
-    """Whether it is a convolution of a model's forward pass, and none of ours."""
+    """Return True for a convolution of a model's forward pass that is not ours."""
     return (
         operation.name == CONVOLUTION
         and OWN_SCOPE not in operation.path
@@ -319,7 +323,7 @@ def _is_plain(operation: Operation) -> bool:
 
 
 def _windows(operation: Operation) -> dict[int, int]:
-    """Dim of the input -> places from the window's first to its last along it."""
+    """Return the extent of the window along each dim of the input."""
     equation = operation.equation
     numbers, kernel = equation.params["dimension_numbers"], equation.invars[1]
     apart = equation.params["rhs_dilation"]

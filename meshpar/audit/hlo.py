@@ -62,17 +62,17 @@ class ArrayShape:
 Shape = ArrayShape | tuple["Shape", ...]
 
 
-def arrays_of(shape: Shape) -> Iterator[ArrayShape]:
-    """Every array of a shape, in order."""
+def shape_arrays(shape: Shape) -> Iterator[ArrayShape]:
+    """Yield every array of a shape, in order."""
     if isinstance(shape, ArrayShape):
         yield shape
         return
     for part in shape:
-        yield from arrays_of(part)
+        yield from shape_arrays(part)
 
 
 def parse_shape(text: str, start: int = 0) -> tuple[Shape, int]:
-    """The shape at `start`, and where it ends.
+    """Parse the shape at `start`; return it and where it ends.
 
     Raises:
         ValueError: There is none, or its dtype is unknown.
@@ -146,7 +146,7 @@ class SourceTable:
 
     @classmethod
     def parse(cls, text: str) -> SourceTable:
-        """The tables at the head of a program's text; empty where it has none.
+        """Parse the tables at the head of a program's text; empty if it has none.
 
         Raises:
             HloError: A row cannot be read.
@@ -170,8 +170,8 @@ class SourceTable:
             frames=_frames(rows["StackFrames"]),
         )
 
-    def of(self, attributes: str) -> str:
-        """`file:line` of an instruction's own code, by its attributes; may be empty.
+    def source(self, attributes: str) -> str:
+        """Return `file:line` of an instruction's own code; empty if unknown.
 
         The innermost frame outside of installed packages; if there is none, the
         innermost.
@@ -226,7 +226,7 @@ class Instruction:
     @property
     def bytes(self) -> int:
         """Bytes of all arrays of the result."""
-        return sum(array.bytes for array in arrays_of(self.shape))
+        return sum(array.bytes for array in shape_arrays(self.shape))
 
     def attribute(self, pattern: str) -> str | None:
         """The first group of `name=` + a pattern, if the attribute is there."""
@@ -293,9 +293,9 @@ class Program:
             raise HloError(used_by.line, used_by.name, f"no computation {name!r}")
         return self.computations[name]
 
-    def source_of(self, instruction: Instruction) -> str:
+    def source(self, instruction: Instruction) -> str:
         """`file:line` of its own code, not of an installed package; may be empty."""
-        return self.sources.of(instruction.attributes)
+        return self.sources.source(instruction.attributes)
 
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+)(?: \(.*\) -> .*)? \{\s*$")
@@ -305,7 +305,7 @@ _OPERAND = re.compile(r"%([\w.\-]+)|(?:^|[ ,])([A-Za-z_][\w.\-]*)(?=\s*(?:,|$))"
 
 
 def parse_program(text: str) -> Program:
-    """The program that `compiled.as_text()` describes.
+    """Parse the text of `compiled.as_text()`.
 
     Raises:
         HloError: A line inside a computation cannot be read, a computation does not
@@ -389,15 +389,13 @@ def _instruction(number: int, line: str) -> tuple[Instruction, bool]:
         name=start[2],
         opcode=opcode[1],
         shape=shape,
-        operands=_operands(inside) if takes_operands else (inside,),
+        operands=tuple(match[1] or match[2] for match in _OPERAND.finditer(inside))
+        if takes_operands
+        else (inside,),
         attributes=line[end + 1 :].lstrip(", "),
         line=number,
     )
     return instruction, bool(start[1])
-
-
-def _operands(inside: str) -> tuple[str, ...]:
-    return tuple(match[1] or match[2] for match in _OPERAND.finditer(inside))
 
 
 def _closing(line: str, opening: int) -> int | None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from meshpar.audit.needs import CONVOLUTION, MATMUL, reach_of
+from meshpar.audit.needs import CONVOLUTION, MATMUL, window_reach
 from meshpar.planner.volumes import SPACE, Kernel
 from meshpar.trace.costs import equation_flops
 from meshpar.trace.operations import Operation
@@ -43,7 +43,7 @@ def _kernel(operation: Operation) -> Kernel:
     space = [left[dim] for dim in numbers.lhs_spec[2:]]
     if len(space) != len(SPACE):  # of no volume, so that no halo is sent
         return Kernel(flops=flops, num_bytes=num_bytes)
-    reach = reach_of(equation)
+    reach = window_reach(equation)
     return Kernel(
         flops=flops,
         num_bytes=num_bytes,

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from meshpar.audit.flow import places
-from meshpar.audit.hlo import ArrayShape, Instruction, Program, arrays_of
+from meshpar.audit.hlo import ArrayShape, Instruction, Program, shape_arrays
 from meshpar.hardware.platforms import platform_named
 
 # These make no array of their own.
@@ -48,10 +48,10 @@ class MemoryUse:
     peak_bytes: int
 
     @classmethod
-    def of(
+    def from_compiled(
         cls, compiled: jax.stages.Compiled, platform: str, printed: str = ""
     ) -> MemoryUse:
-        """What the compiler says of a program's memory.
+        """Read a program's memory from its compiler.
 
         The peak is the larger of what the compiler reports and inputs, results and
         temporaries together: not every backend counts all three. What residuals moved
@@ -98,7 +98,7 @@ class Buffer:
 
 
 def largest_buffers(program: Program, count: int = 10) -> tuple[Buffer, ...]:
-    """The largest arrays written, one for each source line and shape.
+    """Return the largest arrays written, one for each source line and shape.
 
     What a fusion computes inside is never stored and does not count. Arrays may share
     memory at different times: their bytes do not add up to the temporaries.
@@ -110,8 +110,8 @@ def largest_buffers(program: Program, count: int = 10) -> tuple[Buffer, ...]:
         for instruction in program.computations[name].instructions:
             if instruction.opcode in _VIEWS:
                 continue
-            source = program.source_of(instruction)
-            for array in arrays_of(instruction.shape):
+            source = program.source(instruction)
+            for array in shape_arrays(instruction.shape):
                 found.setdefault((source, array), _buffer(instruction, array, source))
     return tuple(sorted(found.values(), key=lambda row: -row.bytes)[:count])
 

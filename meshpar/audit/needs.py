@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from meshpar.audit.collectives import Collective
-from meshpar.audit.evidence import Evidence, local_shape, sizes_of
+from meshpar.audit.evidence import Evidence, local_shape, sorted_sizes
 from meshpar.planner.volumes import Exchange
 from meshpar.trace.operations import Operation
 from meshpar.trace.walk import array_dtype, array_shape
@@ -22,7 +22,7 @@ MATMUL = "dot_general"
 
 
 def gathers_tokens(row: Collective, evidence: Evidence) -> bool:
-    """Whether the tokens of one operand arrive whole, split over mesh axes before.
+    """Return True if the tokens of one operand arrive whole that were split before.
 
     That is so where these mesh axes split the other operand's own dim too, such as a
     weight's output dim: a device then multiplies its part of the weight by all tokens.
@@ -37,7 +37,7 @@ def gathers_tokens(row: Collective, evidence: Evidence) -> bool:
 
 
 def gathers_for_table(row: Collective, evidence: Evidence) -> bool:
-    """Whether what arrives is added to the gradient of a table of weights.
+    """Return True if what arrives is added to the gradient of a table of weights.
 
     The rows that its line looks up lie split, and each device adds all of them.
     """
@@ -56,28 +56,32 @@ def gathers_for_table(row: Collective, evidence: Evidence) -> bool:
 def sum_per_operand(
     row: Collective, evidence: Evidence, *, knows_weights: bool
 ) -> float:
-    """Values of the partial sums over those of both operands, where none is a weight.
+    """Return values of the partial sums over those of both operands, weights aside.
 
     0 where a weight is multiplied, or its gradient computed: its layout is asked for.
     Where weights are not known, what has no batch dims may be one.
     """
-    matmuls = evidence.served_by(row)
+    matmuls, axes = evidence.served_by(row), frozenset(row.mesh_axes or ())
     summed = [
         matmul
         for matmul in matmuls
-        if _may_contract(matmul, frozenset(row.mesh_axes or ()))
+        if any(
+            _may_split(matmul, side, _dims(matmul)[0][side], axes) for side in (0, 1)
+        )
     ]
     ratios = [
-        _ratio(matmul)
-        if not _is_of_weight(matmul, matmuls) and (knows_weights or _dims(matmul)[1][0])
-        else 0.0
+        0.0
+        if any(operand.weight for operand in matmul.operands)
+        or _is_gradient(matmul, matmuls)
+        or not (knows_weights or _dims(matmul)[1][0])
+        else _ratio(matmul)
         for matmul in summed
     ]
     return min(ratios, default=0.0)
 
 
 def _dims(matmul: Operation) -> Any:
-    """(contracted dims, batch dims), each of the left and of the right operand."""
+    """Return (contracted dims, batch dims), each for the left and right operand."""
     return matmul.equation.params["dimension_numbers"]
 
 
@@ -114,21 +118,11 @@ def _may_split(
     return split is None or axes <= frozenset().union(*(split[dim] for dim in dims))
 
 
-def _may_contract(matmul: Operation, axes: frozenset[str]) -> bool:
-    contracted, _ = _dims(matmul)
-    return any(_may_split(matmul, side, contracted[side], axes) for side in (0, 1))
-
-
-def _is_of_weight(matmul: Operation, matmuls: Sequence[Operation]) -> bool:
-    multiplied = any(operand.weight for operand in matmul.operands)
-    return multiplied or _is_gradient(matmul, matmuls)
-
-
 def _is_gradient(matmul: Operation, matmuls: Sequence[Operation]) -> bool:
-    """Whether its result has the shape of a weight that its line multiplies."""
-    shape = sizes_of(array_shape(matmul.equation.outvars[0]))
+    """Return True if its result has the shape of a weight that its line multiplies."""
+    shape = sorted_sizes(array_shape(matmul.equation.outvars[0]))
     return any(
-        operand.weight and sizes_of(array_shape(atom)) == shape
+        operand.weight and sorted_sizes(array_shape(atom)) == shape
         for other in matmuls
         for operand, atom in other.given
     )
@@ -142,22 +136,22 @@ def _ratio(matmul: Operation) -> float:
 CONVOLUTION = "conv_general_dilated"
 
 
-def halo_of(row: Collective, evidence: Evidence) -> str | None:
-    """The reason of a permute that delivers halos; None of anything else."""
+def halo_reason(row: Collective, evidence: Evidence) -> str | None:
+    """Return the reason of a permute that delivers halos; None of any other."""
     if row.kind != "collective-permute" or row.operation != CONVOLUTION:
         return None
     convolutions = evidence.served_by(row)
     for dims in row.dims:
         if not any(_fits(dims, one, evidence) for one in convolutions):
             return None
-    reach = max((max(reach_of(one.equation)) for one in convolutions), default=0)
+    reach = max((max(window_reach(one.equation)) for one in convolutions), default=0)
     return f"halo of a convolution, {reach} places wide at most"
 
 
 def exchanges(
     operations: Iterable[Operation], mesh_shape: dict[str, int]
 ) -> tuple[Exchange, ...]:
-    """The halos of every convolution of a trace, forward and backward.
+    """Return the halos of every convolution of a trace, forward and backward.
 
     Of one in a scan, once for each time that it runs.
 
@@ -174,13 +168,13 @@ def exchanges(
 
 
 def _exchange(convolution: Operation, mesh_shape: dict[str, int]) -> Exchange:
-    """Of the left operand: dims one after another, the second with the first's halo."""
+    """Return the left operand's halo: dims in sequence, each with the halos before."""
     equation, split = convolution.equation, convolution.operands[0].split or ()
     shape, spec = array_shape(equation.invars[0]), equation.params["dimension_numbers"]
     here = list(local_shape(shape, split, mesh_shape))
     value_bytes = array_dtype(equation.invars[0]).itemsize
     sent = 0
-    for dim, places in zip(spec.lhs_spec[2:], reach_of(equation), strict=True):
+    for dim, places in zip(spec.lhs_spec[2:], window_reach(equation), strict=True):
         if split[dim] and places:
             sent += places * math.prod(here) // here[dim] * value_bytes
             here[dim] += places
@@ -188,23 +182,23 @@ def _exchange(convolution: Operation, mesh_shape: dict[str, int]) -> Exchange:
 
 
 def _fits(dims: tuple[int, ...], convolution: Operation, evidence: Evidence) -> bool:
-    """Whether an array of those dims is a halo of an operand."""
-    sizes = sizes_of(dims)
+    """Return True if an array of those dims is a halo of an operand."""
+    sizes = sorted_sizes(dims)
     return any(
-        sizes == sizes_of(halo) for halo in _halos(convolution, evidence.mesh_shape)
+        sizes == sorted_sizes(halo) for halo in _halos(convolution, evidence.mesh_shape)
     )
 
 
 def _halos(
     convolution: Operation, mesh_shape: dict[str, int]
 ) -> Iterator[tuple[int, ...]]:
-    """Local shapes that halos of an operand may have.
+    """Yield the local shapes that halos of an operand may have.
 
     Dims are exchanged one after another, so that one along another dim may bring along
     the halos that are there.
     """
     equation = convolution.equation
-    numbers, reach = equation.params["dimension_numbers"], reach_of(equation)
+    numbers, reach = equation.params["dimension_numbers"], window_reach(equation)
     for side, spec in ((0, numbers.lhs_spec), (1, numbers.rhs_spec)):
         split = convolution.operands[side].split
         shape = array_shape(equation.invars[side])
@@ -224,8 +218,8 @@ def _halos(
             yield from itertools.product(*sizes)
 
 
-def reach_of(equation: Any) -> tuple[int, ...]:
-    """Places over the edge of a part that a convolution reads, along each dim.
+def window_reach(equation: Any) -> tuple[int, ...]:
+    """Return the places past a part's edge that a convolution reads, along each dim.
 
     Windows side by side read none. Of the gradient of a kernel, the window is as large
     as space itself, and the result as a kernel: its reach is that of the result.

@@ -14,9 +14,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from meshpar.audit.collectives import Collective, axes_text, callers_of
+from meshpar.audit.collectives import Collective, axes_text, wrapping_instructions
 from meshpar.audit.flops import Matmuls, Work
-from meshpar.audit.flow import Place, places
+from meshpar.audit.flow import places
 from meshpar.audit.hlo import Computation, Instruction, Program
 from meshpar.audit.target import Target
 from meshpar.collective_kinds import KINDS
@@ -49,7 +49,7 @@ class Overlap:
 
     @property
     def is_hidden(self) -> bool:
-        """Whether matmuls beside it take at least as long; some, without a table."""
+        """True if its matmuls take as long; without a table, if there are any."""
         if self.wire_s is None or self.hidden_s is None:
             return self.matmul_flops > 0
         return self.matmul_flops > 0 and self.hidden_s >= self.wire_s * (1 - 1e-9)
@@ -84,12 +84,12 @@ class OverlapTotal:
 
     @property
     def hidden_share(self) -> float:
-        """Of the bytes sent, those that matmuls hide."""
+        """Share of the bytes sent that matmuls hide, 0 to 1."""
         return self.hidden_bytes / self.wire_bytes if self.wire_bytes else 0.0
 
 
-def cluster_of_target(target: Target | None) -> Cluster | None:
-    """The machine that a target names; None of one without a table, as of CPUs."""
+def target_cluster(target: Target | None) -> Cluster | None:
+    """Return the machine that a target names; None without a table, as of CPUs."""
     if target is None:
         return None
     device = TARGETS.get(f"{target.platform}:{target.chip}")
@@ -101,13 +101,13 @@ def cluster_of_target(target: Target | None) -> Cluster | None:
     return Cluster(device=device, hosts=hosts, devices_per_host=devices_per_host)
 
 
-def overlaps_of(
+def find_overlaps(
     program: Program,
     rows: Iterable[Collective],
     mesh_shape: Mapping[str, int],
     cluster: Cluster | None,
 ) -> dict[int, Overlap]:
-    """Line of each collective -> what lies beside it.
+    """Return the overlap of each collective, by its line.
 
     Args:
         program: The scheduled program.
@@ -118,15 +118,17 @@ def overlaps_of(
     matmuls = Matmuls(program, None if cluster is None else cluster.device)
     return {
         overlap.line: overlap
-        for name, windows in windows_of(program, rows).items()
+        for name, windows in collective_windows(program, rows).items()
         for overlap in _beside(
             program.computations[name], windows, matmuls, mesh_shape, cluster
         )
     }
 
 
-def windows_of(program: Program, rows: Iterable[Collective]) -> dict[str, list[Window]]:
-    """Name of a computation -> where its collectives start and are waited for."""
+def collective_windows(
+    program: Program, rows: Iterable[Collective]
+) -> dict[str, list[Window]]:
+    """Return where collectives start and are waited for, by computation."""
     starts = dict(_starts(program))
     sites: dict[str, list[Window]] = {}
     for row in rows:
@@ -141,7 +143,7 @@ def windows_of(program: Program, rows: Iterable[Collective]) -> dict[str, list[W
 def overlap_totals(
     rows: Iterable[Collective], overlaps: Mapping[int, Overlap]
 ) -> tuple[OverlapTotal, ...]:
-    """One row for each kind of collective over each product of mesh axes."""
+    """Return totals for each kind of collective over each product of mesh axes."""
     groups: dict[tuple[tuple[str, ...] | None, str], list[Collective]] = {}
     for row in rows:
         groups.setdefault((row.mesh_axes, row.kind), []).append(row)
@@ -185,14 +187,14 @@ class Window:
 
     @property
     def lane(self) -> tuple[object, ...]:
-        """What is done one after another: over the same devices, the same way."""
+        """Mesh axes and pairs of devices; collectives of one lane run in sequence."""
         pairs = self.start.attribute(r"source_target_pairs=(\{\{.*?\}\})")
         return self.row.mesh_axes, pairs
 
 
 def _starts(program: Program) -> Iterator[tuple[int, tuple[Computation, Instruction]]]:
-    """Line of a collective -> the instruction that starts it, or its wrapper."""
-    callers = callers_of(program)
+    """Yield the line of each collective, and the instruction that starts it."""
+    callers = wrapping_instructions(program)
     for computation in program.computations.values():
         for instruction in computation.instructions:
             if instruction.opcode.removesuffix("-start") in KINDS:
@@ -201,7 +203,7 @@ def _starts(program: Program) -> Iterator[tuple[int, tuple[Computation, Instruct
 
 
 def _sent(computation: Computation, start: Instruction) -> Instruction:
-    """Where its operands are given: of a prepared start, the update that has them."""
+    """Return the instruction that has the operands: of a prepared start, its update."""
     if start.opcode != "custom-call-start" or start.operands:
         return start
     for user in computation.instructions:
@@ -211,7 +213,7 @@ def _sent(computation: Computation, start: Instruction) -> Instruction:
 
 
 def _done(computation: Computation, start: Instruction) -> int | None:
-    """Where it is waited for; None of what is not asynchronous."""
+    """Return where it is waited for; None if it is not asynchronous."""
     if _SYNCHRONOUS in start.attributes:
         return None
     names = {start.name}
@@ -241,7 +243,7 @@ def _beside(
         works = {
             each.name: work
             for each in instructions
-            if (work := matmuls.of(computation, each)).flops
+            if (work := matmuls.work(computation, each)).flops
         }
         overlap = Overlap(
             line=window.row.line,
@@ -249,7 +251,7 @@ def _beside(
             matmul_bytes=sum(work.num_bytes for work in works.values()),
         )
         if cluster is not None:
-            wire_s = wire_s_of(window.row, mesh_shape, cluster)
+            wire_s = collective_wire_s(window.row, mesh_shape, cluster)
             hidden_s = lanes[window.lane].hide(works, wire_s)
             overlap = replace(overlap, wire_s=wire_s, hidden_s=hidden_s)
         yield overlap
@@ -262,7 +264,7 @@ class _Lane:
     taken: dict[str, float] = field(default_factory=dict)
 
     def hide(self, works: Mapping[str, Work], seconds: float) -> float:
-        """Takes so many seconds of the matmuls, the earliest first; what it got."""
+        """Take up to `seconds` of the matmuls, earliest first; return what it got."""
         hidden = 0.0
         for name, work in works.items():
             left = work.seconds - self.taken.get(name, 0.0)
@@ -272,10 +274,10 @@ class _Lane:
         return hidden
 
 
-def wire_s_of(
+def collective_wire_s(
     row: Collective, mesh_shape: Mapping[str, int], cluster: Cluster
 ) -> float:
-    """Seconds of one execution; of groups that are no product, as over all devices."""
+    """Return the seconds of one execution; groups of no product count all devices."""
     mesh_axes = tuple(mesh_shape) if row.mesh_axes is None else row.mesh_axes
     link = cluster.mesh_link(mesh_shape, mesh_axes)
     # A program says itself where it all-reduces instead.
@@ -326,13 +328,13 @@ class BlockTimeline:
     span_s: float
 
 
-def timelines_of(
+def block_timelines(
     program: Program,
     rows: Iterable[Collective],
     mesh_shape: Mapping[str, int],
     cluster: Cluster,
 ) -> tuple[BlockTimeline, ...]:
-    """A block's forward and its backward: the loops' bodies that take longest in all.
+    """Return a block's forward and backward: the loop bodies that take longest.
 
     Args:
         program: The scheduled program.
@@ -340,16 +342,21 @@ def timelines_of(
         mesh_shape: Size of each mesh axis, outermost first.
         cluster: The machine.
     """
-    matmuls, windows = Matmuls(program, cluster.device), windows_of(program, rows)
+    matmuls, windows = (
+        Matmuls(program, cluster.device),
+        collective_windows(program, rows),
+    )
     longest: dict[str, BlockTimeline] = {}
     for name, at in places(program).items():
-        if not _is_body(at):
+        if not any(place.in_loop and not place.fused for place in at):
             continue
         computation = program.computations[name]
         clock = _Clock(mesh_shape, cluster)
         spans = tuple(_spans(computation, windows.get(name, []), matmuls, clock))
+        paths = [each.op_path for each in computation.instructions if each.op_path]
+        backward = sum(_BACKWARD in path for path in paths)
         found = BlockTimeline(
-            name=_pass_of(computation),
+            name="backward" if 2 * backward > len(paths) else "forward",
             executions=sum(place.executions for place in at),
             spans=tuple(sorted(spans, key=lambda span: span.start_s)),
             span_s=max((span.end_s for span in spans), default=0.0),
@@ -360,19 +367,8 @@ def timelines_of(
     return tuple(longest[name] for name in ("forward", "backward") if name in longest)
 
 
-def _is_body(at: list[Place]) -> bool:
-    return any(place.in_loop and not place.fused for place in at)
-
-
 def _total_s(one: BlockTimeline) -> float:
     return one.executions * one.span_s
-
-
-def _pass_of(computation: Computation) -> str:
-    """Of a loop over blocks by the paths of what is in it."""
-    paths = [each.op_path for each in computation.instructions if each.op_path]
-    backward = sum(_BACKWARD in path for path in paths)
-    return "backward" if 2 * backward > len(paths) else "forward"
 
 
 @dataclass
@@ -385,10 +381,10 @@ class _Clock:
     free_s: dict[str, float] = field(default_factory=dict)
 
     def send(self, window: Window) -> tuple[float, float]:
-        """From when until when a collective is under way; one after another."""
+        """Start a collective after those of its row; return its start and end."""
         row = axes_text(window.row.mesh_axes)
         start_s = max(self.now_s, self.free_s.get(row, 0.0))
-        end_s = start_s + wire_s_of(window.row, self.mesh_shape, self.cluster)
+        end_s = start_s + collective_wire_s(window.row, self.mesh_shape, self.cluster)
         self.free_s[row] = end_s
         return start_s, end_s
 
@@ -411,7 +407,7 @@ def _spans(
             under_way[window.row.line] = clock.send(window)
         for window in last.get(at, []):
             yield from _waited_for(window, under_way.pop(window.row.line), clock)
-        seconds = matmuls.of(computation, instruction).seconds
+        seconds = matmuls.work(computation, instruction).seconds
         if seconds and instruction.name not in collectives:
             start_s, clock.now_s = clock.now_s, clock.now_s + seconds
             name = instruction.op_path.split("/")[-2:]
@@ -423,7 +419,7 @@ def _spans(
 def _waited_for(
     window: Window, sent: tuple[float, float], clock: _Clock
 ) -> Iterator[Span]:
-    """The hidden part of a collective, and then the exposed one."""
+    """Yield the hidden part of a collective, then the exposed one."""
     (start_s, end_s), kind = sent, window.row.kind
     row = axes_text(window.row.mesh_axes)
     waits_from = min(max(clock.now_s, start_s), end_s)

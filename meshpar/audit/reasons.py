@@ -21,7 +21,7 @@ from meshpar.audit.needs import (
     MATMUL,
     gathers_for_table,
     gathers_tokens,
-    halo_of,
+    halo_reason,
     sum_per_operand,
 )
 from meshpar.audit.subject import Subject
@@ -54,7 +54,7 @@ def explain(
     evidence: Evidence,
     expected: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Explained:
-    """The reason of one collective.
+    """Explain one collective.
 
     Args:
         row: The collective.
@@ -85,7 +85,9 @@ def _reason(
     evidence: Evidence,
     expected: Mapping[str, Mapping[str, str]],
 ) -> Reason:
-    return _of_its_maker(row, subject, expected) or _of_its_name(row, subject, evidence)
+    return _reason_by_maker(row, subject, expected) or _reason_by_name(
+        row, subject, evidence
+    )
 
 
 def _named_by_need(
@@ -94,14 +96,14 @@ def _named_by_need(
     evidence: Evidence,
     expected: Mapping[str, Mapping[str, str]],
 ) -> Collective:
-    """Named after an operation that uses what it moves, if its own name needs nothing.
+    """Rename a collective after a user of its result, if its own name needs nothing.
 
     Of several the first that has a reason: it would be there for that one alone.
     """
     if (
         row.kind in _SUMS
         or not names_no_need(row.operation)
-        or _of_its_maker(row, subject, expected)
+        or _reason_by_maker(row, subject, expected)
         or is_asked_for(row, evidence.constrained)
     ):
         return row
@@ -109,12 +111,12 @@ def _named_by_need(
         replace(row, op_path=_as_entered(path, row.op_path), source=source)
         for path, source in row.uses
     ]
-    asked = (use for use in named if _of_its_name(use, subject, evidence)[1])
+    asked = (use for use in named if _reason_by_name(use, subject, evidence)[1])
     return next(asked, next(iter(named), row))
 
 
 def _as_entered(path: str, made: str) -> str:
-    """The path of a use; of one in a `shard_map` that the value enters, up to it."""
+    """Return a use's path, cut at a `shard_map` that the value enters."""
     depth = made.split("/").count("shard_map")
     parts = path.split("/")
     regions = [at for at, part in enumerate(parts) if part == "shard_map"]
@@ -122,46 +124,39 @@ def _as_entered(path: str, made: str) -> str:
     return "/".join(parts[: regions[depth] + 1]) if entered else path
 
 
-def _of_its_maker(
+def _reason_by_maker(
     row: Collective, subject: Subject, expected: Mapping[str, Mapping[str, str]]
 ) -> Reason | None:
-    return (
-        _of_the_caller(row, expected)
-        or _of_the_library(row)
-        or _written(row)
-        or _joined(row, subject)
-    )
+    kinds = expected.get("+".join(row.mesh_axes or ()), {})
+    if row.kind in kinds:
+        return kinds[row.kind], True
+    return _asked_by_library(row) or _written(row) or _joined(row, subject)
 
 
-def _of_its_name(row: Collective, subject: Subject, evidence: Evidence) -> Reason:
+def _reason_by_name(row: Collective, subject: Subject, evidence: Evidence) -> Reason:
+    halo = halo_reason(row, evidence)
     return (
         _sequence_gathered(row, subject, evidence)
         or _partial_sums(row, subject, evidence)
-        or _halo(row, evidence)
+        or ((halo, True) if halo else None)
         or _constrained(row, evidence)
         or _unasked(row, evidence)
     )
 
 
-def _of_the_caller(
-    row: Collective, expected: Mapping[str, Mapping[str, str]]
-) -> Reason | None:
-    kinds = expected.get("+".join(row.mesh_axes or ()), {})
-    return (kinds[row.kind], True) if row.kind in kinds else None
-
-
-def _of_the_library(row: Collective) -> Reason | None:
+def _asked_by_library(row: Collective) -> Reason | None:
     name = re.search(rf"(?<![\w-]){ASKED_PREFIX}(\w+)", row.op_path)
     if not name or name[1] not in ASKED:
         return None
     kind, words = ASKED[name[1]]
     if kind == row.kind:
         return words, True
-    return (f"{words}, as {_a(row.kind)}", True) if _replaces(row, kind) else None
+    article = "an" if row.kind[0] in "aeiou" else "a"
+    return (f"{words}, as {article} {row.kind}", True) if _replaces(row, kind) else None
 
 
 def _replaces(row: Collective, kind: str) -> bool:
-    """Whether XLA may have put it in place of another collective.
+    """Return True if XLA may have put it in place of another collective.
 
     It makes all-reduces of small gathers and scatters, and a reduce-scatter of an
     all-reduce of whose result each device uses its own part.
@@ -170,10 +165,6 @@ def _replaces(row: Collective, kind: str) -> bool:
         "reduce-scatter",
         "all-reduce",
     )
-
-
-def _a(kind: str) -> str:
-    return f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
 
 
 def _written(row: Collective) -> Reason | None:
@@ -234,14 +225,12 @@ def _partial_sums(
     if operation and not _ADDS.match(operation):
         return None
     if operation == MATMUL:
-        return _sum_of_matmul(row, subject, evidence)
+        return _matmul_sum(row, subject, evidence)
     words = f"partial sums of {operation}" if operation else "partial sums"
     return words, True
 
 
-def _sum_of_matmul(
-    row: Collective, subject: Subject, evidence: Evidence
-) -> Reason | None:
+def _matmul_sum(row: Collective, subject: Subject, evidence: Evidence) -> Reason | None:
     if row.mesh_axes is None:
         return None  # Rules split a dim over whole mesh axes: this was not asked for.
     knows_weights = bool(subject.weights)
@@ -260,11 +249,6 @@ def _sum_of_matmul(
     if row.kind == "reduce-scatter" and _is_over_sequence(row, subject):
         words += ", scattered along the sequence"
     return words, True
-
-
-def _halo(row: Collective, evidence: Evidence) -> Reason | None:
-    words = halo_of(row, evidence)
-    return None if words is None else (words, True)
 
 
 def _constrained(row: Collective, evidence: Evidence) -> Reason | None:

@@ -12,9 +12,9 @@ from typing import Any
 
 import jax
 
-from meshpar.audit.collectives import Collective, axes_text, collectives_of
+from meshpar.audit.collectives import Collective, axes_text, find_collectives
 from meshpar.audit.evidence import Evidence
-from meshpar.audit.flops import UncountedCall, flops_of
+from meshpar.audit.flops import UncountedCall, program_flops
 from meshpar.audit.hazards import Hazard, compiled_hazards, traced_hazards
 from meshpar.audit.hlo import parse_program
 from meshpar.audit.memory import Buffer, MemoryUse, largest_buffers
@@ -22,13 +22,13 @@ from meshpar.audit.overlap import (
     BlockTimeline,
     Overlap,
     OverlapTotal,
-    cluster_of_target,
+    block_timelines,
+    find_overlaps,
     overlap_totals,
-    overlaps_of,
-    timelines_of,
+    target_cluster,
 )
 from meshpar.audit.reasons import Explained, explain
-from meshpar.audit.subject import Subject, subject_of
+from meshpar.audit.subject import Subject, make_subject
 from meshpar.audit.target import Target
 from meshpar.audit.targets import CompiledProgram, TargetError, compile_for
 from meshpar.errors import InputError
@@ -44,7 +44,7 @@ from meshpar.trace.operations import Operation, operations
 
 @dataclass(frozen=True, kw_only=True)
 class AuditReport:
-    """What a program does, per device and run.
+    """Collectives, memory and FLOPs of a program, per device and run.
 
     Args:
         layout: The layout's line; empty if the program is no step of ours.
@@ -99,7 +99,7 @@ class AuditReport:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak is within a device's memory; None if either is not known."""
+        """True if the peak is within a device's memory; None if either is unknown."""
         if self.too_large:
             return False
         if self.memory is None or self.capacity_bytes is None:
@@ -117,7 +117,7 @@ class AuditReport:
         return tuple(row for row in self.rows if row.surprise)
 
     def complaints(self) -> list[str]:
-        """A line for every hazard, and for every collective that nobody asked for.
+        """Return a line for every hazard and every collective that nobody asked for.
 
         One too for a program that did not compile, of which no collective is known.
         """
@@ -138,7 +138,7 @@ class AuditReport:
         ]
 
     def totals(self) -> dict[tuple[str, str], dict[str, int]]:
-        """(mesh axes, kind) -> how many run, and the bytes each device sends."""
+        """Return counts and bytes sent per device, by (mesh axes, kind)."""
         totals: dict[tuple[str, str], dict[str, int]] = {}
         for row in self.rows:
             collective = row.collective
@@ -153,7 +153,7 @@ class AuditReport:
         return totals
 
     def overlap(self) -> tuple[OverlapTotal, ...]:
-        """What matmuls hide, for each kind of collective over each mesh axes."""
+        """Totals of hidden communication, by kind of collective and mesh axes."""
         return overlap_totals((row.collective for row in self.rows), self.overlaps)
 
     def _check_compiled(self) -> None:
@@ -164,7 +164,7 @@ class AuditReport:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """The object that `meshpar audit --json` prints."""
+        """Return the object that `meshpar audit --json` prints."""
         names = [field.name for field in fields(MemoryUse)]
         memory = asdict(self.memory) if self.memory else dict.fromkeys(names)
         return {
@@ -226,7 +226,7 @@ def audit(
     memory_bytes: int = 16 << 30,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> AuditReport:
-    """Compiles a function and reports what the compiler made of it. Runs nothing.
+    """Compile a function and report what the compiler made of it. Runs nothing.
 
     Args:
         function: A step of `make_train_step`, or any function, jitted or not.
@@ -262,10 +262,12 @@ def audit(
         >>> [(row.collective.kind, row.reason) for row in report.rows]
         [('all-reduce', 'partial sums of reduce_sum')]
     """
-    chosen = None if target is None else Target.of(target)
+    chosen = None if target is None else Target.parse(target)
     platform = None if chosen is None else chosen.platform
-    subject = subject_of(function, arguments, mesh=mesh, platform=platform)
-    subject = _with_options(subject, compiler_options)
+    subject = make_subject(function, arguments, mesh=mesh, platform=platform)
+    options = {**subject.compiler_options, **(compiler_options or {})}
+    options = {name: value for name, value in options.items() if value is not None}
+    subject = replace(subject, compiler_options=options)
     start = time.perf_counter()
     flat = subject.flat()
     traced = operations(flat.jaxpr, flat.in_shardings, flat.weights)
@@ -298,10 +300,10 @@ def audit(
     explained = functools.partial(
         explain,
         subject=subject,
-        evidence=Evidence.of(traced, subject.mesh_shape),
+        evidence=Evidence.from_trace(traced, subject.mesh_shape),
         expected=expected,
     )
-    cluster = cluster_of_target(chosen)
+    cluster = target_cluster(chosen)
     return _read(known, compiled, explained, subject.mesh, cluster)
 
 
@@ -309,12 +311,6 @@ def _fallbacks(traced: Sequence[Operation]) -> tuple[str, ...]:
     """Return a sentence for each attention that runs in another form than it might."""
     paths = {str(operation.equation.source_info.name_stack) for operation in traced}
     return tuple(sorted({words for path in paths if (words := obstacle_words(path))}))
-
-
-def _with_options(subject: Subject, given: Mapping[str, Any] | None) -> Subject:
-    options = {**subject.compiler_options, **(given or {})}
-    options = {name: value for name, value in options.items() if value is not None}
-    return replace(subject, compiler_options=options)
 
 
 def _compile(
@@ -332,7 +328,9 @@ def _compile(
             key="audit.missing_target",
         )
     if target is None and not fatal:
-        return _compiled_here(subject)
+        compiled = subject.lower().compile(dict(subject.compiler_options) or None)
+        memory = MemoryUse.from_compiled(compiled, subject.platform)
+        return CompiledProgram(text=compiled.as_text() or "", memory=memory)
     return compile_for(
         target or _as_virtual(subject),
         subject,
@@ -349,13 +347,6 @@ def _as_virtual(subject: Subject) -> Target:
             key="audit.compiler_might_abort",
         )
     return Target(platform=subject.platform, chip="virtual", shape=(subject.mesh.size,))
-
-
-def _compiled_here(subject: Subject) -> CompiledProgram:
-    with sources_in_cache_key():
-        compiled = subject.lower().compile(dict(subject.compiler_options) or None)
-    memory = MemoryUse.of(compiled, subject.platform)
-    return CompiledProgram(text=compiled.as_text() or "", memory=memory)
 
 
 @contextlib.contextmanager
@@ -382,18 +373,18 @@ def _read(
     cluster: Cluster | None,
 ) -> AuditReport:
     program = parse_program(compiled.text)
-    mesh_shape, flops = known.mesh_shape, flops_of(program)
-    rows = collectives_of(program, mesh_shape)
+    mesh_shape, flops = known.mesh_shape, program_flops(program)
+    rows = find_collectives(program, mesh_shape)
     timelines: tuple[BlockTimeline, ...] = ()
     if cluster is not None:
-        timelines = timelines_of(program, rows, mesh_shape, cluster)
+        timelines = block_timelines(program, rows, mesh_shape, cluster)
     return replace(
         known,
         rows=tuple(map(explained, rows)),
         memory=compiled.memory,
         flops=flops.total,
         uncounted=flops.uncounted,
-        overlaps=overlaps_of(program, rows, mesh_shape, cluster),
+        overlaps=find_overlaps(program, rows, mesh_shape, cluster),
         timelines=timelines,
         buffers=largest_buffers(program),
         hazards=(*known.hazards, *compiled_hazards(rows)),
@@ -406,7 +397,7 @@ def _slow_axes(
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
     cluster: Cluster | None,
 ) -> tuple[SlowAxis, ...]:
-    """Of a mesh of our own six axes: those that lie on a slower link than they could.
+    """Return the axes of a layout's mesh that lie on a slower link than they could.
 
     Compared by what each sends; what matmuls hide of it counts too.
     """

@@ -1,4 +1,4 @@
-"""What is audited: a jitted function, its arguments, and what was asked of it."""
+"""Subject of an audit: a jitted function, its arguments, its expected collectives."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class Subject:
         return dict(self.mesh.shape)
 
     def lower(self) -> jax.stages.Lowered:
-        """The function, lowered for its arguments on its mesh."""
+        """Return the function, lowered for its arguments on its mesh."""
         with use_mesh(self.mesh):
             return self.function.lower(*self.arguments)
 
     def flat(self) -> FlatFunction:
-        """The function of flat arrays, with the shardings and donations of its jit."""
+        """Return the function of flat arrays, with its shardings and donations."""
         everything, tree = jax.tree.flatten(self.arguments)
         arrays = {
             at: _shape(leaf)
@@ -94,7 +94,7 @@ class Subject:
         )
 
     def _weight_paths(self) -> dict[int, str]:
-        """Position among all leaves of the arguments -> path of the weight there.
+        """Return the path of each weight, by its position among all argument leaves.
 
         Parameters come before the optimizer state, which has the same paths.
         """
@@ -131,7 +131,7 @@ class FlatFunction:
     donated: tuple[int, ...] = ()
 
     def jitted(self) -> Any:
-        """The function, jitted with all that is known."""
+        """Return the function, jitted with its shardings and donations."""
         outs = None if self.out_shardings is None else list(self.out_shardings)
         return jax.jit(
             self.function,
@@ -142,7 +142,7 @@ class FlatFunction:
 
 
 def _shape(array: Any) -> jax.ShapeDtypeStruct:
-    """Its shape; with its sharding if that is on a mesh, not on a single device."""
+    """Return its shape, with its sharding if that is on a mesh."""
     sharding = getattr(array, "sharding", None)
     return jax.ShapeDtypeStruct(
         array.shape,
@@ -159,14 +159,14 @@ def _only_call(jaxpr: ClosedJaxpr) -> JaxprEqn | None:
     return None
 
 
-def subject_of(
+def make_subject(
     function: Any,
     arguments: tuple[Any, ...],
     *,
     mesh: Mesh | AbstractMesh | None = None,
     platform: str | None = None,
 ) -> Subject:
-    """The subject of a function that is not ours, or of a step that is.
+    """Make the subject of any function, or of a training step.
 
     Args:
         function: A training step, a jitted function, or one to be jitted.
@@ -191,7 +191,7 @@ def subject_of(
                 key="audit.missing_batch",
             )
         return function.audit_subject(*arguments, platform=platform)
-    mesh = mesh or _mesh_of(arguments)
+    mesh = mesh or _arguments_mesh(arguments)
     if not hasattr(function, "lower"):
         function = jax.jit(function)
     return Subject(
@@ -202,7 +202,7 @@ def subject_of(
     )
 
 
-def _mesh_of(arguments: tuple[Any, ...]) -> Mesh | AbstractMesh:
+def _arguments_mesh(arguments: tuple[Any, ...]) -> Mesh | AbstractMesh:
     for leaf in jax.tree.leaves(arguments):
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding):

@@ -12,7 +12,7 @@ _TEXT_WIDTH = 160
 
 
 def collective_table(report: AuditReport) -> Table:
-    """Every collective: mesh axes, bytes per execution, how often, why and where."""
+    """Return a table of every collective: mesh axes, bytes, times, reason, source."""
     table = _table("collective", "mesh axes", "type", "bytes", "on the wire", "times")
     table.add_column("reason", overflow="fold")
     table.add_column("source", overflow="fold")
@@ -33,7 +33,7 @@ def collective_table(report: AuditReport) -> Table:
 
 
 def totals_table(report: AuditReport) -> Table:
-    """Bytes of one run per mesh axes and kind."""
+    """Return a table of the bytes of one run, by mesh axes and kind."""
     table = _table("total over", "collective", "times", "bytes", "on the wire")
     for (axes, kind), total in report.totals().items():
         table.add_row(
@@ -47,7 +47,7 @@ def totals_table(report: AuditReport) -> Table:
 
 
 def overlap_table(report: AuditReport) -> Table:
-    """How much of the communication matmuls hide, in one run, per device."""
+    """Return a table of the communication that matmuls hide, per run and device."""
     table = _table("hidden over", "collective", "on the wire", "share of bytes")
     for heading in ("ms on the wire", "ms hidden", "ms exposed"):
         table.add_column(heading, justify="right")
@@ -64,7 +64,7 @@ def overlap_table(report: AuditReport) -> Table:
 
 
 def buffer_table(report: AuditReport) -> Table:
-    """The largest arrays that the program writes."""
+    """Return a table of the largest arrays that the program writes."""
     table = _table("largest arrays", "type", "bytes", "operation", "source")
     for buffer in report.buffers:
         table.add_row(
@@ -86,7 +86,7 @@ def _table(*headings: str) -> Table:
 
 
 def as_text(*tables: Table) -> str:
-    """Tables as plain text, for an error message."""
+    """Return tables as plain text, for an error message."""
     console = Console(width=_TEXT_WIDTH, no_color=True)
     with console.capture() as captured:
         for table in tables:

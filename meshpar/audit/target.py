@@ -31,46 +31,39 @@ class Target:
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, target: Target | str) -> Target:
-        """A target, or the one that a text names.
+    def parse(cls, target: Target | str) -> Target:
+        """Parse the text of a target; return a target as it is.
 
         Raises:
-            InputError: It is neither, or the text names none.
+            InputError: It is neither, has another form, or the chip is unknown.
         """
-        if not isinstance(target, Target | str):
+        if isinstance(target, Target):
+            return target
+        if not isinstance(target, str):
             raise InputError(
                 f"target is a {type(target).__name__}; {_EXAMPLES}",
                 key="audit.target_wrong_type",
             )
-        return cls.parse(target) if isinstance(target, str) else target
-
-    @classmethod
-    def parse(cls, text: str) -> Target:
-        """The target that a text names.
-
-        Raises:
-            InputError: It is not of that form, or the chip is not known.
-        """
-        platform, _, rest = text.partition(":")
+        platform, _, rest = target.partition(":")
         chip, _, shape = rest.partition(":")
         parts = shape.split("x")
         if not all(part.isdigit() and int(part) > 0 for part in parts):
             raise InputError(
-                f"target {text!r} has no sizes; {_EXAMPLES}",
+                f"target {target!r} has no sizes; {_EXAMPLES}",
                 key="audit.target_without_sizes",
             )
         name = f"{platform}:{chip}"
         if name not in (*TARGETS, _VIRTUAL):
             known = nearest(name, (*TARGETS, _VIRTUAL))
             raise InputError(
-                f"target {text!r}: no {name}; {known}", key="audit.unknown_target"
+                f"target {target!r}: no {name}; {known}", key="audit.unknown_target"
             )
         sizes = tuple(int(part) for part in parts)
         # A TPU's torus; hosts and GPUs of one.
         num_dims = 1 if name == _VIRTUAL else TARGETS[name].torus_dims or 2
         if len(sizes) != num_dims:
             raise InputError(
-                f"target {text!r} has {len(sizes)} sizes, but {name} has {num_dims}; "
+                f"target {target!r} has {len(sizes)} sizes, but {name} has {num_dims}; "
                 f"{_EXAMPLES}",
                 key="audit.target_dims_mismatch",
             )

@@ -50,7 +50,7 @@ class TargetError(InputError):
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledProgram:
-    """What a compiler gave.
+    """The program that a compiler made, or why there is none.
 
     Args:
         text: The program.
@@ -66,7 +66,7 @@ class CompiledProgram:
 def compile_for(
     target: Target, subject: Subject, *, timeout_s: float, memory_bytes: int
 ) -> CompiledProgram:
-    """The program that the target's own compiler makes.
+    """Compile for a target with the target's own compiler, in a child process.
 
     Args:
         target: Hardware that need not be there.
@@ -131,7 +131,7 @@ def _is_installed(module: str) -> bool:
 
 
 def _export(target: Target, subject: Subject, path: Path) -> tuple[int, ...]:
-    """Writes the lowered function; returns the arguments that it donates."""
+    """Write the lowered function; return the arguments that it donates."""
     flat = subject.flat()
     exporter = export.export(
         flat.jitted(),
@@ -170,7 +170,10 @@ def _run(folder: Path, *, timeout_s: float, memory_bytes: int) -> TargetError:
     environment.pop("MESHPAR_EMULATE", None)
     with (folder / "words.txt").open("w") as words:
         child = subprocess.Popen(
-            _command(folder), stdout=words, stderr=subprocess.STDOUT, env=environment
+            [sys.executable, "-m", "meshpar.audit.child", str(folder)],
+            stdout=words,
+            stderr=subprocess.STDOUT,
+            env=environment,
         )
         try:
             ending = _wait(child, timeout_s=timeout_s, memory_bytes=memory_bytes)
@@ -182,7 +185,7 @@ def _run(folder: Path, *, timeout_s: float, memory_bytes: int) -> TargetError:
 
 
 def _way_out(words: str) -> str:
-    """What to do where libtpu cannot compile a collective for its SparseCores."""
+    """Return a way out if libtpu cannot compile a collective for its SparseCores."""
     found = _SPARSE_CORE.search(words)
     if found is None:
         return ""
@@ -191,10 +194,6 @@ def _way_out(words: str) -> str:
         f"; leave each {found[1]} to the TensorCore: compiler_options="
         f"{{{option!r}: False}} (--compiler-option {option}=false)"
     )
-
-
-def _command(folder: Path) -> list[str]:
-    return [sys.executable, "-m", "meshpar.audit.child", str(folder)]
 
 
 def _wait(
@@ -224,7 +223,7 @@ def _wait(
 
 
 def _resident_bytes(pid: int) -> int:
-    """Memory of a process; 0 where the system does not say."""
+    """Return the memory of a process; 0 if the system does not say."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     except (OSError, IndexError, ValueError):

@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
 def _cases(
     args: argparse.Namespace, choices: Choices, devices: list[jax.Device]
 ) -> list[Case]:
-    from meshpar.testing.equivalence import case_of
+    from meshpar.testing.equivalence import make_case
     from meshpar.testing.layout_cases import draw_cases
 
     if not args.layout:
@@ -145,7 +145,9 @@ def _cases(
         return draw_cases(args.num, args.seed, choices, devices)
     mask, seed = args.mask or "full", args.seed
     return [
-        case_of(line, choices, devices, mask=mask, seed=seed, resume_as=args.resume_as)
+        make_case(
+            line, choices, devices, mask=mask, seed=seed, resume_as=args.resume_as
+        )
         for line in args.layout
     ]
 

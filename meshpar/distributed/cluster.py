@@ -68,17 +68,17 @@ class Place:
 
     @property
     def host(self) -> str:
-        """Of the coordinator."""
+        """Host of the coordinator."""
         return self.coordinator.rpartition(":")[0].strip("[]")
 
     @property
     def port(self) -> int:
-        """Of the coordinator."""
+        """Port of the coordinator."""
         return int(self.coordinator.rpartition(":")[2])
 
 
 def is_kubernetes_pod(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether this is a pod of an indexed Job, of whose others its server knows.
+    """Return True in a pod of an indexed Kubernetes Job.
 
     Args:
         environment: Variables; this process's own when absent.
@@ -88,7 +88,7 @@ def is_kubernetes_pod(environment: Mapping[str, str] | None = None) -> bool:
 
 
 def find_place(environment: Mapping[str, str] | None = None) -> Place | None:
-    """The place that SLURM, Open MPI or a TPU pod gives this process; None without.
+    """Return the place that SLURM, Open MPI or a TPU pod gives this process, or None.
 
     Kubernetes tells it to those alone who ask its server, which JAX does in
     `meshpar.distributed.start`.
@@ -142,7 +142,7 @@ def _slurm(variables: Mapping[str, str]) -> Place | None:
     per_node = variables.get("SLURM_STEP_TASKS_PER_NODE", "")
     one_each = re.fullmatch(r"1(\(x\d+\))?", per_node) is not None
     return Place(
-        coordinator=f"{first_node(nodes)}:{_port_of_job(job)}",
+        coordinator=f"{first_node(nodes)}:{_job_port(job)}",
         num_processes=_number(f"SLURM_{size}", tasks),
         process_id=_number("SLURM_PROCID", task),
         found_by=f"SLURM job {job}",
@@ -151,7 +151,7 @@ def _slurm(variables: Mapping[str, str]) -> Place | None:
 
 
 def first_node(nodes: str) -> str:
-    """The first name of a SLURM node list.
+    """Return the first name of a SLURM node list.
 
     Example:
         >>> first_node("gpu[007-012,020],login1")
@@ -199,7 +199,7 @@ def _open_mpi(variables: Mapping[str, str]) -> Place | None:
         )
     local, alone = "OMPI_COMM_WORLD_LOCAL_RANK", local_size == 1
     return Place(
-        coordinator=f"{host}:{_port_of_job(job)}",
+        coordinator=f"{host}:{_job_port(job)}",
         num_processes=int(size),
         process_id=_number("OMPI_COMM_WORLD_RANK", rank),
         found_by="Open MPI",
@@ -224,7 +224,7 @@ def _tpu_pod(variables: Mapping[str, str]) -> Place | None:
 
 
 def _own_device(variables: Mapping[str, str], name: str, *, alone: bool) -> int | None:
-    """One GPU a process, unless it has its host, or its GPU already, to itself.
+    """Return the only GPU of this process; None if it has all GPUs it sees.
 
     `name` is of the variable that numbers the processes of a host.
     """
@@ -232,7 +232,7 @@ def _own_device(variables: Mapping[str, str], name: str, *, alone: bool) -> int 
     return None if alone or len(seen) < 2 else _number(name, variables.get(name, "0"))
 
 
-def _port_of_job(job: str) -> int:
+def _job_port(job: str) -> int:
     number = int(job) if job.isdecimal() else sum(map(ord, job))
     return 65536 - _PORTS + number % _PORTS
 

@@ -20,7 +20,7 @@ _PRIME = 7919
 
 
 def check_collectives() -> str | None:
-    """What is wrong with the collectives between all devices; None where nothing is."""
+    """Run every kind of collective; return what is wrong with one, or None."""
     devices = jax.devices()
     mesh = Mesh(np.array(devices), (_AXIS,), axis_types=(AxisType.Auto,))
     number = len(devices)
@@ -42,7 +42,7 @@ def check_collectives() -> str | None:
 
 
 def _rows(number: int, length: int) -> np.ndarray:
-    """A row of whole numbers below 1000 for each device, all rows different."""
+    """Return a row of whole numbers below 1000 for each device, all different."""
     device = np.arange(number, dtype=np.int32)[:, None] + 1
     place = np.arange(length, dtype=np.int32)[None]
     return (device * place + device * _PRIME) % 997

@@ -25,7 +25,7 @@ class Lines:
         self._received = b""
 
     def send(self, **message: Any) -> None:
-        """Sends one object.
+        """Send one object.
 
         Raises:
             OSError: The other end is gone.
@@ -37,7 +37,7 @@ class Lines:
     def receive(
         self, timeout_s: float | None = None, longest_bytes: int = _LONGEST_BYTES
     ) -> dict[str, Any] | None:
-        """The next object; None where the other end has closed.
+        """Return the next object; None if the other end has closed.
 
         Args:
             timeout_s: For the whole of it.
@@ -67,7 +67,7 @@ class Lines:
         return message
 
     def close(self) -> None:
-        """Ends the connection; the other end receives None."""
+        """End the connection; the other end receives None."""
         with contextlib.suppress(OSError):  # It is gone already.
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()

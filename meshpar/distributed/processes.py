@@ -27,7 +27,7 @@ _LINGER_S = 4.0
 
 
 class Processes:
-    """The processes of this job; of one where nobody has started more.
+    """The processes of this job; one if no more were started.
 
     A process that dies, or that is not heard of for `heartbeat_s`, ends all others with
     one line and status 75 (`LOST`): a collective would wait for it for ever.
@@ -70,11 +70,11 @@ class Processes:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is process 0, which prints and writes for all."""
+        """True for process 0, which prints and writes for all."""
         return self.process_id == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all processes in order; each waits for all.
+        """Return the values of all processes in order; each waits for all.
 
         Over the job's own connections, not the devices: a round trip to process 0.
 
@@ -104,7 +104,7 @@ class Processes:
             return self._gathered.pop(number)
 
     def end_all(self, why: str, *, with_stacks: bool = False) -> None:
-        """Ends every process of the job with one line and status 75.
+        """End every process of the job with one line and status 75.
 
         Args:
             why: What this process says of itself.
@@ -124,7 +124,7 @@ class Processes:
         self._lose(what, grace_s=_GRACE_S)
 
     def close(self, reason: str | None = None, *, status: int = LOST) -> None:
-        """Leaves the others: all at the same point, or for a `reason` that ends them.
+        """Leave the others: all at the same point, or for a `reason` that ends them.
 
         Without one JAX's own service is left too, which waits for all.
 
@@ -155,8 +155,8 @@ class Processes:
             self._roll.listener.close()
 
     @contextlib.contextmanager
-    def told_of_errors(self) -> Iterator[None]:
-        """What goes wrong inside ends the others too, and its end does not."""
+    def ending_all_on_errors(self) -> Iterator[None]:
+        """End all other processes too if an error is raised inside."""
         try:
             yield
         except BaseException as error:
@@ -175,7 +175,7 @@ class Processes:
             self._leave_for(error)
 
     def _leave_for(self, error: BaseException) -> None:
-        """Leaves the others because of an error, which ends them too."""
+        """Leave the others because of an error, which ends them too."""
         is_own = isinstance(error, InputError) and not isinstance(
             error, DistributedError
         )
@@ -183,18 +183,18 @@ class Processes:
             self._wait_for_news()
         if self._lost and not is_own:  # What this process fails of, in most cases.
             self._is_closed.set()
-            self._end_of(self._lost, self._lost_status)
+            self._end_process(self._lost, self._lost_status)
         reason = " ".join(str(error).split()) or type(error).__name__
         self.close(reason, status=exit_status(error))
 
     def _wait_for_news(self) -> None:
-        """A lost process breaks collectives at once, and is known a little later."""
+        """Wait briefly: a loss breaks collectives before it is known here."""
         if self._roll is not None:
             with self._changed:
                 self._changed.wait_for(lambda: self._lost, timeout=1.0)
 
     def _listen(self, process: int, lines: Lines) -> None:
-        """Takes what one process sends until it leaves or is lost."""
+        """Take what one process sends until it leaves or is lost."""
         why, end = "has ended without a word: killed, or its machine is gone", {}
         while True:
             try:
@@ -229,7 +229,7 @@ class Processes:
             self._lose(f"process {process} on {self.hosts[process]} {why}", **end)
 
     def _take(self, process: int, number: int, value: Any) -> None:
-        """Process 0 collects a value of each, and sends all to all."""
+        """Collect a value of each process in process 0, and send all to all."""
         with self._changed:
             given = self._given.setdefault(number, {})
             given[process] = value
@@ -247,7 +247,7 @@ class Processes:
                 lines.send(**message)
 
     def _beat(self) -> None:
-        """Says that this process lives, and notes who has not for too long."""
+        """Send heartbeats, and lose a process that was silent for too long."""
         between_s = min(self.heartbeat_s / 4, _MOST_BETWEEN_S)
         while not self._is_closed.wait(between_s):
             self._tell(alive=True)
@@ -262,7 +262,7 @@ class Processes:
                     return
 
     def _lose(self, what: str, grace_s: float = 0.0, status: int = LOST) -> None:
-        """Tells all what is lost, and ends this process."""
+        """Tell all what is lost, and end this process."""
         with self._changed:
             if self._lost or self._is_closed.is_set():
                 return
@@ -271,9 +271,9 @@ class Processes:
         if self.is_first:
             self._tell(lost=what, grace_s=grace_s, status=status)
         if not self._is_closed.wait(grace_s):
-            self._end_of(what, status)
+            self._end_process(what, status)
 
-    def _end_of(self, what: str, status: int) -> None:
+    def _end_process(self, what: str, status: int) -> None:
         line = f"meshpar: {what}; process {self.process_id} ends"
         if status == LOST:
             line += ": start all again, with --resume auto to go on from the newest "

@@ -54,7 +54,7 @@ class Roll:
 
 @dataclass(frozen=True, kw_only=True)
 class Greeting:
-    """What a process says of itself when it comes."""
+    """Message with which a process introduces itself to process 0."""
 
     process_id: int
     num_processes: int
@@ -62,8 +62,8 @@ class Greeting:
     job: str
 
     @classmethod
-    def of(cls, message: dict[str, Any]) -> Greeting | None:
-        """The greeting in a message; None where there is none that makes sense."""
+    def parse(cls, message: dict[str, Any]) -> Greeting | None:
+        """Parse a greeting; None if the message is not a valid one."""
         values = {one.name: message.get(one.name) for one in fields(cls)}
         process, number = values["process_id"], values["num_processes"]
         if type(process) is not int or type(number) is not int:  # True is an int too.
@@ -74,7 +74,7 @@ class Greeting:
 
 
 def call_roll(place: Place, *, job: str, timeout_s: float) -> Roll:
-    """Waits for all processes of a job.
+    """Wait for all processes of a job.
 
     Args:
         place: Of this one.
@@ -128,7 +128,7 @@ def _call(place: Place, job: str, deadline: float, timeout_s: float) -> Roll:
 def _refuse_late(
     place: Place, job: str, hosts: dict[int, str], listener: socket.socket
 ) -> None:
-    """Tells those that come once all are there, until the listener is closed.
+    """Refuse processes that come once all are there, until the listener is closed.
 
     One of this job has been started again alone, before the others have ended.
     """
@@ -218,7 +218,7 @@ def _listen(place: Place) -> socket.socket:
 def _accept(
     listener: socket.socket, came: queue.SimpleQueue[tuple[Lines, Greeting]]
 ) -> None:
-    """Leaves one that connects to a thread: whoever is silent holds up nobody."""
+    """Hand a connection to a thread, so that a silent process delays nobody."""
     listener.settimeout(_POLL_S)
     try:
         connection = listener.accept()[0]
@@ -233,11 +233,11 @@ def _accept(
 def _hear(
     connection: socket.socket, came: queue.SimpleQueue[tuple[Lines, Greeting]]
 ) -> None:
-    """Puts who has connected into the queue, unless it is nobody of ours."""
+    """Queue the connection of a process of this job; close any other."""
     connection.settimeout(_GREETING_S)
     with contextlib.suppress(OSError):
         lines = Lines(connection)
-        greeting = Greeting.of(lines.receive(_GREETING_S, _GREETING_BYTES) or {})
+        greeting = Greeting.parse(lines.receive(_GREETING_S, _GREETING_BYTES) or {})
         if greeting is not None:
             came.put((lines, greeting))
             return
@@ -252,7 +252,7 @@ def _welcome(
     hosts: dict[int, str],
     peers: dict[int, Lines],
 ) -> None:
-    """Takes the process that has connected, or tells it why not."""
+    """Take the process that has connected, or refuse it."""
     refused = refusal(place, job, greeting, hosts)
     if refused:
         _refuse(lines, refused)
@@ -310,17 +310,14 @@ def _stranger(place: Place, job: str, greeting: Greeting) -> DistributedError | 
 def _missing(place: Place, hosts: dict[int, str], timeout_s: float) -> DistributedError:
     absent = [one for one in range(place.num_processes) if one not in hosts]
     here = ", ".join(f"{one} on {hosts[one]}" for one in sorted(hosts))
+    first = ", ".join(map(str, absent[:8]))
+    more = f" and {len(absent) - 8} more" if len(absent) > 8 else ""
     return DistributedError(
-        f"after {timeout_s:g} s process {_some(absent)} of {place.num_processes} "
+        f"after {timeout_s:g} s process {first}{more} of {place.num_processes} "
         f"({place.found_by}) has not come to {place.coordinator}; there are {here}; "
         "start all within that time, or give a longer --start-timeout",
         key="processes.not_all_came",
     )
-
-
-def _some(numbers: list[int]) -> str:
-    more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
-    return ", ".join(map(str, numbers[:8])) + more
 
 
 def _answer(place: Place, job: str, deadline: float, timeout_s: float) -> Roll:
@@ -382,7 +379,7 @@ def _connect(place: Place, job: str, deadline: float, timeout_s: float) -> Lines
 
 
 def free_port() -> int:
-    """A port of this host that nothing listens on."""
+    """Return a port of this host that nothing listens on."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Joins the processes of a job, before the first JAX operation of any."""
+"""How the processes of a job join, before the first JAX operation of any."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshpar.errors import InputError
 from meshpar.hardware.platforms import platform_named
 from meshpar.machine.emulate import prepare
 
-_OF_NUMBERS = (
+_NUMERIC_OPTIONS = (
     *("jax_threefry_partitionable", "jax_default_prng_impl", "jax_enable_x64"),
     *("jax_default_matmul_precision", "jax_numpy_dtype_promotion"),
     *("jax_numpy_rank_promotion", "jax_random_seed_offset"),
@@ -35,7 +35,7 @@ def start(
     timeout_s: float = 50.0,
     heartbeat_s: float = 30.0,
 ) -> Processes:
-    """Joins the processes of this job; does nothing where this is the only one.
+    """Join the processes of this job; does nothing if this is the only one.
 
     SLURM, Open MPI, TPU pods and Kubernetes are found by themselves. On CPUs each kind
     of collective is then checked once with 4 MiB of whole numbers, as gloo has been
@@ -65,12 +65,12 @@ def start(
         prepare(emulate)
     place = _place(coordinator, num_processes, process_id)
     if place is None and is_kubernetes_pod():
-        return _of_kubernetes(job, timeout_s, heartbeat_s)
+        return _start_kubernetes(job, timeout_s, heartbeat_s)
     if place is None or place.num_processes == 1:
         return Processes()
     roll = call_roll(place, job=job, timeout_s=timeout_s)
     processes = Processes(place.process_id, roll, heartbeat_s=heartbeat_s)
-    with processes.told_of_errors(), _ended_after(2 * timeout_s, processes):
+    with processes.ending_all_on_errors(), _ended_after(2 * timeout_s, processes):
         refuse_other_settings(processes.gather(_settings()))
         _start_jax(place, roll, timeout_s, heartbeat_s)
         _check_collectives(processes)
@@ -78,11 +78,11 @@ def start(
 
 
 def _settings() -> dict[str, Any]:
-    """What processes must have in common to compute the same numbers, by name."""
+    """Return the versions and settings that decide what numbers a process computes."""
     import jax
 
     versions = {name: version(name) for name in ("jax", "jaxlib", "flax", "optax")}
-    options = {name: getattr(jax.config, name) for name in _OF_NUMBERS}
+    options = {name: getattr(jax.config, name) for name in _NUMERIC_OPTIONS}
     with contextlib.suppress(PackageNotFoundError):  # Of a checkout.
         versions["meshpar"] = version("meshpar")
     return {**versions, **options}
@@ -110,7 +110,7 @@ def refuse_other_settings(settings: Sequence[Mapping[str, Any]]) -> None:
 
 @contextlib.contextmanager
 def _ended_after(limit_s: float, processes: Processes) -> Iterator[None]:
-    """Ends all processes, with their stacks, where what is inside does not end."""
+    """End all processes, with their stacks, if the body takes too long."""
     what = f"JAX's start and a first collective of each kind took over {limit_s:g} s"
     timer = threading.Timer(limit_s, lambda: processes.end_all(what, with_stacks=True))
     timer.daemon = True
@@ -184,8 +184,8 @@ def _check_collectives(processes: Processes) -> None:
         )
 
 
-def _of_kubernetes(job: str, timeout_s: float, heartbeat_s: float) -> Processes:
-    """The pods of an indexed Job or JobSet, which JAX asks Kubernetes for.
+def _start_kubernetes(job: str, timeout_s: float, heartbeat_s: float) -> Processes:
+    """Join the pods of an indexed Job or JobSet, which JAX finds through Kubernetes.
 
     Once JAX has joined them, process 0 tells all where the roll is called.
     """
@@ -213,13 +213,13 @@ def _of_kubernetes(job: str, timeout_s: float, heartbeat_s: float) -> Processes:
     )
     roll = call_roll(place, job=job, timeout_s=timeout_s)
     processes = Processes(place.process_id, roll, heartbeat_s=heartbeat_s)
-    with processes.told_of_errors(), _ended_after(2 * timeout_s, processes):
+    with processes.ending_all_on_errors(), _ended_after(2 * timeout_s, processes):
         _check_collectives(processes)
     return processes
 
 
 def _meeting_point() -> str:
-    """HOST:PORT that process 0 chooses, known to all."""
+    """Return HOST:PORT that process 0 chooses and sends to all."""
     import numpy as np
     from jax.experimental import multihost_utils
 

@@ -168,7 +168,7 @@ class Layout:
 
     @classmethod
     def of(cls, layout: Layout | str) -> Layout:
-        """A layout, or the one that a text describes.
+        """Return a layout, or parse its text.
 
         Raises:
             InputError: It is neither, or the text cannot be read.
@@ -185,7 +185,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """The layout that `text` (`data=2,tensor=4,remat=full`) describes.
+        """Parse the text of a layout, such as `data=2,tensor=4,remat=full`.
 
         Raises:
             InputError: An unknown or repeated key, or a value it cannot have.
@@ -218,7 +218,7 @@ class Layout:
 
     @property
     def is_open(self) -> bool:
-        """Whether the devices that there are say a mesh axis's size."""
+        """True if the number of devices decides the size of a mesh axis (-1)."""
         return -1 in (getattr(self, axis) for axis in MESH_AXES)
 
     @property
@@ -240,7 +240,7 @@ class Layout:
 
     @property
     def residual_names(self) -> ResidualNames | None:
-        """The residuals that `remat` names; None where it is one word."""
+        """Residuals that `remat` names; None if it is one word."""
         if isinstance(self.remat, str) and is_named(self.remat):
             return ResidualNames.parse(self.remat)
         return None
@@ -262,7 +262,7 @@ class Layout:
 
     @property
     def runs_in_ticks(self) -> bool:
-        """Whether a step runs in ticks: it has stages, or microbatches to add up."""
+        """True if a step runs in ticks: with stages or microbatches."""
         return self.stage > 1 or self.microbatches > 1
 
     @property
@@ -276,7 +276,7 @@ class Layout:
         return ("fsdp",) if hybrid else ("data",)
 
     def check_sizes(self) -> None:
-        """Refuses a mesh axis of -1, where nobody says how many devices there are.
+        """Refuse a mesh axis of -1, if the number of devices is unknown.
 
         Raises:
             InputError: There is one.
@@ -288,7 +288,7 @@ class Layout:
             )
 
     def resolve(self, num_devices: int) -> Layout:
-        """This layout on exactly `num_devices`, its -1 replaced by what is left.
+        """Return this layout on exactly `num_devices`, its -1 resolved.
 
         Raises:
             InputError: The sizes do not multiply to `num_devices`.

@@ -23,7 +23,7 @@ _FORM = "write for example save:mlp_up/attention_out or save:mlp_up+offload:mlp_
 
 @dataclass(frozen=True, kw_only=True)
 class ResidualNames:
-    """What a block's backward finds besides the block's input; it recomputes the rest.
+    """Residuals that a block's backward keeps beside its input; it recomputes others.
 
     Args:
         save: Residuals kept on the device.
@@ -74,5 +74,5 @@ class ResidualNames:
 
 
 def is_named(remat: str) -> bool:
-    """Whether a policy is one of names, not one word."""
+    """Return True if a remat policy names residuals."""
     return ":" in remat or "+" in remat

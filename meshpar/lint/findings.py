@@ -1,4 +1,4 @@
-"""What lint finds in a whole layout: dead rules, idle mesh axes, replicated arrays."""
+"""Findings of lint: dead rules, idle mesh axes, large replicated arrays."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _OF_PRESETS = {"embed", "layers"}
 def dead_rules(
     rules: Rules, used: set[str | None], used_by_parameters: set[str | None]
 ) -> list[Finding]:
-    """Rules that somebody wrote for this model, and that it has no use for."""
+    """Return findings of rules written for this model that it does not use."""
     written = rules.table.keys() - rules.of_preset
     dead = [(name, "no array") for name in written - used]
     dead += [

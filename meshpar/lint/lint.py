@@ -42,7 +42,7 @@ from meshpar.rules.rules import (
     Rules,
     Target,
     check_rules,
-    mesh_axes_of,
+    rule_axes,
     shadowed_message,
     spec_axes,
 )
@@ -84,7 +84,7 @@ def lint(
     optimizer: optax.GradientTransformation | None = None,
     state_spec: StateSpec | None = None,
 ) -> LintReport:
-    """All parameters of a model under a layout, and all findings. Uses no devices.
+    """Check a model under a layout: all parameters, all findings. Uses no devices.
 
     Args:
         model: The model.
@@ -113,7 +113,7 @@ def lint(
         whole_number("global_batch", global_batch, least=0)
     whole_number("seq", seq)
     whole_number("large_bytes", large_bytes, least=0)
-    rules, shadowed = _rules_of(rules, layout)
+    rules, shadowed = _read_rules(rules, layout)
     stored, stage_findings = _stored(model, layout)
     # One finding is enough for stages that cannot be.
     sized = replace(layout, stage=1) if stage_findings else layout
@@ -124,7 +124,7 @@ def lint(
     order = token_order(layout) if splits else None
     here = seq if order is None else order.padded(seq) // order.num_ranks
     activations, trace_findings = _activations(model, examples, here)
-    axes, activation_findings = _axes_of_activations(activations, layout, rules)
+    axes, activation_findings = _activation_axes(activations, layout, rules)
     used_by_parameters = {name for row in rows for name in row.logical_axes}
     used = used_by_parameters | {
         name for activation in activations for name in activation.logical_axes
@@ -193,17 +193,17 @@ def _whole_states(
 def _rules_of(
     rules: Rules | Sequence[tuple[str, Target]] | None, layout: Layout
 ) -> tuple[Rules, list[Finding]]:
-    """The rules, and which of those that were written can never apply."""
+    """Return the rules, and findings of those that can never apply."""
     if rules is None:
         return default_rules(layout), []
     if isinstance(rules, list | tuple):
-        return _first_of_each(rules)
+        return _first_rules(rules)
     check_rules(rules)
     return cast(Rules, rules), []
 
 
 def _stored(model: Model, layout: Layout) -> tuple[Model, list[Finding]]:
-    """The model as a step stores it, or why its layers cannot be cut into stages."""
+    """Return the model as a step stores it, and a finding if stages do not fit."""
     if layout_errors(layout):
         return model, []
     try:
@@ -213,7 +213,7 @@ def _stored(model: Model, layout: Layout) -> tuple[Model, list[Finding]]:
 
 
 def _examples(layout: Layout, global_batch: int | None) -> tuple[int, list[Finding]]:
-    """Examples of one microbatch."""
+    """Return the examples of one microbatch, and a finding if they do not divide."""
     if global_batch is None or layout.microbatches == 1:
         return layout.batch_shards if global_batch is None else global_batch, []
     refused = batch_refusal(layout, global_batch)
@@ -253,7 +253,7 @@ def _parameter_rows(
 def _states(
     model: Model, layout: Layout, rules: Rules, large_bytes: int
 ) -> tuple[list[Finding], list[Finding]]:
-    """What ZeRO cannot split at all, and notes of what it splits along another dim."""
+    """Return findings of states that ZeRO cannot split, and notes of moved splits."""
     findings: list[Finding] = []
     notes: list[Finding] = []
     for path, parameter in model.flat_parameters().items():
@@ -295,7 +295,7 @@ def _activations(
         return (), [Finding(kind="rank", path="model", message=message, key=error.key)]
 
 
-def _axes_of_activations(
+def _activation_axes(
     activations: Iterable[Activation], layout: Layout, rules: Rules
 ) -> tuple[set[str], list[Finding]]:
     axes: set[str] = set()
@@ -328,13 +328,13 @@ def _axes_asked_for(activation: Activation, rules: Rules) -> set[str]:
     }
 
 
-def _first_of_each(
+def _first_rules(
     pairs: Sequence[tuple[str, Target]],
 ) -> tuple[Rules, list[Finding]]:
     first: dict[str, MeshAxes] = {}
     findings = []
     for logical_axis, target in pairs:
-        axes = mesh_axes_of(target)
+        axes = rule_axes(target)
         if logical_axis in first:
             message = shadowed_message(logical_axis, first, axes)
             findings.append(
@@ -350,7 +350,7 @@ def _first_of_each(
 
 
 def _unsupported(path: str, *errors: InputError | None) -> list[Finding]:
-    """A finding for each error with which a step refuses; None refuses nothing."""
+    """Return a finding for each error that is not None."""
     return [
         Finding(kind="unsupported", path=path, message=str(error), key=error.key)
         for error in errors

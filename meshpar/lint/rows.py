@@ -105,7 +105,7 @@ class Shards:
         )
 
 
-def shards_of(
+def parameter_shards(
     model: Model, layout: Layout, rules: Rules | None = None
 ) -> tuple[Shards, ...]:
     """Return every parameter's shards as a training step stores them between steps.
@@ -121,7 +121,7 @@ def shards_of(
 
     Example:
         >>> from meshpar.models.presets import build
-        >>> head = shards_of(build("tiny"), Layout(data=2, tensor=2))[-1]
+        >>> head = parameter_shards(build("tiny"), Layout(data=2, tensor=2))[-1]
         >>> head.row.mesh_axes, head.of_device, head.slices(1)[0]
         (('tensor', None), (0, 1, 0, 1), slice(128, 256, None))
     """

@@ -22,7 +22,7 @@ from meshpar.model.nnx_checks import (
 )
 from meshpar.model.parameter import Parameter, Params
 from meshpar.model.scope import Scope
-from meshpar.rules.sharding import axes_of, insert, path_name
+from meshpar.rules.sharding import variable_axes, insert, path_name
 from meshpar.trace.dependence import arguments_read, passed_on
 
 _STATISTICS = "batch_norm."
@@ -190,7 +190,7 @@ class Functional:
         for leaf in self._leaves:
             if leaf.role in roles:
                 shape = tuple(leaf.value.shape)
-                axes = axes_of(leaf.template, len(shape))
+                axes = variable_axes(leaf.template, len(shape))
                 check_axes(self.what, leaf.name, shape, axes)
                 parameter = Parameter(
                     shape=shape,

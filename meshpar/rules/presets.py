@@ -67,7 +67,7 @@ PRESETS = {
 
 
 def default_rules(layout: Layout | str) -> Rules:
-    """The preset that a layout asks for; a mesh axis of size 1 changes nothing.
+    """Return the preset that a layout asks for; a mesh axis of size 1 has no effect.
 
     Args:
         layout: It or its text; its `sequence_parallel`, `zero` and `zero_axes` choose.

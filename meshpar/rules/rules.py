@@ -19,7 +19,7 @@ Table = Mapping[str, Target] | Iterable[tuple[str, Target]]
 
 
 def normalise(table: Table) -> dict[str, MeshAxes]:
-    """A table with the mesh axes of every rule as a tuple, empty if replicated.
+    """Return a table with the mesh axes of every rule as a tuple.
 
     Raises:
         RuleError: An unknown mesh axis, a mesh axis twice in a rule, or two rules for
@@ -39,7 +39,7 @@ def normalise(table: Table) -> dict[str, MeshAxes]:
                 f"a rule is for {logical_axis!r}; give the name of a logical axis",
                 key="rules.axis_not_a_name",
             )
-        axes = mesh_axes_of(target)
+        axes = rule_axes(target)
         if logical_axis in rules:
             message = shadowed_message(logical_axis, rules, axes)
             raise RuleError("shadowed", message, key="rules.shadowed")
@@ -62,8 +62,8 @@ def normalise(table: Table) -> dict[str, MeshAxes]:
     return rules
 
 
-def mesh_axes_of(target: Target) -> MeshAxes:
-    """What is written for one logical axis as a tuple, empty if replicated.
+def rule_axes(target: Target) -> MeshAxes:
+    """Return the mesh axes of one rule as a tuple, empty if replicated.
 
     Raises:
         InputError: It is neither a name, nor several, nor None.
@@ -80,7 +80,7 @@ def mesh_axes_of(target: Target) -> MeshAxes:
 def shadowed_message(
     logical_axis: str, rules: Mapping[str, MeshAxes], axes: MeshAxes
 ) -> str:
-    """The words for a second rule that could never apply."""
+    """Return the message for a second rule that could never apply."""
     return (
         f"logical axis {logical_axis!r} has two rules, {rules[logical_axis] or None} "
         f"and {axes or None}; only one can hold: remove the other"
@@ -172,19 +172,19 @@ class Rules:
 
     @property
     def stored(self) -> Rules:
-        """The rules for parameters at rest."""
+        """Rules of stored parameters."""
         table = {**self.table, **self.parameters}
         return replace(self, table=table, parameters={})
 
     def with_rules(self, **changes: Target) -> Rules:
-        """These rules with some entries changed or added."""
+        """Return these rules with some entries changed or added."""
         table = normalise({**self.table, **changes})
         return replace(self, table=table, of_preset=self.of_preset - changes.keys())
 
     def mesh_axes(
         self, logical_axis: str, logical_axes: LogicalAxes | None = None
     ) -> MeshAxes:
-        """The mesh axes of `logical_axis`, outermost first; empty if replicated.
+        """Return the mesh axes of `logical_axis`, outermost first; empty if replicated.
 
         Raises:
             RuleError: There is no rule for it.
@@ -218,7 +218,7 @@ class Rules:
         mesh_shape: Mapping[str, int] | None = None,
         path: str | None = None,
     ) -> PartitionSpec:
-        """The `PartitionSpec` of an array.
+        """Return the `PartitionSpec` of an array.
 
         Args:
             logical_axes: A name, or None, for each dim.
@@ -236,7 +236,7 @@ class Rules:
         entries = []
         for dim in range(len(logical_axes)):
             try:
-                axes = self._axes_of_dim(logical_axes, dim, sizes, claimed)
+                axes = self._dim_axes(logical_axes, dim, sizes, claimed)
             except RuleError as error:
                 if path is None:
                     raise
@@ -256,13 +256,13 @@ class Rules:
         *,
         path: str | None = None,
     ) -> NamedSharding:
-        """`spec` on `mesh`; raises as `spec` does."""
+        """Return `spec` on `mesh`; raises as `spec` does."""
         mesh_shape = dict(mesh.shape)
         spec = self.spec(logical_axes, shape, mesh_shape=mesh_shape, path=path)
         return NamedSharding(mesh, spec)
 
     def constrain(self, x: jax.Array, logical_axes: LogicalAxes) -> jax.Array:
-        """`x`, laid out as the rules say, on the mesh of `jax.set_mesh`.
+        """Constrain `x` to the layout of the rules, on the mesh of `jax.set_mesh`.
 
         Inside a `shard_map`, `x` is this device's part and mesh axes that are manual
         there are left out. Moves nothing by itself; GSPMD inserts what it takes.
@@ -280,7 +280,7 @@ class Rules:
         spec = self.spec(logical_axes, x.shape, mesh_shape=auto_mesh_shape())
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
-    def _axes_of_dim(
+    def _dim_axes(
         self,
         logical_axes: LogicalAxes,
         dim: int,
@@ -338,7 +338,7 @@ class Rules:
 
 
 def auto_mesh_shape() -> dict[str, int]:
-    """Sizes of the mesh axes that GSPMD partitions here; the manual ones count as 1."""
+    """Return the sizes of the mesh axes left to GSPMD; manual ones count as 1."""
     mesh = jax.sharding.get_abstract_mesh()
     return {
         axis: size if axis in mesh.auto_axes else 1 for axis, size in mesh.shape.items()
@@ -370,7 +370,7 @@ def _show(logical_axes: LogicalAxes | None) -> str:
 
 
 def check_rules(rules: Any) -> None:
-    """Refuses what are no rules.
+    """Refuse an object that is not `Rules`.
 
     Raises:
         InputError: They are something else.
@@ -384,10 +384,10 @@ def check_rules(rules: Any) -> None:
 
 
 def spec_axes(spec: PartitionSpec) -> tuple[str, ...]:
-    """The mesh axes that a spec names, in order of dims."""
+    """Return the mesh axes that a spec names, in order of dims."""
     return tuple(axis for entry in spec for axis in entry_axes(entry))
 
 
 def entry_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The mesh axes that a spec names for one dim."""
+    """Return the mesh axes that a spec names for one dim."""
     return (entry,) if isinstance(entry, str) else tuple(entry or ())

@@ -14,7 +14,7 @@ from meshpar.rules.rules import Rules, is_axes
 
 
 def tree_shardings(tree: Any, axes: Any, mesh: Mesh, rules: Rules) -> Any:
-    """A sharding for every array of a plain pytree of parameters.
+    """Return a sharding for every array of a plain pytree of parameters.
 
     Args:
         tree: Arrays or `jax.ShapeDtypeStruct`s.
@@ -42,11 +42,13 @@ def tree_shardings(tree: Any, axes: Any, mesh: Mesh, rules: Rules) -> Any:
         _check_axes(path_name(path), array, names)
         return stored.sharding(mesh, names, array.shape, path=path_name(path))
 
-    return jax.tree.map_with_path(sharding, tree, axes, is_leaf=_is_axes_leaf)
+    return jax.tree.map_with_path(
+        sharding, tree, axes, is_leaf=lambda node: is_axes(node) and len(node) > 0
+    )
 
 
 def nnx_shardings(module: nnx.Module, mesh: Mesh, rules: Rules) -> Any:
-    """A sharding for every parameter of a Flax NNX module, from its own metadata.
+    """Return a sharding for every parameter of a Flax NNX module, from its metadata.
 
     Args:
         module: A module, real or from `nnx.eval_shape`.
@@ -69,7 +71,7 @@ def born_sharded(
     *,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """`create`, whose arrays come to be in their shards, never whole on one device.
+    """Return `create` jitted so that its arrays are created in their shards.
 
     Args:
         create: Makes a tree of arrays.
@@ -90,10 +92,6 @@ def _check_kinds(mesh: Any, rules: Any) -> None:
             )
 
 
-def _is_axes_leaf(node: Any) -> bool:
-    return is_axes(node) and len(node) > 0
-
-
 def _check_axes(path: str, array: Any, names: Any) -> None:
     if not hasattr(array, "shape") or not is_axes(names):
         raise InputError(
@@ -105,16 +103,18 @@ def _check_axes(path: str, array: Any, names: Any) -> None:
 
 
 def logical_axes(module: nnx.Module) -> dict[str, Any]:
-    """The module's sharding metadata: for each parameter a name, or None, per dim."""
+    """Return the sharding metadata of a module: a name, or None, per dim."""
     state = nnx.state(module, nnx.Param)
     tree: dict[str, Any] = {}
     for path, variable in nnx.to_flat_state(state):
-        insert(tree, path, axes_of(variable, len(variable.shape)))
+        insert(tree, path, variable_axes(variable, len(variable.shape)))
     return tree
 
 
-def axes_of(variable: nnx.Variable | None, num_dims: int) -> tuple[str | None, ...]:
-    """A logical axis, or None, for each dim of a variable: its sharding metadata.
+def variable_axes(
+    variable: nnx.Variable | None, num_dims: int
+) -> tuple[str | None, ...]:
+    """Return the logical axis, or None, of each dim of a variable, from its metadata.
 
     Args:
         variable: It; None for an array that stands by itself.
@@ -125,7 +125,7 @@ def axes_of(variable: nnx.Variable | None, num_dims: int) -> tuple[str | None, .
 
 
 def insert(tree: dict[str, Any], path: tuple, leaf: Any) -> None:
-    """Puts a leaf at a path of a nested dict."""
+    """Put a leaf at a path of a nested dict."""
     *parents, last = path
     for key in parents:
         tree = tree.setdefault(key, {})
@@ -133,5 +133,5 @@ def insert(tree: dict[str, Any], path: tuple, leaf: Any) -> None:
 
 
 def path_name(path: tuple) -> str:
-    """A tree path as users read it: `blocks.mlp.down`."""
+    """Return a tree path as users read it: `blocks.mlp.down`."""
     return jax.tree_util.keystr(path, simple=True, separator=".")

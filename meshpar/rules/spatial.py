@@ -11,7 +11,7 @@ SPATIAL = ("depth", "height", "width", "pair_rows", "pair_columns")
 def short_dim(
     parts: Sequence[int], window: Sequence[int], split: Sequence[int]
 ) -> int | None:
-    """A split dim whose part a window reaches over, where it does not along all.
+    """Return a split dim with a part shorter than half a window, unless all have one.
 
     Args:
         parts: Places of one device, along each dim of space.

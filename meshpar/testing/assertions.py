@@ -11,7 +11,7 @@ from typing import Any
 
 from meshpar.audit.collectives import axes_text
 from meshpar.audit.report import AuditReport, audit
-from meshpar.audit.subject import subject_of
+from meshpar.audit.subject import make_subject
 from meshpar.audit.tables import (
     as_text,
     buffer_table,
@@ -33,7 +33,7 @@ def assert_collectives(
     min_bytes: int = 0,
     **options: Any,
 ) -> AuditReport:
-    """Holds the number of collectives over some mesh axes to what is expected.
+    """Assert the number of collectives over some mesh axes.
 
     Args:
         function: What to compile.
@@ -72,7 +72,7 @@ def assert_collectives(
 def assert_no_surprises(
     function: Any, arguments: Sequence[Any], **options: Any
 ) -> AuditReport:
-    """Holds a program to the collectives that were asked for, without hazards.
+    """Assert that a program has no unexpected collective and no hazard.
 
     Arguments, result and `options` as for `assert_collectives`; `expected=` of
     `meshpar.audit` names those that the program asks for in words of its own.
@@ -88,7 +88,7 @@ def assert_overlapped(
     least: Mapping[str, float],
     **options: Any,
 ) -> AuditReport:
-    """Holds the share of the bytes sent that matmuls hide, per mesh axis.
+    """Assert the share of the bytes sent that matmuls hide, per mesh axis.
 
     A collective is hidden where matmuls that take at least as long, by the table of
     devices, stand between its start and its done in the scheduled program. XLA:CPU
@@ -143,7 +143,7 @@ def assert_overlapped(
 def assert_peak_bytes(
     function: Any, arguments: Sequence[Any], *, at_most: int, **options: Any
 ) -> AuditReport:
-    """Holds the peak memory per device to `at_most` bytes."""
+    """Assert that the peak memory per device is at most `at_most` bytes."""
     report = _audit(function, arguments, options)
     peak = report.compiled_memory.peak_bytes
     if peak > at_most:
@@ -157,12 +157,12 @@ def assert_peak_bytes(
 def assert_replicated_bytes_below(
     function: Any, arguments: Sequence[Any], limit: int, *, mesh: Any = None
 ) -> None:
-    """Holds the arguments that lie whole on every device to less than `limit` bytes.
+    """Assert that arguments replicated on every device take less than `limit` bytes.
 
     An array without a known sharding counts as whole. Compiles nothing.
     """
     whole_number("limit", limit, least=0)
-    flat = subject_of(function, tuple(arguments), mesh=mesh).flat()
+    flat = make_subject(function, tuple(arguments), mesh=mesh).flat()
     whole = [
         (leaf.size * leaf.dtype.itemsize, leaf)
         for leaf, sharding in zip(flat.leaves, flat.in_shardings, strict=True)
@@ -186,7 +186,7 @@ def assert_flat_in(
     within: float = 0.01,
     **options: Any,
 ) -> None:
-    """Holds temporary memory to stay the same while a number grows.
+    """Assert that temporary memory stays the same while a number grows.
 
     Args:
         name: What grows, such as `num_microbatches`, for the message.
@@ -229,7 +229,7 @@ def _audit(
 
 
 def _in_mesh_order(expected: Counts, mesh_shape: Mapping[str, int]) -> Counts:
-    """`fsdp+data` written `data+fsdp`; refuses names that do not exist."""
+    """Write `fsdp+data` as `data+fsdp`; refuse unknown names."""
     in_order = {}
     for axes, counts in expected.items():
         names = axes.split("+")

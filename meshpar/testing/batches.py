@@ -21,7 +21,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def random_batch(model: Model, examples: int, seq: int, seed: int) -> Arrays:
-    """A batch of a model's declared inputs: random numbers, and weights of 1.
+    """Draw a batch of a model's declared inputs: random numbers, weights of 1.
 
     Args:
         model: The model.
@@ -50,7 +50,7 @@ def _random(
     if declared.is_weight:
         return np.ones(shape, np.float32)
     if declared.kind == "int":
-        below = declared.below or vocab_of(model, name)
+        below = declared.below or vocab_size(model, name)
         return rng.integers(0, below, shape, np.int32)
     if declared.kind == "bool":
         return rng.integers(0, 2, shape).astype(bool)
@@ -60,10 +60,10 @@ def _random(
     return values
 
 
-def steps_of(
+def step_batches(
     model: Model, batch: Arrays, mask: str, seed: int, num_steps: int
 ) -> list[Arrays]:
-    """A batch a step: the same examples in another order, under another mask.
+    """Return a batch for each step: the same examples, reordered and masked anew.
 
     A batch without weights has nothing to mask.
     """
@@ -80,8 +80,8 @@ def steps_of(
     return batches
 
 
-def vocab_of(model: Model, name: str) -> int:
-    """Tokens that a model knows: the size of its parameters' `vocab` dims.
+def vocab_size(model: Model, name: str) -> int:
+    """Return the size of the vocabulary: of the parameters' `vocab` dims.
 
     Args:
         model: The model.
@@ -119,7 +119,7 @@ _KINDS = {"b": "bool", "i": "int", "u": "int", "c": "complex"}
 
 
 def with_batch(model: Model, batch: Mapping[str, np.ndarray]) -> Model:
-    """The model with its inputs' sizes, where only a batch has them.
+    """Return the model with its inputs' sizes filled in from a batch.
 
     Dims with neither a name nor a size have the batch's. Of a model that declares
     nothing, which takes any batch, the inputs are the arrays of this one.
@@ -141,7 +141,7 @@ def with_batch(model: Model, batch: Mapping[str, np.ndarray]) -> Model:
 
 
 def undeclared(model: Model, batch: Mapping[str, np.ndarray]) -> list[str]:
-    """Names of arrays that a model which declares nothing reads, perhaps."""
+    """Return the arrays of a batch that a model without declared inputs may read."""
     if model.inputs is not None:
         return []
     return [name for name in batch if name not in model.known_inputs]
@@ -150,7 +150,7 @@ def undeclared(model: Model, batch: Mapping[str, np.ndarray]) -> list[str]:
 def check_undeclared(
     model: Model, batch: Mapping[str, np.ndarray], layout: Layout, rules: Rules
 ) -> None:
-    """Refuses arrays of which nothing says the dim of the tokens that a layout splits.
+    """Refuse undeclared arrays if the layout splits their tokens, whose dim is unknown.
 
     Args:
         model: As it was given.

@@ -35,7 +35,7 @@ class Deviation:
 
     @property
     def ok(self) -> bool:
-        """Whether the error is within the bound; NaN is not."""
+        """True if the error is within the bound; NaN is not."""
         return self.error <= self.bound
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ class Deviation:
 def deviations(
     found: Values, wanted: Values, chains: tuple[int, list[int]] | None
 ) -> list[Deviation]:
-    """Every array's deviation.
+    """Return every array's deviation.
 
     The error of an array is `|found - wanted| / |wanted|` in the Frobenius norm. An
     array so small that one rounding of the whole tree (all gradients, or all
@@ -72,14 +72,14 @@ def deviations(
     }
     precision = "fp32" if chains is None else "bf16"
     every = [*_bitwise("initial", found.initial, wanted.initial)]
-    for name, of_each in roundings.items():
+    for name, each in roundings.items():
         one, other = getattr(found, name), getattr(wanted, name)
-        every += _relative(name, one, other, of_each, precision)
+        every += _relative(name, one, other, each, precision)
     return every
 
 
 def copies(tree: Any) -> list[Deviation]:
-    """Whether devices that hold the same part of an array hold the same bits."""
+    """Compare the copies of each part of an array, bit by bit."""
     found = []
     for path, array in jax.tree.leaves_with_path(tree):
         first: dict[str, np.ndarray] = {}

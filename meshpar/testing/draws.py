@@ -28,7 +28,7 @@ from meshpar.testing.batches import Arrays
 
 @dataclass(frozen=True)
 class Draw:
-    """What a field of `Layout` is drawn from.
+    """Values that a field of `Layout` is drawn from.
 
     Args:
         values: Its values; one that stands there twice is drawn twice as often.
@@ -41,7 +41,7 @@ class Draw:
     given: tuple[tuple[str, object], ...] = ()
 
     def means_something(self, values: dict[str, Any]) -> bool:
-        """Whether the field changes anything beside the values of others."""
+        """Return True if the field has an effect, given the values of other fields."""
         split = [axis for axis in self.beside if values.get(axis, 1) > 1]
         return (bool(split) or not self.beside) and all(
             values.get(name) == value for name, value in self.given
@@ -88,7 +88,7 @@ def built_values(
     devices: Sequence[jax.Device],
     changes: Mapping[str, MeshAxes] | None = None,
 ) -> dict[str, tuple]:
-    """The values of each field that the training step takes, each tried by itself.
+    """Return the values of each field that the training step accepts, each tried alone.
 
     Args:
         model: It is tried with.
@@ -148,7 +148,7 @@ def _is_built(
 def draw_split_axes(
     rng: np.random.Generator, built: dict[str, tuple], num_devices: int
 ) -> list[str]:
-    """Mesh axes to split, any number that the devices allow, at least one."""
+    """Draw the mesh axes to split: at least one, as many as the devices allow."""
     can_split = [axis for axis in MESH_AXES if len(set(built[axis])) > 1]
     most = min(len(can_split), num_devices.bit_length() - 1)
     number = int(rng.integers(1, most + 1)) if most else 0
@@ -162,7 +162,7 @@ def draw_layout(
     split: list[str],
     num_layers: int,
 ) -> Layout:
-    """A layout with the axes `split` split, valid in itself; no model is asked.
+    """Draw a layout with the axes `split` split, valid without regard to a model.
 
     Args:
         rng: What it is drawn from.
@@ -197,23 +197,19 @@ def draw_layout(
 def _random_splits(
     rng: np.random.Generator, num_layers: int, num_stages: int
 ) -> tuple[int, ...]:
-    """Sizes of stages, at least 1 each, that add up to the layers."""
+    """Draw sizes of stages, at least 1 each, that add up to the layers."""
     cuts = rng.permutation(np.arange(1, num_layers))[: num_stages - 1]
     bounds = [0, *sorted(int(cut) for cut in cuts), num_layers]
     return tuple(np.diff(bounds).tolist())
 
 
 def pick(rng: np.random.Generator, values: Sequence) -> Any:
-    """One of the values, each as likely."""
+    """Draw one of the values, each as likely."""
     return values[int(rng.integers(len(values)))]
 
 
 Refusal = Callable[[Model, Layout, Rules], str | None]
 """(model, layout, rules) -> key of the expected error, or None if it must train."""
-
-
-def _never(model: Model, layout: Layout, rules: Rules) -> str | None:
-    return None
 
 
 def _same(given: Any) -> Any:
@@ -233,12 +229,12 @@ class Twist:
 
     model: Callable[[Model], Model] = _same
     batch: Callable[[Arrays], Arrays] = _same
-    refused: Refusal = _never
+    refused: Refusal = lambda model, layout, rules: None
     suits: Callable[[Model], bool] = lambda model: True
 
 
 def twist_named(name: str) -> Twist:
-    """The twist of a name.
+    """Return the twist of a name.
 
     Raises:
         InputError: There is none.
@@ -251,7 +247,7 @@ def twist_named(name: str) -> Twist:
 
 
 def _with_backward(change: Callable[[jax.Array], jax.Array]) -> Callable:
-    """The model with a backward of its own after `embed`."""
+    """Return a change of a model: a custom backward after `embed`."""
 
     @jax.custom_vjp
     def function(x: jax.Array) -> jax.Array:
@@ -274,7 +270,7 @@ def _with_backward(change: Callable[[jax.Array], jax.Array]) -> Callable:
 
 
 def _flat(model: Model) -> Model:
-    """The model whose head has examples and tokens as one dim."""
+    """Return the model with examples and tokens flattened into one dim in its head."""
     head = model.head
 
     def flattened(params: Any, x: Any, batch: Any, scope: Any) -> Any:
@@ -287,16 +283,11 @@ def _flat(model: Model) -> Model:
     return replace(model, head=flattened)
 
 
-def _of_tokens(model: Model) -> bool:
-    """Whether its stream and all that a batch needs are of tokens, dim 1 of each."""
+def _is_token_wise(model: Model) -> bool:
+    """Return True if the stream and all inputs have tokens as dim 1."""
     return all(group.stream is None for group in model.groups) and all(
         one.logical_axes == ("batch", "seq") for one in model.known_inputs.values()
     )
-
-
-def _joined_examples(model: Model, layout: Layout, rules: Rules) -> str | None:
-    parts = layout.batch_shards * layout.microbatches * layout.stage
-    return "model.joins_examples" if parts > 1 else None
 
 
 def _joined_tokens(model: Model, layout: Layout, rules: Rules) -> str | None:
@@ -305,11 +296,6 @@ def _joined_tokens(model: Model, layout: Layout, rules: Rules) -> str | None:
     if layout.stage > 1 and model.per_token:
         return "model.per_token_joins_tokens"
     return None
-
-
-def _flat_tokens(model: Model, layout: Layout, rules: Rules) -> str | None:
-    """A trace does not follow the tokens of a split sequence through that reshape."""
-    return "model.joins_tokens" if splits_tokens(model, layout, rules) else None
 
 
 def _always(key: str) -> Refusal:
@@ -321,29 +307,36 @@ def _with_extra(batch: Arrays) -> Arrays:
     return {**batch, f"{first}s": np.zeros_like(batch[first])}
 
 
-def _without_first(batch: Arrays) -> Arrays:
-    return dict(list(batch.items())[1:])
-
-
 TWISTS = {
     "injected": Twist(model=_with_backward(lambda dx: dx + 1e-3)),
     "clipped": Twist(model=_with_backward(lambda dx: jnp.clip(dx, -0.01, 0.01))),
     "joined_examples": Twist(
-        model=_with_backward(lambda dx: dx - dx.mean(0)), refused=_joined_examples
+        model=_with_backward(lambda dx: dx - dx.mean(0)),
+        refused=lambda model, layout, rules: (
+            "model.joins_examples"
+            if layout.batch_shards * layout.microbatches * layout.stage > 1
+            else None
+        ),
     ),
     "joined_tokens": Twist(
         model=_with_backward(lambda dx: dx - dx.mean(1, keepdims=True)),
         refused=_joined_tokens,
-        suits=_of_tokens,
+        suits=_is_token_wise,
     ),
-    "flat": Twist(model=_flat, refused=_flat_tokens, suits=_of_tokens),
+    # A trace does not follow the tokens of a split sequence through that reshape.
+    "flat": Twist(
+        model=_flat,
+        refused=lambda *given: "model.joins_tokens" if splits_tokens(*given) else None,
+        suits=_is_token_wise,
+    ),
     "extra_array": Twist(
         batch=_with_extra,
         refused=_always("batch.unknown_array"),
         suits=lambda model: model.inputs is not None,
     ),
     "missing_array": Twist(
-        batch=_without_first, refused=_always("batch.missing_array")
+        batch=lambda batch: dict(list(batch.items())[1:]),
+        refused=_always("batch.missing_array"),
     ),
 }
 """By what `--twist` calls them: backwards that are not linear, that join examples or

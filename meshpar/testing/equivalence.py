@@ -32,7 +32,7 @@ from meshpar.testing.batches import (
     Arrays,
     check_undeclared,
     random_batch,
-    steps_of,
+    step_batches,
     with_batch,
 )
 from meshpar.testing.comparison import Deviation, copies, deviations
@@ -42,7 +42,7 @@ from meshpar.testing.reference import (
     Values,
     bf16_chains,
     gradients_in,
-    optimizer_of,
+    momentum_sgd,
     single_device,
 )
 from meshpar.testing.report import Report, Result, shrink
@@ -120,14 +120,14 @@ def check_layouts(
     if layouts is None:
         cases = draw_cases(num, seed, choices, devices)
     else:
-        cases = [case_of(layout, choices, devices, seed=seed) for layout in layouts]
+        cases = [make_case(layout, choices, devices, seed=seed) for layout in layouts]
     report = run_cases(cases, choices, devices, batch=arrays)
     if not report.ok:
         raise AssertionError(str(report))
     return report
 
 
-def case_of(
+def make_case(
     layout: Layout | str,
     choices: Choices,
     devices: Sequence[jax.Device],
@@ -136,7 +136,7 @@ def case_of(
     seed: int = 0,
     resume_as: Layout | str | None = None,
 ) -> Case:
-    """The case of one given layout, on the first of the models, or of a case's line.
+    """Make the case of one layout, on the first of the models, or of a case's line.
 
     Raises:
         InputError: The layout cannot be read, needs more devices, or does not suit the
@@ -179,7 +179,7 @@ def run_cases(
     on_case: Callable[[Case], None] = lambda _: None,
     on_result: Callable[[Result], None] = lambda _: None,
 ) -> Report:
-    """Runs every case, and shrinks the first that fails.
+    """Run every case, and shrink the first that fails.
 
     Args:
         cases: What to run.
@@ -226,7 +226,7 @@ def _compare(
     model = choices.build(case.model)
     if batch is None:
         batch = random_batch(model, case.global_batch, case.seq, case.seed)
-    batches = steps_of(model, batch, case.mask, case.seed, NUM_STEPS)
+    batches = step_batches(model, batch, case.mask, case.seed, NUM_STEPS)
     options = _options(model, devices)
     reference = single_device(model, batches, case.seed, options)
     step = later = _make_step(case, choices, devices, reference.learning_rate)
@@ -265,16 +265,16 @@ def _make_step(
     model = choices.build(case.model)
     return make_train_step(
         model,
-        optimizer_of(learning_rate),
+        momentum_sgd(learning_rate),
         case.layout,
-        rules=choices.rules_of(case),
+        rules=choices.case_rules(case),
         devices=devices[: case.layout.num_devices],
         compiler_options=_options(model, devices),
     )
 
 
 def _options(model: Model, devices: Sequence[jax.Device]) -> dict[str, Any]:
-    """What programs are compiled with: quickly, where that leaves initial values equal.
+    """Return options that compile quickly, if they leave initial values equal.
 
     Without optimisation, sums and products of one build are contracted in one program
     and not in another, unless all its values are drawn and mapped one by one.
@@ -288,7 +288,7 @@ def _options(model: Model, devices: Sequence[jax.Device]) -> dict[str, Any]:
 def _laid_out(
     step: TrainStep, later: TrainStep, batches: Sequence[Arrays], seed: int
 ) -> tuple[Values, list[Deviation]]:
-    """What training gives, from the second step on as `later` lays it out."""
+    """Train three steps, from the second on under `later`; return the values."""
     state = step.init(seed)
     initial = _trained(step, state)[0]
     state, metrics = step(state, batches[0])
@@ -310,7 +310,7 @@ def _laid_out(
 
 
 def _trained(step: TrainStep, state: TrainState) -> tuple[Any, Any]:
-    """Parameters, and all that no gradient reaches, layers first to last."""
+    """Return parameters and model state, layers first to last."""
     apart = split_constants(step.model, state)
     return step.in_layer_order(apart.params), step.in_layer_order(apart.model_state)
 
@@ -339,7 +339,7 @@ def _first_devices(num_devices: int | None) -> list[jax.Device]:
 
 
 def resumed(step: TrainStep, later: TrainStep, state: TrainState) -> TrainState:
-    """A state of one step's layout as another's reads it from a checkpoint."""
+    """Return a state of one step as another step reads it from a checkpoint."""
     # Orbax takes long to import, and most who compare layouts need none of it.
     from meshpar.train.checkpoint import Checkpoints
 
@@ -357,21 +357,19 @@ _CANDIDATES = {
 
 
 def quick_compile_options(platform: str) -> dict[str, int | bool]:
-    """For programs that run a few times only: no LLVM optimisation, none off a CPU.
+    """Return options for programs that run a few times: no LLVM optimisation on CPUs.
 
     What partitions a program and places its collectives runs before LLVM and is the
     same. Measured with jax 0.10.2 on two busy cores, a two-layer Llama on
     data=2,fsdp=2,tensor=2: initial values 12 s -> 0.6 s, training step 7 s -> 1.2 s.
     """
-    return _accepted() if platform_named(platform).is_host else {}
-
-
-@functools.cache
-def _accepted() -> dict[str, int | bool]:
+    if not platform_named(platform).is_host:
+        return {}
     # XLA drops options between versions, and refuses those it does not know.
     return {name: value for name, value in _CANDIDATES.items() if _is_known(name)}
 
 
+@functools.cache
 def _is_known(name: str) -> bool:
     options = {name: _CANDIDATES[name]}
     try:

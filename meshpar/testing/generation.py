@@ -27,7 +27,7 @@ Pair = tuple[Layout | str, Layout | str]
 
 @dataclass(frozen=True, kw_only=True)
 class PairChecked:
-    """What one pair of layouts gave.
+    """Result of comparing one pair of layouts.
 
     Args:
         training: The layout that trained.
@@ -46,7 +46,7 @@ class PairChecked:
 
     @property
     def ok(self) -> bool:
-        """Whether they agree."""
+        """True if they agree."""
         return self.same_tokens and self.largest <= self.bound
 
 
@@ -108,7 +108,7 @@ def check_generation(
 
 
 def draw_pairs(model: Model, num: int, seed: int = 0) -> list[tuple[Layout, Layout]]:
-    """Random valid layouts in fp32, in pairs: to train under, and to generate under."""
+    """Draw pairs of random valid layouts in fp32: to train and to generate under."""
     choices = Choices(models=("",), build=lambda _: model)
     layouts = [
         replace(case.layout, precision="fp32", param_dtype="fp32")
@@ -181,7 +181,7 @@ def _requests(tokens: np.ndarray, num: int, num_tokens: int) -> list[Request]:
 
 
 def _submitted(engine: Engine, requests: Sequence[Request]) -> dict[int, list[int]]:
-    """Number of each request -> its new tokens, none yet."""
+    """Submit requests; return the empty list of new tokens of each, by its number."""
     return {engine.submit(request): [] for request in requests}
 
 
@@ -198,7 +198,7 @@ def _compared(
     new: dict[int, list[int]],
     old: dict[int, int] | None = None,
 ) -> tuple[float, float]:
-    """The largest difference of a log-probability, and how far a token is behind.
+    """Return the largest log-probability difference, and how far a token is behind.
 
     Args:
         step: Of the training layout.

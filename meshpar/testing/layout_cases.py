@@ -88,7 +88,7 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """The case that `str` printed.
+        """Parse the line that `str` printed.
 
         Example:
             >>> line = "--layout data=2 --global-batch 8 --seq 4 --mask full --seed 0"
@@ -126,7 +126,7 @@ class Case:
 
     @property
     def command(self) -> str:
-        """What repeats the comparison: a shell command, or a call for an object."""
+        """Shell command, or Python call, that repeats the comparison."""
         if not self.model:
             return f'check_layouts(model, ..., layouts=["{self}"])'
         layouts = [one for one in (self.layout, self.resume_as) if one]
@@ -137,7 +137,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What cases are drawn from beside layouts.
+    """Models, batches and options that cases are drawn from.
 
     Args:
         models: Texts that `build` makes models of.
@@ -165,8 +165,8 @@ class Choices:
     twist: Callable[[str], Twist | None] = lambda text: None
     twists: tuple[str, ...] = ()
 
-    def rules_of(self, case: Case) -> Rules:
-        """The rules of a case.
+    def case_rules(self, case: Case) -> Rules:
+        """Return the rules of a case.
 
         Raises:
             RuleError: The model's own are none.
@@ -175,17 +175,17 @@ class Choices:
         return rules.with_rules(**self.changes(case.model))
 
     def refused(self, case: Case) -> str | None:
-        """The key of the error that a case must end with; None where it trains."""
+        """Return the key of the error that a case must give; None if it must train."""
         twist = self.twist(case.model)
         if twist is None:
             return None
-        return twist.refused(self.build(case.model), case.layout, self.rules_of(case))
+        return twist.refused(self.build(case.model), case.layout, self.case_rules(case))
 
 
 def draw_cases(
     num: int, seed: int, choices: Choices, devices: Sequence[jax.Device]
 ) -> list[Case]:
-    """`num` different valid cases, a function of the arguments alone.
+    """Draw `num` different valid cases; deterministic.
 
     Families take turns, and models within one: the first N cases are of all N families,
     but for one of which `_DRAWS` cases in a row are refused, or are there already.
@@ -225,7 +225,7 @@ def draw_cases(
 
 
 def _turns(rng: np.random.Generator, choices: Choices) -> list[tuple[str, ...]]:
-    """Each family once, in any order; then those that have more turns."""
+    """Return each family once, in random order, then those with more turns."""
     turns = list(choices.turns or ((model,) for model in choices.models))
     families = list(dict.fromkeys(turns))
     for family in families:
@@ -241,7 +241,7 @@ def refusal(case: Case, choices: Choices) -> InputError | None:
         return refusal(whole, choices) or refusal(later, choices)
     model = choices.build(case.model)
     try:
-        rules = choices.rules_of(case)
+        rules = choices.case_rules(case)
         choices.check(case.layout, rules)
         # The lint, without a trace.
         stored = arranged_for(model, case.layout)
@@ -287,7 +287,7 @@ def _short_part(
 def _refused_trace(
     build: Callable[[str], Model], text: str, layout: Layout, rules: Rules
 ) -> InputError | None:
-    """Of a layout that has mesh axes alone: its trace takes seconds."""
+    """Return the error of tracing a step; cached, as a trace takes seconds."""
     model, mesh = build(text), absent_mesh(layout)
     step = make_train_step(model, optax.sgd(1e-3), layout, rules=rules, mesh=mesh)
     batch = input_shapes(model.inputs or {}, {"batch": layout.batch_shards})
@@ -305,7 +305,7 @@ def _draw_case(
     num_devices: int,
     choices: Choices,
 ) -> tuple[Case, InputError | None]:
-    """A case of a model, and the error if it is refused.
+    """Draw a case of a model; return it with its refusal, if any.
 
     Which mesh axes to split is drawn once, so that those which rarely suit the model
     are not rare for it.
@@ -340,7 +340,7 @@ def _resuming(
     num_devices: int,
     choices: Choices,
 ) -> Case:
-    """The case going on under another layout, where one of a few draws suits it."""
+    """Return the case resuming under another layout, if a few draws find one."""
     model = choices.build(case.model)
     num_layers = sum(group.num_layers for group in model.groups)
     built = _suited(built, model)
@@ -373,7 +373,7 @@ def _twisted(
 
 
 def _suited(built: dict[str, tuple], model: Model) -> dict[str, tuple]:
-    """The values of each field that mean something for a model, and have a bound.
+    """Return the values of each field that apply to a model and have a bound.
 
     bf16 rounds the scores of experts, so that tokens near a tie go to others than in
     fp32, as far away as experts differ. Of a volume, each value of a kernel's gradient

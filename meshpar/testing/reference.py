@@ -8,7 +8,7 @@ can cancel. A model of Flax modules starts as Flax builds them, layer by layer.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,7 @@ An array near 0, such as a new bias, would leave all others where they are.
 
 @dataclass(frozen=True, kw_only=True)
 class Values:
-    """What is compared: numpy arrays, whole.
+    """Values of a training run that are compared: whole numpy arrays.
 
     Args:
         initial: Parameters before the first step.
@@ -78,7 +78,7 @@ class Reference:
     learning_rate: float
 
 
-def optimizer_of(learning_rate: Any) -> optax.GradientTransformation:
+def momentum_sgd(learning_rate: Any) -> optax.GradientTransformation:
     """SGD with momentum.
 
     Its update is linear in the gradients, so that it neither hides nor magnifies their
@@ -91,7 +91,7 @@ def optimizer_of(learning_rate: Any) -> optax.GradientTransformation:
 
 
 def gradients_in(opt_state: Any) -> Params:
-    """The gradients of the first step, from the state that it left."""
+    """Return the gradients of the first step, from its optimizer state."""
     return optax.tree_utils.tree_get(opt_state, "trace")
 
 
@@ -101,7 +101,7 @@ def single_device(
     seed: int,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Reference:
-    """The values of an fp32 run on one device.
+    """Train in fp32 on one device; return the values.
 
     Args:
         model: The model.
@@ -138,7 +138,7 @@ def single_device(
 def bf16_chains(
     model: Model, batch: Arrays, *, sum_parts: int = 1
 ) -> tuple[int, list[int]]:
-    """bf16 roundings before the loss and before each gradient, in tree order.
+    """Count the bf16 roundings before the loss and each gradient, in tree order.
 
     Counted in the single-device program with bf16 blocks.
     """
@@ -154,14 +154,14 @@ def bf16_chains(
 
 
 def tree_norm(tree: Any) -> float:
-    """Euclidean norm of all the values of a tree, summed in fp64."""
+    """Return the Euclidean norm of all values of a tree, summed in fp64."""
     leaves = (np.abs(leaf) for leaf in _leaves(tree))
     squares = (np.sum(np.square(leaf, dtype=np.float64)) for leaf in leaves)
     return float(np.sqrt(sum(squares)))
 
 
 def compared_learning_rate(params: Params, gradients: Params) -> np.float32:
-    """The largest whose first step moves no array by more than `_STEP_SHARE`.
+    """Return the largest rate whose first step moves no array by over `_STEP_SHARE`.
 
     Arrays that are 0 do not count. At least `_LEAST_STEP` of the one that moves all
     together by that share; 0 where all gradients are.
@@ -181,7 +181,7 @@ def _programs(model: Model, compiler_options: tuple) -> tuple:
     jit = functools.partial(jax.jit, compiler_options=dict(compiler_options))
 
     def update(params: Params, opt_state: Any, gradients: Params, rate: Any) -> tuple:
-        optimizer = optimizer_of(rate)
+        optimizer = momentum_sgd(rate)
         if opt_state is None:
             opt_state = optimizer.init(params)
         updates, opt_state = optimizer.update(gradients, opt_state, params)
@@ -193,7 +193,7 @@ def _programs(model: Model, compiler_options: tuple) -> tuple:
 
 
 def _initial(model: Model, seed: jax.Array) -> tuple[Params, Params]:
-    """Parameters and state; of modules, as Flax makes them."""
+    """Return parameters and state; of modules, as Flax makes them."""
     if not model.modules:
         return initial_values(model, seed)
     found = _arrays(model.modules[ENDS], initial_key(seed, ENDS))
@@ -202,8 +202,9 @@ def _initial(model: Model, seed: jax.Array) -> tuple[Params, Params]:
         layers = jnp.arange(group.num_layers)
         keys = jax.vmap(lambda at, of=group.name: initial_key(seed, of, at))(layers)
         # Compiled as the step's, so that LLVM contracts the same sums and products.
-        all_layers = jax.vmap if is_mapped(build, keys[0]) else _one_by_one
-        for path, stacked in all_layers(build)(keys).items():
+        mapped = is_mapped(build, keys[0])
+        every = jax.vmap(build)(keys) if mapped else jax.lax.map(build, keys)
+        for path, stacked in every.items():
             found[f"{group.name}.{path}"] = stacked
     return tuple(
         jax.tree.map_with_path(
@@ -213,12 +214,8 @@ def _initial(model: Model, seed: jax.Array) -> tuple[Params, Params]:
     )
 
 
-def _one_by_one(build: Callable[..., Any]) -> Callable[..., Any]:
-    return functools.partial(jax.lax.map, build)
-
-
 def _arrays(builder: Any, key: jax.Array) -> dict[str, jax.Array]:
-    """Path -> array of a module that Flax builds."""
+    """Return the arrays of a module that Flax builds, by path."""
     with nnx.use_eager_sharding(False):
         module = builder(nnx.Rngs(key))
     found = {}

@@ -33,17 +33,17 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether it ran, and every deviation is within its bound."""
+        """True if it ran and every deviation is within its bound."""
         return not self.failure and all(deviation.ok for deviation in self.deviations)
 
     @property
     def worst(self) -> dict[str, Deviation]:
-        """Quantity -> the deviation that uses most of its bound."""
+        """The deviation that uses most of its bound, by quantity."""
         return _worst(self.deviations)
 
     @property
     def summary(self) -> str:
-        """The worst error and bound of each quantity, in a line."""
+        """One line with the worst error and bound of each quantity."""
         columns = (
             f"{name} {one.error:.1e}/{one.bound:.0e}{'' if one.ok else ' FAILS'}"
             for name, one in self.worst.items()
@@ -59,7 +59,7 @@ class Result:
         return f"{self.case}\n    {self.summary}"
 
     def explain(self) -> str:
-        """What is wrong, and the command that shows it again."""
+        """Return what is wrong, and the command that repeats it."""
         wrong = [str(one) for one in self.worst.values() if not one.ok]
         lines = [self.failure] if self.failure else wrong
         again = f"again with: {self.case.command}"
@@ -77,11 +77,11 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether all layouts agree with one device."""
+        """True if all layouts agree with one device."""
         return all(result.ok for result in self.results)
 
     def worst(self, precision: str) -> dict[str, Deviation]:
-        """Quantity -> the deviation that uses most of its bound, of all its cases."""
+        """Return the deviation that uses most of its bound, by quantity."""
         return _worst(
             deviation
             for result in self.results
@@ -118,7 +118,7 @@ MAX_TRIES = 40
 
 
 def shrink(failed: Result, run: Callable[[Case], Result], choices: Choices) -> Result:
-    """The failure reached by always taking the first simpler case that fails too.
+    """Return the failure reached by always taking the first simpler failing case.
 
     Deterministic; gives up after `MAX_TRIES` runs.
 
@@ -145,7 +145,7 @@ def shrink(failed: Result, run: Callable[[Case], Result], choices: Choices) -> R
 
 
 def simpler_cases(case: Case, choices: Choices) -> Iterator[Case]:
-    """Cases one step simpler, the largest steps first; valid or not."""
+    """Yield cases one step simpler, largest steps first; they may be invalid."""
     if case.resume_as is not None:
         yield replace(case, resume_as=None)
         for layout in _simpler_layouts(case.resume_as):

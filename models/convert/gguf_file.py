@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from meshpar import InputError
-from meshpar.foreign_files import reason_of
+from meshpar.foreign_files import error_reason
 from meshpar.models.convert.gguf_header import check_header
 
 _BROKEN = (OSError, ValueError, LookupError, TypeError, OverflowError)
@@ -37,7 +37,7 @@ class GGUFFile:
             self._reader = self._gguf.GGUFReader(path)
         except _BROKEN as error:
             raise InputError(
-                f"cannot read {str(path)!r}: {reason_of(error)}",
+                f"cannot read {str(path)!r}: {error_reason(error)}",
                 key="weights.unreadable_file",
             ) from error
         self._tensors = {one.name: one for one in self._reader.tensors}
@@ -84,7 +84,7 @@ class GGUFFile:
             return default if field is None else field.contents()
         except _BROKEN as error:
             raise InputError(
-                f"cannot read {key} of {self.where!r}: {reason_of(error)}",
+                f"cannot read {key} of {self.where!r}: {error_reason(error)}",
                 key="weights.unreadable_file",
             ) from error
 

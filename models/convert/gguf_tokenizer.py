@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshpar import InputError
-from meshpar.foreign_files import reason_of
+from meshpar.foreign_files import error_reason
 from meshpar.models.convert.gguf_file import GGUFFile
 
 _CONTROL = 3
@@ -32,7 +32,7 @@ def gguf_tokenizer(file: GGUFFile) -> Any:
     except Exception as error:  # `tokenizers` raises no narrower one.
         raise InputError(
             f"{file.where!r} has a tokenizer that contradicts itself: "
-            f"{reason_of(error)}; take the tokenizer.json of the model",
+            f"{error_reason(error)}; take the tokenizer.json of the model",
             key="weights.broken_tokenizer",
         ) from error
 

@@ -11,10 +11,10 @@ import numpy as np
 from meshpar import InputError
 from meshpar.foreign_files import (
     MOST_BYTES,
+    error_reason,
     open_file,
     parse_json,
     read_text,
-    reason_of,
 )
 
 WHOLE = "model.safetensors"
@@ -108,7 +108,7 @@ def _check_header(file: Path) -> None:
             raise ValueError(f"its header has {size:,} bytes, over {MOST_BYTES:,}")
     except (OSError, ValueError) as error:
         raise InputError(
-            f"cannot read {str(file)!r}: {reason_of(error)}",
+            f"cannot read {str(file)!r}: {error_reason(error)}",
             key="weights.unreadable_file",
         ) from error
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from meshpar.layout import MESH_AXES
-from meshpar.lint.rows import Shards, shards_of
+from meshpar.lint.rows import Shards, parameter_shards
 from meshpar.model.contract import Model
 from meshpar.planner.cost.estimate import Estimate
 from meshpar.planner.cost.memory import Memory, rank_memories
@@ -94,7 +94,7 @@ def laid_out(model: Model, estimate: Estimate) -> LaidOut:
     run = estimate.run
     return LaidOut(
         estimate=estimate,
-        shards=shards_of(model, run.layout),
+        shards=parameter_shards(model, run.layout),
         traffic=_traffic(estimate),
         memories=tuple(rank_memories(run)),
         timeline=_run_timeline(run),

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshpar.foreign_files import open_file, read_json, read_json_object, reason_of
+from meshpar.foreign_files import error_reason, open_file, read_json, read_json_object
 
 NAME = "checksums.json"
 _OF_PART = re.compile(r"checksums-\d+-of-(\d{1,6})\.json")
@@ -127,7 +127,7 @@ def _piece_damage(folder: Path, piece: Piece, crc: int) -> str | None:
         ValueError,
         OverflowError,
     ) as error:  # Or no file can be like that.
-        return f"its file {piece.name} cannot be read: {reason_of(error)}"
+        return f"its file {piece.name} cannot be read: {error_reason(error)}"
     return None
 
 
