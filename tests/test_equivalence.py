@@ -15,7 +15,7 @@ from meshpar.testing.bounds import bf16_bound
 from meshpar.testing.comparison import copies, deviations
 from meshpar.testing.equivalence import check_layouts
 from meshpar.testing.masks import MASKS
-from meshpar.testing.reference import Values, bf16_chains, compared_learning_rate
+from meshpar.testing.reference import Values, compared_learning_rate
 from tests.marks import slow
 from tests.pipelined import mlp_of
 from tests.test_nnx_model import Block, Ends

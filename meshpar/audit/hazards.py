@@ -29,15 +29,14 @@ from typing import Any
 from jax.extend.core import JaxprEqn
 
 from meshpar.audit.collectives import Collective
-from meshpar.audit.kept_splits import KeptSplits, unpadded
 from meshpar.audit.needs import CONVOLUTION
 from meshpar.collective_kinds import KINDS, WRITTEN_AS
 from meshpar.errors import InputError
 from meshpar.hardware.platforms import platform_named
 from meshpar.layout import Layout
 from meshpar.parallel.grids.convolution_gradients import OWN_SCOPE
-from meshpar.trace.operations import Operation, operation_line, operations
-from meshpar.trace.splits import Split
+from meshpar.trace.operations import Operation, Value, operation_line, operations
+from meshpar.trace.splits import RULES, Split, elementwise
 from meshpar.trace.walk import (
     array_dtype,
     array_shape,
@@ -330,3 +329,77 @@ def _windows(operation: Operation) -> dict[int, int]:
     sides = [array_shape(kernel)[dim] for dim in numbers.rhs_spec[2:]]
     reach = [(side - 1) * by + 1 for side, by in zip(sides, apart, strict=True)]
     return dict(zip(numbers.lhs_spec[2:], reach, strict=True))
+
+
+_WHOLE: frozenset[str] = frozenset()
+_CUTS = ("pad", "slice", "dynamic_slice")
+
+
+class KeptSplits:
+    """Splits of the values of a traced function; None of what is not known.
+
+    Args:
+        traced: Its operations, in their order.
+    """
+
+    def __init__(self, traced: Iterable[Operation]):
+        self._traced = list(traced)  # they keep the values, so that no id comes twice
+        self._found: dict[int, Split | None] = {}
+        for operation in self._traced:
+            for value in operation.results:
+                self.of(value)
+
+    def of(self, value: Value) -> Split | None:
+        """How one of them lies."""
+        if id(value) not in self._found:
+            self._found[id(value)] = self._follow(value)
+        return self._found[id(value)]
+
+    def _follow(self, value: Value) -> Split | None:
+        maker = value.maker
+        if maker is None or not value.operands:
+            return value.split
+        name = maker.primitive.name
+        if name == "sharding_constraint":
+            return value.split
+        given = tuple(self.of(operand) for operand in value.operands)
+        if name in _CUTS:
+            return given[0]
+        if name == "concatenate":
+            return _joined(given)
+        if name == "dot_general" and _is_guess(maker, given):
+            return None
+        return RULES.get(name, elementwise)(maker, given)
+
+
+def _joined(given: tuple[Split | None, ...]) -> Split | None:
+    known = [split for split in given if split is not None]
+    return tuple(_WHOLE.union(*axes) for axes in zip(*known, strict=True)) or None
+
+
+def _is_guess(maker: Any, given: tuple[Split | None, ...]) -> bool:
+    """Whether an operand of as many dims as a matmul's result is not known."""
+    num_dims = len(array_shape(maker.outvars[0]))
+    return any(
+        split is None and len(array_shape(atom)) == num_dims
+        for split, atom in zip(given, maker.invars, strict=True)
+    )
+
+
+def unpadded(value: Value, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of an array before its sides were padded, or joined to what it has.
+
+    Args:
+        value: It.
+        shape: Its own.
+    """
+    while value.operands and value.maker is not None:
+        if value.maker.primitive.name not in ("pad", "concatenate"):
+            break
+        shapes = [array_shape(atom) for atom in value.maker.invars]
+        largest = max(
+            (at for at, other in enumerate(shapes) if len(other) == len(shape)),
+            key=lambda at: shapes[at],
+        )
+        value, shape = value.operands[largest], shapes[largest]
+    return shape

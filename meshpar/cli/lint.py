@@ -16,7 +16,7 @@ from meshpar.cli.options import (
 )
 from meshpar.cli.parsing import not_negative
 from meshpar.errors import InputError, key_value_pairs, nearest
-from meshpar.lint.large_bytes import LARGE_BYTES
+from meshpar.lint import LARGE_BYTES
 
 # JAX, and what prints tables, are imported where a command runs: --help and a misspelt
 # option wait for neither.

@@ -3,3 +3,6 @@
 `lint.lint` reports findings (`findings`) and how every parameter lies (`rows`). It
 refuses what a training step refuses, in the same words, and compiles nothing.
 """
+
+LARGE_BYTES = 1 << 20
+"""A parameter above this size should not be whole on every device."""

@@ -13,6 +13,7 @@ from meshpar.checks.sequences import context_errors
 from meshpar.errors import InputError, whole_number
 from meshpar.layout import Layout
 from meshpar.layout.requirements import layout_errors
+from meshpar.lint import LARGE_BYTES
 from meshpar.lint.findings import (
     Finding,
     dead_rules,
@@ -20,7 +21,6 @@ from meshpar.lint.findings import (
     large_and_replicated,
     shadowing_overrides,
 )
-from meshpar.lint.large_bytes import LARGE_BYTES
 from meshpar.lint.rows import ParameterRow, parameter_row, replicated_row
 from meshpar.machine.mesh import absent_mesh
 from meshpar.model.contract import Model, check_model

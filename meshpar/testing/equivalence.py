@@ -35,12 +35,11 @@ from meshpar.testing.batches import (
     step_batches,
     with_batch,
 )
-from meshpar.testing.comparison import Deviation, copies, deviations
+from meshpar.testing.comparison import Deviation, bf16_chains, copies, deviations
 from meshpar.testing.layout_cases import Case, Choices, draw_cases, refusal
 from meshpar.testing.reference import (
     NUM_STEPS,
     Values,
-    bf16_chains,
     gradients_in,
     momentum_sgd,
     single_device,
@@ -67,7 +66,7 @@ def check_layouts(
     Compares, per array, initial parameters (bitwise), loss, gradients, global gradient
     norm, and the parameters after three optimizer steps, with a single-device program
     that shares no code with the training step but the keys; and whether the
-    devices' copies of an array are equal. Bounds: `meshpar.testing.bounds`.
+    devices' copies of an array are equal. Bounds: `meshpar.testing.comparison`.
 
     Args:
         model: Any model; a small one, for every layout is compiled (seconds each).

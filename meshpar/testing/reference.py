@@ -32,7 +32,6 @@ from meshpar.model.single import loss_and_state
 from meshpar.parallel.reduction import random_key
 from meshpar.rules.sharding import path_name
 from meshpar.testing.batches import Arrays
-from meshpar.testing.bounds import rounding_chains
 
 Batch = Mapping[str, Any]
 
@@ -135,24 +134,6 @@ def single_device(
     return Reference(values=values, learning_rate=float(rate))
 
 
-def bf16_chains(
-    model: Model, batch: Arrays, *, sum_parts: int = 1
-) -> tuple[int, list[int]]:
-    """Count the bf16 roundings before the loss and each gradient, in tree order.
-
-    Counted in the single-device program with bf16 blocks.
-    """
-    params, state = jax.eval_shape(lambda: initial_values(model, 0))
-
-    def half_loss(params: Params, state: Params, batch: Batch) -> jax.Array:
-        half = jax.tree.map(lambda value: value.astype(jnp.bfloat16), params)
-        return _loss(model, half, state, batch, jnp.uint32(0), jnp.int32(0))[0]
-
-    program = jax.make_jaxpr(jax.value_and_grad(half_loss))(params, state, batch)
-    of_loss, *of_gradients = rounding_chains(program, sum_parts=sum_parts)
-    return of_loss, of_gradients
-
-
 def tree_norm(tree: Any) -> float:
     """Return the Euclidean norm of all values of a tree, summed in fp64."""
     leaves = (np.abs(leaf) for leaf in _leaves(tree))
@@ -187,7 +168,9 @@ def _programs(model: Model, compiler_options: tuple) -> tuple:
         updates, opt_state = optimizer.update(gradients, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    value_and_grad = jax.value_and_grad(functools.partial(_loss, model), has_aux=True)
+    value_and_grad = jax.value_and_grad(
+        functools.partial(single_device_loss, model), has_aux=True
+    )
     init = functools.partial(_initial, model)
     return jit(init), jit(value_and_grad), jit(update)
 
@@ -229,7 +212,7 @@ def _arrays(builder: Any, key: jax.Array) -> dict[str, jax.Array]:
     return found
 
 
-def _loss(
+def single_device_loss(
     model: Model,
     params: Params,
     state: Params,
@@ -237,6 +220,7 @@ def _loss(
     seed: jax.Array,
     step: jax.Array,
 ) -> tuple[jax.Array, Params]:
+    """Return the loss of a batch on one device, and the model's state after it."""
     num_examples = len(next(iter(batch.values())))
     scope = Scope(
         random=random_key(seed, step),
