@@ -420,6 +420,6 @@ StackFrames
 3 {{file_location_id=3 parent_frame_id={2 + offset}}}
 """
     table = SourceTable.parse(text)
-    assert table.of('metadata={op_name="f" stack_frame_id=3}') == f"{TRAIN}:9"
-    assert table.of('metadata={op_name="f" stack_frame_id=1}') == f"{TRAIN}:5"
-    assert table.of('metadata={op_name="f"}') == ""
+    assert table.source('metadata={op_name="f" stack_frame_id=3}') == f"{TRAIN}:9"
+    assert table.source('metadata={op_name="f" stack_frame_id=1}') == f"{TRAIN}:5"
+    assert table.source('metadata={op_name="f"}') == ""
