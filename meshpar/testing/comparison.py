@@ -43,9 +43,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from meshpar.trace.primitives import JOINS, MOVES, RESHAPES
-from meshpar.trace.walk import Program, programs_in, walk, without_constants
-
 from meshpar.model.contract import Model
 from meshpar.model.parameter import Params
 from meshpar.model.values import initial_values
@@ -58,6 +55,8 @@ from meshpar.testing.reference import (
     single_device_loss,
     tree_norm,
 )
+from meshpar.trace.primitives import JOINS, MOVES, RESHAPES
+from meshpar.trace.walk import Program, programs_in, walk, without_constants
 
 FP32_BOUND = 1e-5
 CONFIDENCE = 2.0
