@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from meshpar.data.errors import DataError, Skipped
-from meshpar.foreign_files import json_type, open_file, parse_json, reason_of
+from meshpar.foreign_files import error_reason, json_type, open_file, parse_json
 
 _LONGEST_BYTES = 1 << 26
 """Size limit of a line: a compressed file of megabytes may hold one of gigabytes."""
@@ -110,7 +110,7 @@ def jsonl_documents(path: Path, field: str, skipped: Skipped) -> Iterator[str]:
                 else:
                     yield text
     except (OSError, EOFError, zlib.error) as error:
-        reason = reason_of(error)
+        reason = error_reason(error)
         raise DataError(
             f"cannot read {str(path)!r}: {reason}; copy it again",
             key="data.unreadable_file",

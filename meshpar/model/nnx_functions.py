@@ -22,7 +22,7 @@ from meshpar.model.nnx_checks import (
 )
 from meshpar.model.parameter import Parameter, Params
 from meshpar.model.scope import Scope
-from meshpar.rules.sharding import variable_axes, insert, path_name
+from meshpar.rules.sharding import insert, path_name, variable_axes
 from meshpar.trace.dependence import arguments_read, passed_on
 
 _STATISTICS = "batch_norm."
