@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveKind:
-    """One kind.
+    """One kind of collective.
 
     Args:
         name: XLA's.
         primitives: JAX's names of what becomes one.
         times: How often what a device sends goes over the wire.
-        keeps_own: Whether a device keeps its own n-th of the array, and sends the rest.
+        keeps_own: True if a device keeps its own n-th of the array, and sends the rest.
         takes_as: The kind whose time it takes; empty for a time of its own, or a send's
             where the planner has none.
     """

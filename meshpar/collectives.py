@@ -1,4 +1,4 @@
-"""Collectives: what the library's own are for, and how they meet GSPMD's mesh axes."""
+"""The library's own collectives: their reasons, dtypes and manual mesh axes."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ ASKED = {
     "table_batch_gather": ("all-gather", "looked up rows, over the axes beside batch"),
     "token_sum": ("all-reduce", "loss and table's gradient over a split sequence"),
 }
-"""What the library's own collectives are for: their kind, and words for the reason."""
+"""Kind of each of the library's own collectives, and its reason in words."""
 
 ASKED_PREFIX = "asked-"
 
 
 def asked(name: str) -> AbstractContextManager:
-    """Marks the collectives made inside with their reason, for `meshpar.audit`.
+    """Mark the collectives made inside with their reason, for `meshpar.audit`.
 
     Args:
         name: A name in `ASKED`.
@@ -94,7 +94,7 @@ def asked(name: str) -> AbstractContextManager:
 
 
 def sum_dtype(dtype: Any, platform: str) -> Any:
-    """The dtype in which devices of a platform add up values of another.
+    """Return the dtype in which devices of a platform sum values of `dtype`.
 
     XLA:CPU aborts on sums of 16 bits in a partly manual region.
 
@@ -111,7 +111,7 @@ def sum_dtype(dtype: Any, platform: str) -> Any:
 
 
 def summed(tree: Any, mesh_axes: Any, platform: str) -> Any:
-    """Arrays added up over manual mesh axes by one all-reduce, of the dtypes they have.
+    """Sum arrays over manual mesh axes by one all-reduce; keep their dtypes.
 
     Args:
         tree: This device's arrays, or numbers.
@@ -131,7 +131,7 @@ def on_parts(
     out_specs: Any,
     mesh_axes: set[str],
 ) -> Any:
-    """`function` of this device's parts over further mesh axes; plain call if none.
+    """Run a function on this device's parts over further mesh axes, if there are any.
 
     GSPMD replicates the operand of a collective that is manual over other mesh axes;
     making those manual as well keeps it split over them.
@@ -155,7 +155,7 @@ def on_parts(
 
 
 def made_manual(mesh_axes: set[str]) -> set[str]:
-    """The mesh axes that a region within others is to be manual over, for those.
+    """Return the mesh axes to make manual in a nested region that needs `mesh_axes`.
 
     From jax 0.11 on XLA ends the process ("Manual axes must be sorted by mesh axis
     index") where an outer region's axis follows one of an inner's in the mesh, unless

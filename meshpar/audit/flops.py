@@ -117,7 +117,7 @@ def _flops(
     if instruction.opcode not in ("dot", "convolution", "custom-call"):
         return 0
     operands = [
-        _array(program.operand(computation, instruction, index))
+        _only_array(program.operand(computation, instruction, index))
         for index in range(min(2, len(instruction.operands)))
     ]
     if instruction.opcode == "custom-call":
@@ -133,7 +133,7 @@ def _flops(
     return _convolution_flops(instruction, *arrays)
 
 
-def _array(instruction: Instruction) -> ArrayShape | None:
+def _only_array(instruction: Instruction) -> ArrayShape | None:
     arrays = list(shape_arrays(instruction.shape))
     return arrays[0] if len(arrays) == 1 else None
 
@@ -293,7 +293,10 @@ class Matmuls:
         if self.device is None:
             return Work(flops, num_bytes)
         first = next(shape_arrays(operands[0].shape)).dtype
-        seconds = matmul_s(self.device, _peak(first), flops, num_bytes)
+        # Devices list no peak of 8 bits, which no program of ours uses: bf16's then.
+        is_half = first in _HALVES or first.startswith("f8")
+        peak = "bf16" if is_half else "fp32"
+        seconds = matmul_s(self.device, peak, flops, num_bytes)
         return Work(flops, num_bytes, seconds)
 
 
@@ -304,11 +307,3 @@ def _total(parts: Iterable[Work]) -> Work:
         num_bytes += part.num_bytes
         seconds += part.seconds
     return Work(flops, num_bytes, seconds)
-
-
-def _peak(dtype: str) -> str:
-    """Return the name of the device's peak that a matmul of XLA's dtype runs at.
-
-    Devices list none of 8 bits, which no program of ours uses: bf16's then.
-    """
-    return "bf16" if dtype in _HALVES or dtype.startswith("f8") else "fp32"

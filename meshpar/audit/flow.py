@@ -208,20 +208,18 @@ def _counter_and_limit(
     Every test is of that element alone; neither is known of any other condition.
     """
     tests = _tests(program, loop)
-    counters = {_counter(program, test) for test in tests}
+    counters = {
+        _element(program, test, 0)
+        if test.instruction.opcode == "compare"
+        and test.instruction.attribute(r"direction=(\w+)") == "LT"
+        else None
+        for test in tests
+    }
     if len(counters) > 1 or None in counters:
         return None, None
     limits = [_constant(program, test, 1) for test in tests]
     known = [limit for limit in limits if limit is not None]
     return (counters.pop(), min(known)) if known else (None, None)
-
-
-def _counter(program: Program, test: _Value) -> int | None:
-    """Return the index of the loop's state that a test bounds from above."""
-    is_below = test.instruction.attribute(r"direction=(\w+)") == "LT"
-    if test.instruction.opcode != "compare" or not is_below:
-        return None
-    return _element(program, test, 0)
 
 
 def _counts_up(program: Program, loop: Instruction, counter: int) -> bool:
@@ -276,7 +274,11 @@ def _uses(program: Program, computation: Computation, names: set[str]) -> Iterat
         if passes or (not inside and _passes_on(user)):
             names.add(user.name)
         elif not inside and user.op_path:
-            yield _path(user), program.source(user)
+            before, _, last = user.op_path.rpartition("/")
+            # A matmul that absorbed a transpose has taken over its name.
+            renamed = _is_matmul(user) and last == "transpose"
+            path = f"{before}/dot_general" if renamed else user.op_path
+            yield path, program.source(user)
 
 
 def _inside(
@@ -307,10 +309,3 @@ def _passes_on(user: Instruction) -> bool:
 def _is_matmul(user: Instruction) -> bool:
     target = user.attribute(r'custom_call_target="([^"]*)"') or ""
     return user.opcode in ("dot", "convolution") or target.startswith("__cublas")
-
-
-def _path(user: Instruction) -> str:
-    """Return its path; a matmul that absorbed a transpose gets a matmul's path."""
-    before, _, last = user.op_path.rpartition("/")
-    renamed = _is_matmul(user) and last == "transpose"
-    return f"{before}/dot_general" if renamed else user.op_path

@@ -366,15 +366,12 @@ class KeptSplits:
         if name in _CUTS:
             return given[0]
         if name == "concatenate":
-            return _joined(given)
+            known = [split for split in given if split is not None]
+            axes = zip(*known, strict=True)
+            return tuple(_WHOLE.union(*dim) for dim in axes) or None
         if name == "dot_general" and _is_guess(maker, given):
             return None
         return RULES.get(name, elementwise)(maker, given)
-
-
-def _joined(given: tuple[Split | None, ...]) -> Split | None:
-    known = [split for split in given if split is not None]
-    return tuple(_WHOLE.union(*axes) for axes in zip(*known, strict=True)) or None
 
 
 def _is_guess(maker: Any, given: tuple[Split | None, ...]) -> bool:

@@ -74,7 +74,7 @@ def sum_per_operand(
         if any(operand.weight for operand in matmul.operands)
         or _is_gradient(matmul, matmuls)
         or not (knows_weights or _dims(matmul)[1][0])
-        else _ratio(matmul)
+        else _values_per_operand(matmul)
         for matmul in summed
     ]
     return min(ratios, default=0.0)
@@ -128,7 +128,7 @@ def _is_gradient(matmul: Operation, matmuls: Sequence[Operation]) -> bool:
     )
 
 
-def _ratio(matmul: Operation) -> float:
+def _values_per_operand(matmul: Operation) -> float:
     read = sum(math.prod(array_shape(atom)) for atom in matmul.equation.invars)
     return math.prod(array_shape(matmul.equation.outvars[0])) / max(read, 1)
 

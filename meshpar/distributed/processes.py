@@ -179,19 +179,16 @@ class Processes:
         is_own = isinstance(error, InputError) and not isinstance(
             error, DistributedError
         )
-        if isinstance(error, Exception) and not is_own:
-            self._wait_for_news()
+        may_be_lost = self._roll is not None and isinstance(error, Exception)
+        if may_be_lost and not is_own:
+            # A lost process breaks collectives before it is known here.
+            with self._changed:
+                self._changed.wait_for(lambda: self._lost, timeout=1.0)
         if self._lost and not is_own:  # What this process fails of, in most cases.
             self._is_closed.set()
             self._end_process(self._lost, self._lost_status)
         reason = " ".join(str(error).split()) or type(error).__name__
         self.close(reason, status=exit_status(error))
-
-    def _wait_for_news(self) -> None:
-        """Wait briefly: a loss breaks collectives before it is known here."""
-        if self._roll is not None:
-            with self._changed:
-                self._changed.wait_for(lambda: self._lost, timeout=1.0)
 
     def _listen(self, process: int, lines: Lines) -> None:
         """Take what one process sends until it leaves or is lost."""

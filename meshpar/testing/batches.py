@@ -75,7 +75,10 @@ def step_batches(
         one = {name: np.asarray(array)[order] for name, array in batch.items()}
         for name in weights:
             if name in one:
-                one[name] = _masked(one[name], mask, rng)
+                masked = one[name] * MASKS[mask](rng, one[name].shape)
+                one[name] = masked.astype(np.float32)
+                if not one[name].any():
+                    one[name].flat[-1] = 1.0
         batches.append(one)
     return batches
 
@@ -105,13 +108,6 @@ def vocab_size(model: Model, name: str) -> int:
             key="testing.unknown_vocabulary",
         )
     return sizes.pop()
-
-
-def _masked(weights: np.ndarray, mask: str, rng: np.random.Generator) -> np.ndarray:
-    masked = (weights * MASKS[mask](rng, weights.shape)).astype(np.float32)
-    if not masked.any():
-        masked.flat[-1] = 1.0
-    return masked
 
 
 _KINDS = {"b": "bool", "i": "int", "u": "int", "c": "complex"}

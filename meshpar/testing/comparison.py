@@ -190,7 +190,16 @@ def deviations(
         "state": [NUM_STEPS * longest] * len(jax.tree.leaves(wanted.state)),
     }
     precision = "fp32" if chains is None else "bf16"
-    every = [*_bitwise("initial", found.initial, wanted.initial)]
+    every = [
+        # Parameters that are stored in bf16 start from the rounded values.
+        Deviation(
+            quantity="initial",
+            path=path,
+            error=_share_that_differs(one, other.astype(one.dtype)),
+            bound=0.0,
+        )
+        for path, one, other in _pairs(found.initial, wanted.initial)
+    ]
     for name, each in roundings.items():
         one, other = getattr(found, name), getattr(wanted, name)
         every += _relative(name, one, other, each, precision)
@@ -210,13 +219,6 @@ def copies(tree: Any) -> list[Deviation]:
         name = path_name(path)
         found.append(Deviation(quantity="copies", path=name, error=worst, bound=0.0))
     return found
-
-
-def _bitwise(quantity: str, found: Any, wanted: Any) -> Iterator[Deviation]:
-    for path, one, other in _pairs(found, wanted):
-        # Parameters that are stored in bf16 start from the rounded values.
-        error = _share_that_differs(one, other.astype(one.dtype))
-        yield Deviation(quantity=quantity, path=path, error=error, bound=0.0)
 
 
 def _relative(

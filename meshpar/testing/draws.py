@@ -302,11 +302,6 @@ def _always(key: str) -> Refusal:
     return lambda model, layout, rules: key
 
 
-def _with_extra(batch: Arrays) -> Arrays:
-    first = next(iter(batch))
-    return {**batch, f"{first}s": np.zeros_like(batch[first])}
-
-
 TWISTS = {
     "injected": Twist(model=_with_backward(lambda dx: dx + 1e-3)),
     "clipped": Twist(model=_with_backward(lambda dx: jnp.clip(dx, -0.01, 0.01))),
@@ -330,7 +325,10 @@ TWISTS = {
         suits=_is_token_wise,
     ),
     "extra_array": Twist(
-        batch=_with_extra,
+        batch=lambda batch: {
+            **batch,
+            f"{next(iter(batch))}s": np.zeros_like(next(iter(batch.values()))),
+        },
         refused=_always("batch.unknown_array"),
         suits=lambda model: model.inputs is not None,
     ),

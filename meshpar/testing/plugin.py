@@ -13,7 +13,7 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the setting that starts virtual devices before any test."""
+    """Add the setting that starts virtual devices before any test."""
     parser.addini(
         "meshpar_emulate",
         "number of virtual CPU devices that every test sees",
@@ -22,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Starts the virtual devices that `meshpar_emulate` asks for."""
+    """Start the virtual devices that `meshpar_emulate` asks for."""
     config.addinivalue_line(
         "markers", "devices(n): JAX has n devices; virtual ones are started for it"
     )
@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Starts as many virtual devices as the most that a `devices` marker asks for."""
+    """Start as many virtual devices as the most that a `devices` marker asks for."""
     numbers = [number for item in session.items if (number := _wanted(item))]
     if not numbers or session.config.getini("meshpar_emulate"):
         return
@@ -52,7 +52,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Gives a test as many devices as its `devices` marker says; fails without them.
+    """Give a test as many devices as its `devices` marker says; fails without them.
 
     JAX fixes its devices once for all tests. Where it has more, `jax.devices()`,
     `jax.device_count()` and their `local_` forms tell of the first ones for as long as
@@ -76,7 +76,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """Gives all devices back."""
+    """Give all devices back."""
     patched = item.stash.get(_PATCHED, None)
     if patched is not None:
         patched.undo()
