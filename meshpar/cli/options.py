@@ -19,7 +19,7 @@ from meshpar.cli.parsing import (
     positive,
 )
 from meshpar.errors import InputError
-from meshpar.layout import MESH_AXES, Layout
+from meshpar.layout import Layout
 
 if TYPE_CHECKING:
     from meshpar.model.contract import Model
@@ -179,14 +179,8 @@ def chosen_layout(args: argparse.Namespace) -> Layout:
 
 
 def check_sizes(layout: Layout) -> None:
-    """Raise InputError if a size of the layout is -1, as nobody gave the devices."""
-    for axis in MESH_AXES:
-        if getattr(layout, axis) == -1:
-            raise InputError(
-                f"mesh axis {axis!r} is -1, so its size depends on the devices; give "
-                "--devices N, or give the axis a size",
-                key="layout.open_size",
-            )
+    """Refuse a mesh axis of -1, as the command line does not give the devices."""
+    layout.check_sizes("give --devices N, or give the axis a size")
 
 
 def chosen_model(args: argparse.Namespace) -> Model:

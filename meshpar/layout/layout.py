@@ -229,13 +229,8 @@ class Layout:
             InputError: A mesh axis is still -1.
         """
         shape = {axis: getattr(self, axis) for axis in MESH_AXES}
-        for axis, size in shape.items():
-            if size == -1:
-                raise InputError(
-                    f"mesh axis {axis!r} is -1, so its size depends on the devices; "
-                    "call resolve(num_devices) first",
-                    key="layout.open_size",
-                )
+        if -1 in shape.values():
+            self.check_sizes("call resolve(num_devices) first")
         return shape
 
     @property
@@ -275,17 +270,22 @@ class Layout:
         hybrid = self.zero == 3 or self.mesh_shape["fsdp"] > 1
         return ("fsdp",) if hybrid else ("data",)
 
-    def check_sizes(self) -> None:
+    def check_sizes(self, way_out: str = "give every mesh axis a size") -> None:
         """Refuse a mesh axis of -1, if the number of devices is unknown.
+
+        Args:
+            way_out: What the message says to do.
 
         Raises:
             InputError: There is one.
         """
-        if self.is_open:
-            raise InputError(
-                f"layout {str(self)!r}: give every mesh axis a size",
-                key="layout.open_size",
-            )
+        for axis in MESH_AXES:
+            if getattr(self, axis) == -1:
+                raise InputError(
+                    f"layout {str(self)!r}: mesh axis {axis!r} is -1, so its size "
+                    f"depends on the devices; {way_out}",
+                    key="layout.open_size",
+                )
 
     def resolve(self, num_devices: int) -> Layout:
         """Return this layout on exactly `num_devices`, its -1 resolved.
