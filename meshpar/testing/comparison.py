@@ -44,8 +44,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from meshpar.model.contract import Model
-from meshpar.model.parameter import Params
-from meshpar.model.values import initial_values
+from meshpar.model.parameter import Params, initial_values
 from meshpar.rules.sharding import path_name
 from meshpar.testing.batches import Arrays
 from meshpar.testing.reference import (
