@@ -46,7 +46,6 @@ from meshpar.rules.rules import (
     shadowed_message,
     spec_axes,
 )
-from meshpar.train.layout_refusals import layout_errors
 from meshpar.train.optimizer_state import StateSpec, whole_state_message
 from meshpar.train.refusals import (
     batch_refusal,
