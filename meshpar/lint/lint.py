@@ -189,7 +189,7 @@ def _whole_states(
     ]
 
 
-def _rules_of(
+def _read_rules(
     rules: Rules | Sequence[tuple[str, Target]] | None, layout: Layout
 ) -> tuple[Rules, list[Finding]]:
     """Return the rules, and findings of those that can never apply."""
