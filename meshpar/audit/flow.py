@@ -238,7 +238,7 @@ _LAYS_OUT = (
     r"|squeeze|transpose|while"
 )
 _NAMES_NO_NEED = re.compile(rf"(?:{_LAYS_OUT})?(?:\.\d+)?")
-"""Of a path without an end, or that ends with what only lays a value out."""
+"""End of a path that names no operation, or one that only lays a value out."""
 
 _PASSES_ON = ("-done", "bitcast", "convert", "copy", "reshape", "transpose")
 

@@ -249,7 +249,7 @@ class PlainConvolutions:
                 continue
             if any(window > 1 for window in _windows(operation).values()):
                 yield from self._problems_at(
-                    operation, splits.of(operation.operands[0])
+                    operation, splits.split(operation.operands[0])
                 )
 
     def _problems_at(
@@ -347,10 +347,10 @@ class KeptSplits:
         self._found: dict[int, Split | None] = {}
         for operation in self._traced:
             for value in operation.results:
-                self.of(value)
+                self.split(value)
 
-    def of(self, value: Value) -> Split | None:
-        """How one of them lies."""
+    def split(self, value: Value) -> Split | None:
+        """Return the split of one value."""
         if id(value) not in self._found:
             self._found[id(value)] = self._follow(value)
         return self._found[id(value)]
@@ -362,7 +362,7 @@ class KeptSplits:
         name = maker.primitive.name
         if name == "sharding_constraint":
             return value.split
-        given = tuple(self.of(operand) for operand in value.operands)
+        given = tuple(self.split(operand) for operand in value.operands)
         if name in _CUTS:
             return given[0]
         if name == "concatenate":
@@ -375,7 +375,7 @@ class KeptSplits:
 
 
 def _is_guess(maker: Any, given: tuple[Split | None, ...]) -> bool:
-    """Whether an operand of as many dims as a matmul's result is not known."""
+    """Return True if the split of an operand as large as the result is unknown."""
     num_dims = len(array_shape(maker.outvars[0]))
     return any(
         split is None and len(array_shape(atom)) == num_dims

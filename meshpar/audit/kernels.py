@@ -13,7 +13,7 @@ from meshpar.trace.operations import Operation
 from meshpar.trace.walk import array_dtype, array_shape
 
 
-def kernels_of(operations: Iterable[Operation]) -> tuple[Kernel, ...]:
+def traced_kernels(operations: Iterable[Operation]) -> tuple[Kernel, ...]:
     """Every convolution and matmul: its FLOPs, its bytes, and what halos it reads.
 
     One in a scan is there once for each time that it runs.

@@ -12,7 +12,7 @@ from typing import Any
 from meshpar.foreign_files import parse_json
 
 _LONGEST_BYTES = 1 << 26
-"""Of a line: what stands on the port may be anything."""
+"""Limit of a line, as any program may answer on the port."""
 
 
 class Lines:

@@ -29,10 +29,10 @@ MANUAL_AXES = (*BATCH_AXES, "stage", "context")
 """The mesh axes over which collectives are written out; GSPMD has the others."""
 
 STAGE_REMATS = ("stage", "stage_full")
-"""What keeps nothing but the input of each pipeline stage."""
+"""Values of `remat` that keep only the input of each pipeline stage."""
 
 REMATS = ("none", "selective", "full", "dots", *STAGE_REMATS)
-"""What the backward may recompute instead of keeping."""
+"""Values of `remat` of one word."""
 
 BY_COST: Final = "cost"
 """The value of `splits` that balances the stages by what their layers cost."""

@@ -51,7 +51,7 @@ def shadowing_overrides(rules: Rules) -> list[Finding]:
 
 
 _OF_PRESETS = {"embed", "layers"}
-"""What presets have other rules for where parameters are stored."""
+"""Logical axes with other rules for stored parameters in the presets."""
 
 
 def dead_rules(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from meshpar.audit.kernels import kernels_of
+from meshpar.audit.kernels import traced_kernels
 from meshpar.audit.needs import MATMUL, exchanges
 from meshpar.audit.subject import FlatFunction, Subject
 from meshpar.errors import InputError
@@ -340,7 +340,7 @@ def traced_volume(
         for platform in ("gpu", "tpu")
     )
     traced = operations(once)
-    kernels = kernels_of(traced)
+    kernels = traced_kernels(traced)
     value_bytes = 2 if precision == "bf16" else 4
     sums = [operation for operation in traced if _sums_space(operation)]
     batch = input_shapes(inputs, {"batch": 1})
@@ -381,7 +381,7 @@ def _recomputed_flops(
     if layout.remat == "none":
         return 0.0
     whole = _traced(model, replace(layout, remat="none"), 1)
-    once = kernels_of(operations(whole))
+    once = traced_kernels(operations(whole))
     return sum(one.flops for one in kernels) - sum(one.flops for one in once)
 
 

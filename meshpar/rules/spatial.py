@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 SPATIAL = ("depth", "height", "width", "pair_rows", "pair_columns")
-"""Of images the second and third, of volumes three; of pairs of residues the last."""
+"""Dims of volumes, the last two of images too; then those of pairs of residues."""
 
 
 def short_dim(

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import optax
 
-from meshpar.audit.kernels import kernels_of
+from meshpar.audit.kernels import traced_kernels
 from meshpar.errors import InputError
 from meshpar.hardware import device as matmul_time
 from meshpar.layout import MESH_AXES, Layout
@@ -150,7 +150,7 @@ class TableRequest:
             return loss(self.model, params, batch, Scope())
 
         traced = jax.make_jaxpr(jax.value_and_grad(both))(params, batch)
-        return kernels_of(operations(traced))
+        return traced_kernels(operations(traced))
 
     def _plan(self, layout: Layout) -> Plan:
         step = self._step(layout)

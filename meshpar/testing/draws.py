@@ -337,5 +337,5 @@ TWISTS = {
         refused=_always("batch.missing_array"),
     ),
 }
-"""By what `--twist` calls them: backwards that are not linear, that join examples or
-tokens, a flattened head, and batches with an array too many or too few."""
+"""Twists by name: backwards that are not linear or that join examples
+or tokens, a flattened head, and batches with an array too many or too few."""

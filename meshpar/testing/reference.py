@@ -38,13 +38,13 @@ Batch = Mapping[str, Any]
 NUM_STEPS = 3
 MOMENTUM = 0.9
 _STEP_SHARE = 0.05
-"""Of its norm, that the first step moves an array by, down to `_LEAST_STEP`.
+"""Share of an array's norm that the first step moves it by, down to `_LEAST_STEP`.
 
 More would turn small vectors about, such as the one row of a table that a lone token
 trains: a norm after it then magnifies every rounding of the steps before.
 """
 _LEAST_STEP = 0.05
-"""Of the step that moves all parameters by `_STEP_SHARE` together: it is no shorter.
+"""Least step, as a share of the one that moves all parameters by `_STEP_SHARE`.
 
 An array near 0, such as a new bias, would leave all others where they are.
 """
