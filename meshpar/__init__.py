@@ -44,6 +44,7 @@ _FORMER_MODULES = {
     "meshpar.planner.search.constraints": "meshpar.planner.search.space",
     "meshpar.planner.search.nearest_fit": "meshpar.planner.search.remedies",
     "meshpar.planner.search.sensitivity": "meshpar.planner.search.remedies",
+    "meshpar.testing.bounds": "meshpar.testing.comparison",
     "meshpar.topology": "meshpar.machine.topology",
     "meshpar.train.interrupt": "meshpar.train.faults",
     "meshpar.train.replay": "meshpar.train.same_step",
