@@ -7,12 +7,11 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from meshpar.testing.bounds import bf16_bound
 
 from meshpar import from_nnx
 from meshpar.models import presets
 from meshpar.testing.batches import random_batch, step_batches
-from meshpar.testing.comparison import copies, deviations
+from meshpar.testing.comparison import bf16_bound, bf16_chains, copies, deviations
 from meshpar.testing.equivalence import check_layouts
 from meshpar.testing.masks import MASKS
 from meshpar.testing.reference import Values, compared_learning_rate

@@ -20,6 +20,7 @@ from meshpar import MESH_AXES, Layout, Model, RuleError, default_rules, make_tra
 from meshpar.errors import InputError, nearest
 from meshpar.layout import STAGE_REMATS
 from meshpar.layout.context_method import CONTEXT_METHODS
+from meshpar.layout.requirements import layout_errors
 from meshpar.parallel.grids.space import splits_tokens
 from meshpar.rules.rules import MeshAxes, Rules
 from meshpar.schedules import SCHEDULES
