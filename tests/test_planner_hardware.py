@@ -8,6 +8,7 @@ import pytest
 
 from meshpar.audit import targets
 from meshpar.audit.target import Target
+from meshpar.data.token_files import TokenStream
 from meshpar.hardware.devices import DEVICES, TARGET_NAMES, TARGETS, device_from_kind
 from meshpar.layout import Layout
 from meshpar.machine.topology import Topology
@@ -21,6 +22,7 @@ from meshpar.planner.machine.collective_cost import (
     send_s,
     wire_bytes,
 )
+from meshpar.planner.search.space import Constraints
 
 FAST = Link(name="host", bytes_per_s=100e9, hop_s=0.0)
 
@@ -402,3 +404,17 @@ def test_a_device_is_known_by_what_jax_calls_it(kind, name):
 @pytest.mark.parametrize("kind", ["cpu", "NVIDIA H100 PCIe", "TPU v7", "NVIDIA A1000"])
 def test_a_device_of_other_figures_is_not_taken_for_a_known_one(kind):
     assert device_from_kind(kind) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["Constraints.of", "TokenStream.of", "Cluster.link_of"]
+)
+def test_a_method_that_was_renamed_still_works_by_its_old_name(name):
+    with pytest.warns(DeprecationWarning, match=f"{name} is now"):
+        if name == "Constraints.of":
+            assert Constraints.of(keep=["tensor=8"]).kept == {"tensor": 8}
+        elif name == "TokenStream.of":
+            assert TokenStream.of([], vocab=4).num_documents == 0
+        else:
+            link = cluster_of("h100", devices=16).link_of({"fsdp": 16}, ("fsdp",))
+            assert link.name == "network"

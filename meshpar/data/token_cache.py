@@ -17,6 +17,7 @@ from meshpar.data.errors import DataError, Skipped
 from meshpar.data.megatron import MegatronWriter, read_megatron
 from meshpar.data.token_files import TokenFile, file_size
 from meshpar.data.tokenizer import ByteTokenizer, FileTokenizer
+from meshpar.errors import renamed
 
 _TEXTS_AT_ONCE = 512  # for the tokenizer's threads
 _CHARACTERS_AT_ONCE = 1 << 22
@@ -59,6 +60,8 @@ class TokenCache:
         if not kept.with_suffix(".idx").exists():
             self._tokenize(path, format, field, kept)
         return read_megatron(kept)
+
+    tokens_of = renamed("TokenCache.tokens_of", tokenized)
 
     def kept_as(self, path: Path, format: str, field: str) -> Path:
         """Return the path of the .bin for the tokens of a file."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from meshpar.data.errors import DataError
+from meshpar.errors import renamed
 from meshpar.foreign_files import open_file
 
 _SCANNED_BYTES = 1 << 30
@@ -244,6 +245,8 @@ class TokenStream:
         ]
         bounds = np.concatenate([*parts, starts[-1:]]).astype(np.int64)
         return cls(tuple(files), bounds, vocab)
+
+    of = classmethod(renamed("TokenStream.of", from_files.__func__))  # type: ignore
 
     @property
     def start(self) -> int:

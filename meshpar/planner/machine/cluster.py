@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from meshpar.errors import InputError
+from meshpar.errors import InputError, renamed
 from meshpar.hardware.device import Device
 from meshpar.layout import Layout
 
@@ -174,6 +174,8 @@ class Cluster:
             inner=inner,
             inner_hop_s=achieved.hop_s,
         )
+
+    link_of = renamed("Cluster.link_of", mesh_link)
 
     def _members_in_one_host(
         self, mesh_shape: Mapping[str, int], mesh_axes: Sequence[str]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
-from meshpar.errors import InputError, nearest
+from meshpar.errors import InputError, nearest, renamed
 from meshpar.hardware.device import Device
 from meshpar.layout import MESH_AXES, Layout
 from meshpar.schedules import step_refusal
@@ -91,6 +91,8 @@ class Constraints:
                     )
         forbidden = frozenset(forbid)
         return cls(kept=kept, forbidden=forbidden, max_memory_bytes=max_memory_bytes)
+
+    of = classmethod(renamed("Constraints.of", parse.__func__))  # type: ignore
 
     def capacity_bytes(self, device: Device) -> float:
         """Return the memory of a device that a plan may fill."""
