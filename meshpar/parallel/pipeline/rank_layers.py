@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from meshpar.hardware.platforms import platform_named
 from meshpar.layout import MANUAL_AXES
 from meshpar.model.block_run import Sums
 from meshpar.model.contract import Stream
@@ -269,7 +270,7 @@ def mesh_hindrance(mesh_shape: Mapping[str, int], platform: str) -> str | None:
         >>> mesh_hindrance({"stage": 4, "tensor": 2}, "cpu")
         "GSPMD partitions over 'tensor', and may permute there"
     """
-    if platform != "cpu":
+    if not platform_named(platform).is_host:
         return f"a {platform} has nothing else to do, and would wait for its host"
     automatic = [
         axis
