@@ -147,7 +147,8 @@ class StateSharding:
         def one(path: tuple, array: Any) -> NamedSharding:
             owned = owned_path(path, known)
             lead: tuple[Any, ...] = ()
-            own, entries = array.shape, None
+            entries: list[Any] = []
+            own = sizes = array.shape
             if owned is not None:
                 param, sharding, has_layers = known[owned.path]
                 axes = (*sharding.spec, *(None,) * len(param.shape))
@@ -157,13 +158,13 @@ class StateSharding:
                     sizes, first = sizes[1:], entries.pop(0)
                     if not self.unrolled and own:
                         lead, own = (first,), own[1:]
-            name = path_name(path).removeprefix("inner.")
+            name = path_name(path)
             asked = None if self.spec is None else self.spec(name, own)
             if asked is not None:
                 _check_spec(asked, name, own, mesh)
                 return NamedSharding(mesh, PartitionSpec(*lead, *asked))
             if owned is None:
-                _check_unowned(array, path_name(path), splits)
+                _check_unowned(array, name, splits)
                 return NamedSharding(mesh, PartitionSpec())
             dims = kept_dims(own, sizes) or (None,) * len(own)
             rest = (None if dim is None else entries[dim] for dim in dims)
@@ -347,12 +348,11 @@ def stored(
         key: Key of random rounding; None rounds to nearest.
     """
     dtype = PARAM_DTYPES[param_dtype]
-    is_random = param_dtype == "bf16_stochastic" and key is not None
 
     def one(path: tuple, parameter: Parameter, value: jax.Array) -> jax.Array:
         if parameter.in_full or jnp.iscomplexobj(value):
             return value
-        if not is_random:
+        if key is None or param_dtype != "bf16_stochastic":
             return value.astype(dtype)
         # A key for each layer: no layout changes what a value is rounded to.
         own = jax.random.fold_in(key, zlib.crc32(path_name(path).encode()))

@@ -211,7 +211,7 @@ class _Layers:
         add = SUMS[name]
 
         def summed(term: Value) -> jax.Array:
-            if term.owner not in self.filled:
+            if term.owner is None or term.owner not in self.filled:
                 return jnp.asarray(term.content)
             neutral = _neutral(name, term.content.dtype)
             array = _masked(term.content, self.filled[term.owner], neutral)
@@ -248,14 +248,14 @@ class _Layers:
 
     def stacked(self, owner: str | None, value: Value) -> jax.Array:
         """Return a value's array, once for each place if its owner has layers."""
-        if owner not in self.filled or value.owner == owner:
+        if owner is None or owner not in self.filled or value.owner == owner:
             return jnp.asarray(value.content)
         shape = (len(self.filled[owner]), *jnp.shape(value.content))
         return jnp.broadcast_to(value.content, shape)
 
     def without_empty(self, owner: str | None, array: jax.Array) -> jax.Array:
         """Return the array, 0 at places without a layer."""
-        if owner not in self.filled:
+        if owner is None or owner not in self.filled:
             return array
         return _masked(array, self.filled[owner], 0)
 

@@ -182,10 +182,13 @@ def _joined(value: _Any, domain: Domain) -> Any:
 
 
 def _added(equation: JaxprEqn, operands: list[_Any], domain: Domain) -> _Any:
-    name, parts = equation.primitive.name, []
+    name = equation.primitive.name
+    parts: list[Any] = []
     for one in operands:
-        is_sum = isinstance(one, _Terms) and one.name == name
-        parts += one.parts if is_sum else [_joined(one, domain)]
+        if isinstance(one, _Terms) and one.name == name:
+            parts += one.parts
+        else:
+            parts.append(_joined(one, domain))
     owners = _owners(parts)
     if len(owners) > 1:
         return _Terms(name, tuple(parts))
