@@ -1,7 +1,6 @@
 """Stages on ranks, and microbatches through them, as one program of ticks.
 
-`program.pipeline_of` arranges a model for its stages (`stages`), and
-`executor.Executor` runs the table of ticks that `meshpar.schedules` made: `work` does
-a rank's forward and backward, `buffers` keeps values between ticks, `hops` sends them.
-No order of work is decided here.
+`stages.pipeline_for` arranges a model for its stages, `program.PipelineProgram` returns
+loss and gradients, `executor.Executor` runs the table of ticks that `meshpar.schedules`
+made, and `crossing` has what goes from rank to rank. No order of work is decided here.
 """
