@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -192,7 +192,9 @@ class Programs:
             notes=notes,
         )
 
-    of = classmethod(renamed("Programs.of", from_model.__func__))
+    of: ClassVar[Any] = classmethod(
+        renamed("Programs.of", cast(Any, from_model).__func__)
+    )
 
     @property
     def mesh(self) -> Mesh:
