@@ -40,7 +40,7 @@ _FORMER_MODULES = {
     ),
     "meshpar.parallel.grid_convolution": "meshpar.parallel.grids.convolution",
     "meshpar.planner.cost.in_words": "meshpar.planner.cost.estimate",
-    "meshpar.planner.machine.execution": "meshpar.planner.machine.execution",
+    "meshpar.planner.machine.execution_fields": "meshpar.planner.machine.execution",
     "meshpar.planner.search.constraints": "meshpar.planner.search.space",
     "meshpar.planner.search.nearest_fit": "meshpar.planner.search.remedies",
     "meshpar.planner.search.sensitivity": "meshpar.planner.search.remedies",
