@@ -42,7 +42,7 @@ def defined_names(path):
 
 def is_there(room, word):
     """Return True if a folder, file, `file.name` or name is in the room or above it."""
-    if word.endswith(".json"):
+    if word.endswith(".json") or "=" in word:
         return True
     folder = ROOT / "meshpar" / room
     words = word.removeprefix("meshpar").strip(" ./").replace("/", ".").split(".")
