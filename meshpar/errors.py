@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-_P, _R = ParamSpec("_P"), TypeVar("_R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 BAD_INPUT = 2
 """Exit status of a program that was given what it cannot use."""
