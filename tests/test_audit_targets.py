@@ -172,7 +172,7 @@ def test_a_compiler_that_fails_gives_one_clear_error(
 ):
     monkeypatch.setattr(targets, "_is_installed", lambda module: True)
     monkeypatch.setattr(
-        targets, "_command", lambda folder: [sys.executable, "-c", program]
+        targets, "_child_command", lambda folder: [sys.executable, "-c", program]
     )
     monkeypatch.setattr(targets, "_export", lambda target, subject, path: ())
     words = "memory_bytes" not in options  # which says how many were taken

@@ -85,7 +85,7 @@ SURPRISING = replace(CLEAN, rows=(replace(CLEAN.rows[0], surprise=True),))
 @pytest.fixture
 def audit_gives(monkeypatch):
     """Puts a report, or an error, in place of making a step and compiling it."""
-    monkeypatch.setattr(command, "_step_of", lambda args, layout: (None, {}))
+    monkeypatch.setattr(command, "_chosen_step", lambda args, layout: (None, {}))
 
     def put(report: AuditReport | Exception) -> None:
         def audit(*args: object, **options: object) -> AuditReport:

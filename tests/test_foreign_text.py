@@ -40,20 +40,20 @@ class Engine:
     """Gives one text, a character a token."""
 
     def __init__(self, text):
-        self.text, self.done = text, ""
+        self._text, self.done = text, ""
 
     def submit(self, request):
         pass
 
     def run(self):
-        for at, character in enumerate(self.text):
+        for at, character in enumerate(self._text):
             self.done += character
-            is_last = at == len(self.text) - 1
+            is_last = at == len(self._text) - 1
             yield Namespace(
                 request=0, token=1, logprob=0.0, finish="end" if is_last else None
             )
 
-    def text_of(self, request):
+    def text(self, request):
         return self.done
 
 

@@ -219,7 +219,7 @@ def run(engine, requests):
 def test_a_process_that_has_nothing_left_says_so_to_those_that_have():
     def as_if_run(engine, rows):
         counts = [0 if one is None else one.num_unwritten for one in rows]
-        return list(engine._taken(rows, counts, *np.zeros((2, len(rows)))))
+        return list(engine._record(rows, counts, *np.zeros((2, len(rows)))))
 
     told = {"x": [], ".": []}
     for letter, digests in told.items():

@@ -8,7 +8,8 @@ import pytest
 
 from meshpar import Layout
 from meshpar.cli.main import main
-from meshpar.generation.programs import Programs
+from meshpar.generation.programs import Programs, stored_shape
+from meshpar.model.parameter import is_parameter
 from meshpar.models.presets import build
 from meshpar.planner.inference import estimate_inference
 from meshpar.planner.machine.clusters import cluster_of
@@ -69,9 +70,13 @@ def test_the_cache_and_the_weights_are_the_program_s(layout, heads, kv_heads):
     devices = jax.devices()[: layout.num_devices]
     programs = Programs.from_model(model, layout, slots=4, max_seq=64, devices=devices)
     assert found.cache_bytes == programs.plan.bytes_per_device()
+    stacked = jax.tree.map(
+        lambda one: stored_shape(one, layout.param_dtype),
+        model.parameters,
+        is_leaf=is_parameter,
+    )
     arrays, shardings = (
-        jax.tree.leaves(tree)
-        for tree in (programs._stacked_structs, programs.stacked_shardings)
+        jax.tree.leaves(tree) for tree in (stacked, programs.stacked_shardings)
     )
     held = sum(
         4 * math.prod(sharding.shard_shape(array.shape))

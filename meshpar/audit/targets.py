@@ -156,6 +156,10 @@ def _export(target: Target, subject: Subject, path: Path) -> tuple[int, ...]:
     return flat.donated
 
 
+def _child_command(folder: Path) -> list[str]:
+    return [sys.executable, "-m", "meshpar.audit.child", str(folder)]
+
+
 def _run(folder: Path, *, timeout_s: float, memory_bytes: int) -> TargetError:
     """Run the child; return the error to raise if it wrote no answer."""
     environment = {
@@ -170,7 +174,7 @@ def _run(folder: Path, *, timeout_s: float, memory_bytes: int) -> TargetError:
     environment.pop("MESHPAR_EMULATE", None)
     with (folder / "words.txt").open("w") as words:
         child = subprocess.Popen(
-            [sys.executable, "-m", "meshpar.audit.child", str(folder)],
+            _child_command(folder),
             stdout=words,
             stderr=subprocess.STDOUT,
             env=environment,
