@@ -83,12 +83,14 @@ def test_lines_are_those_of_the_code_that_stands_though_the_cache_has_older(
     )
     for line in (2, 5):
         code = (
-            "\n" * (line - 2) + "def multiply(x, w):\n    return constrained(x @ w)\n"
+            "\n" * (line - 2)
+            + "def multiply(x, w):\n    return constrained(dot(x, w))\n"
         )
         names = {
+            "dot": lax.dot,
             "constrained": lambda y: lax.with_sharding_constraint(
                 y, NamedSharding(mesh, P("data"))
-            )
+            ),
         }
         exec(compile(code, str(source), "exec"), names)
         [row] = audit(names["multiply"], *shapes).surprises

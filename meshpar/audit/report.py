@@ -328,7 +328,8 @@ def _compile(
             key="audit.missing_target",
         )
     if target is None and not fatal:
-        compiled = subject.lower().compile(dict(subject.compiler_options) or None)
+        with sources_in_cache_key():
+            compiled = subject.lower().compile(dict(subject.compiler_options) or None)
         memory = MemoryUse.from_compiled(compiled, subject.platform)
         return CompiledProgram(text=compiled.as_text() or "", memory=memory)
     return compile_for(

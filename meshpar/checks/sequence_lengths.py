@@ -115,7 +115,9 @@ def _check_no_sums(
     partly: bool,
 ) -> None:
     shapes = {
-        given: jax.ShapeDtypeStruct(array.shape, array.dtype)
+        given: jax.ShapeDtypeStruct(
+            array.shape, jax.dtypes.canonicalize_dtype(array.dtype)
+        )
         for given, array in batch.items()
     }
     if _calls_sequence_sum(model, tuple(shapes.items()), partly):
