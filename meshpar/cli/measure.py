@@ -174,7 +174,7 @@ def _measured(args: argparse.Namespace, plan: Estimate) -> MeasuredPlan:
 
 
 def _child(asked: dict[str, Any]) -> dict[str, Any]:
-    """What `meshpar.cli.measured_step` answers in a fresh process."""
+    """Return the answer of `meshpar.cli.measured_step` in a fresh process."""
     command = [sys.executable, "-m", "meshpar.cli.measured_step"]
     try:
         done = subprocess.run(

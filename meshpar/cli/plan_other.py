@@ -43,7 +43,7 @@ def add_table_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def is_other(args: argparse.Namespace) -> bool:
-    """Whether the options name a preset that is no transformer's.
+    """Return True if the options name a preset that is no transformer.
 
     Raises:
         InputError: `--tables` is given with a transformer.
@@ -63,7 +63,7 @@ def other_request(
     constraints: Constraints,
     global_batch: int,
 ) -> PlanRequest:
-    """What is planned of such a preset.
+    """Return the plans of such a preset.
 
     Raises:
         InputError: The planner has no arithmetic for its family, or an option is of

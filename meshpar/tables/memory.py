@@ -65,7 +65,7 @@ class TableMemory:
 def predicted_memory(
     functions: TableFunctions, batch: Mapping[str, Any]
 ) -> TableMemory:
-    """What a step takes on the fullest device.
+    """Bytes of a step on the fullest device.
 
     Args:
         functions: Of the step.
@@ -129,7 +129,7 @@ def _phases(store: Store, tables: EmbeddingTables, examples: int) -> tuple[int, 
 def _residual_bytes(
     model: Model, batch: Mapping[str, Any], rows: Mapping[str, tuple[int, ...]]
 ) -> int:
-    """What the backward of the model needs of its forward, parameters left out."""
+    """Return the bytes that the forward keeps for the backward, without parameters."""
     examples = _examples(batch)
     known = {name: batch[name] for name in model.known_inputs if name in batch}
     known |= {

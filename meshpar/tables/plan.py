@@ -1,4 +1,4 @@
-"""What the planner expects of a step with tables.
+"""Memory and time that the planner expects of a step with tables.
 
 The model lies on every device, the tables over all of them. Nothing hides what is sent;
 temporaries are written and read once, matmuls take what they take elsewhere.

@@ -42,7 +42,7 @@ _KEPT = (*MESH_AXES, "precision")
 
 @dataclass(frozen=True, kw_only=True)
 class TableRequest:
-    """What is to be laid out.
+    """The model, batch and machine to plan for.
 
     Args:
         name: Of the model.
@@ -81,7 +81,7 @@ class TableRequest:
 
     @property
     def noun(self) -> str:
-        """What its examples are called."""
+        """Name of the examples of a batch."""
         return "examples"
 
     @property
@@ -103,7 +103,7 @@ class TableRequest:
 
     @property
     def capacity_bytes(self) -> float:
-        """What a plan may fill of a device."""
+        """Bytes of a device that a plan may fill."""
         return self.constraints.capacity_bytes(self.cluster.device)
 
     def on(self, cluster: Cluster, global_batch: int) -> TableRequest:

@@ -50,7 +50,7 @@ class TableTraffic:
         return self.held_rows * (2 * row + 3 * row + 8) + self.asked_rows * 2 * row
 
     def sent_s(self, num_devices: int, link: Link) -> float:
-        """Of two all-to-alls of ids and two of rows."""
+        """Bytes of two all-to-alls of ids and two of rows."""
         ids = _ID_BYTES * self.exchanged_rows
         rows = _VALUE_BYTES * self.dim * self.exchanged_rows
         return 2 * sum(all_to_all_s(one, num_devices, link) for one in (ids, rows))
@@ -59,7 +59,7 @@ class TableTraffic:
 def table_traffic(
     stores: Sequence[Store], placements: Placements, global_batch: int
 ) -> tuple[TableTraffic, ...]:
-    """By `dim`: what the device that holds most of what is asked for moves."""
+    """Return bytes by `dim` on the device that holds most of the rows asked for."""
     devices = placements.num_devices
     most = max(range(devices), key=lambda at: placements.loads[at].lookups)
     examples = global_batch // devices
