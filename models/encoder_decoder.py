@@ -44,8 +44,7 @@ INPUTS = {
     "labels": Input(("batch", "seq"), "int", counted_by="weights"),
     "weights": Input(("batch", "seq"), "float", is_weight=True),
 }
-"""What is read and which of it is there, what has been written, what comes next, and
-how much that counts."""
+"""Inputs of a batch: source tokens and their mask, target tokens, labels, weights."""
 _TOKENS = ("source_tokens", "target_tokens", "labels")
 
 

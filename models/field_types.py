@@ -19,7 +19,7 @@ _KINDS = {
 
 _ABOVE_ZERO = {"rope_theta", "local_rope_theta", "rope_factor", "factor"}
 _MOST = 1 << 31
-"""Of any count of a model: two larger ones have no product in 64 bits."""
+"""Limit of every count of a model: two larger ones overflow a 64-bit product."""
 
 _AT_LEAST_ZERO = {"norm_epsilon", "init_std"}
 

@@ -148,4 +148,4 @@ GPT2 = Family(
     sizes=functools.partial(workload_sizes, **GPT2_FIELDS),
     fuzzed=("--model layers=6,hidden=32,heads=4,vocab=64,max_seq=16,dropout=0.2",),
 )
-"""Its presets stand in `models/presets.py`."""
+"""The family; `models/presets.py` has the presets."""

@@ -244,4 +244,4 @@ LLAMA = Family(
         "qkv_bias=true",
     ),
 )
-"""Its presets stand in `models/presets.py`."""
+"""The family; `models/presets.py` has the presets."""

@@ -404,4 +404,4 @@ MOE = Family(
         "ffn=64",
     ),
 )
-"""Its presets stand in `models/presets.py`."""
+"""The family; `models/presets.py` has the presets."""

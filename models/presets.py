@@ -213,7 +213,7 @@ FAMILIES = (
 """A new one is a file, with its presets, and a line here."""
 
 FUZZED = tuple(text for family in FAMILIES for text in family.fuzzed)
-"""What `meshpar fuzz` draws models from."""
+"""Models that `meshpar fuzz` draws from."""
 
 _LANGUAGE = tuple(family.fuzzed for family in (LLAMA, GPT2, MOE))
 _FUZZED_FAMILIES = tuple(family.fuzzed for family in FAMILIES if family.fuzzed)
@@ -228,7 +228,7 @@ FUZZED_TURNS = (
 OTHER_PRESETS: dict[str, Any] = {
     name: config for family in FAMILIES for name, config in family.presets.items()
 }
-"""Those of families with a config of their own, of text or not."""
+"""Presets of the families with a config of their own."""
 
 TEXT_PRESETS = (
     *PRESETS,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _SHARE = 0.1
-"""Of a step's time that a wait may take unmentioned."""
+"""Share of a step's time that a wait may take before it is printed."""
 
 
 @dataclass(kw_only=True)

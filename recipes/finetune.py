@@ -55,7 +55,7 @@ from meshpar.train.folder_in_use import folder_in_use
 
 HELD_OUT = 10  # one conversation of so many
 _KEPT = ("from_weights", "model_sizes", "lora", "seed")
-"""What a run that goes on has as before."""
+"""Settings that a resumed run must keep."""
 LORA_RATE, FULL_RATE = 1e-3, 5e-5
 
 

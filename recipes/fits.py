@@ -16,7 +16,7 @@ from meshpar.recipes.config import RunConfig
 from meshpar.train.memory_report import estimated_bytes
 
 _SMALL = 0.01
-"""Of the memory: states below it, of a batch of few tokens, are not looked into."""
+"""Share of the memory below which the states of a small batch are not estimated."""
 
 _FEW_TOKENS = 8192
 

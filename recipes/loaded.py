@@ -47,7 +47,7 @@ class OfRun:
     tokenizer: ByteTokenizer | FileTokenizer
 
     def encode(self, text: str) -> list[int]:
-        """Its tokens, without special ones around it."""
+        """Return the tokens of a text, without special ones around it."""
         return self.tokenizer.encode([text])[0].tolist()
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -24,7 +24,7 @@ _SAID = {
     "validating": "validating",
     "end": "what follows the last step",
 }
-"""As the watchdog calls them."""
+"""Names that the watchdog prints."""
 
 _COMPILE = frozenset({"starting", "restoring", "compiling", "validating", "end"})
 

@@ -61,8 +61,9 @@ if TYPE_CHECKING:
 DATA = {"drawn": drawn, "movielens": movielens}
 TABLE_RATES = {"drawn": 0.05, "movielens": 0.02}
 FIRST_VALUES = {"drawn": 0.05, "movielens": 0.01}
-"""Of each data. MovieLens' are of runs on its training ratings, the last tenth of each
-user's held out, where 0.05 and 0.05 were past their best after 250 steps."""
+"""Rates and first values by data. MovieLens' were chosen by runs on its training
+ratings, the last tenth of each user's held out, where 0.05 and 0.05 were past their
+best after 250 steps."""
 
 DIM = 16
 

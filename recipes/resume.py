@@ -13,7 +13,7 @@ from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.checkpoint.contents import check_description
 
 Description = Mapping[str, Any]
-"""What a checkpoint says of its run."""
+"""Description of a run in its checkpoint."""
 
 _TOLD = (
     *("layout", "precision", "steps", "decay_steps", "global_batch", "seq"),

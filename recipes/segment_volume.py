@@ -45,10 +45,10 @@ from meshpar.recipes.volumes import (
 )
 
 HELD_OUT = 1 / 3
-"""Of the scan's second dim, its end, in which nothing is learnt."""
+"""Share of the scan's second dim, at its end, that is held out."""
 
 PIECES = 6
-"""That an intensity is given in: channels of the input."""
+"""Channels of the input, among which an intensity is shared."""
 
 _OF_TEMPLATE = 5, 0.4, 0.05
 """Voxels a side to take the mean of, bias and noise, of the template."""

@@ -22,7 +22,7 @@ from functools import cached_property
 import numpy as np
 
 RADIUS_M, ROTATION_PER_S, GRAVITY_M_PER_S2 = 6.371e6, 7.292e-5, 9.80616
-"""Of the Earth, as of Williamson et al. 1992, table 1."""
+"""Constants of the Earth (Williamson et al. 1992, table 1)."""
 
 State = tuple[np.ndarray, np.ndarray, np.ndarray]
 """u (..., height, width), v (..., height - 1, width) inside the walls, h as u."""

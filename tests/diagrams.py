@@ -68,7 +68,7 @@ def step_figure(report: AuditReport) -> Figure:
     columns: list[dict[tuple, list[int]]] = [{}, {}, {}]
     for row in report.rows:
         one = row.collective
-        part = part_of_step(one)
+        part = step_part(one)
         key = (part, one.kind, one.mesh_axes, row.reason, source(one))
         counts = columns[COLUMNS[part]].setdefault(key, [0, 0])
         counts[0] += one.executions
@@ -93,7 +93,7 @@ def step_figure(report: AuditReport) -> Figure:
     return figure
 
 
-def part_of_step(one: Any) -> str:
+def step_part(one: Any) -> str:
     """Return the part of a step that a collective belongs to, by JAX's path of it."""
     path = one.op_path
     if "asked-gradient_norm" in path:

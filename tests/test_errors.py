@@ -35,7 +35,7 @@ def constructions():
         for path, found in nodes.items()
         for node in found
         if isinstance(node, ast.Call) and name_of(node.func) in kinds
-        if key_of(node) is not None or name_of(node.func) not in own
+        if key_node(node) is not None or name_of(node.func) not in own
     }
 
 
@@ -58,7 +58,7 @@ def makes_its_key(kind: ast.ClassDef) -> bool:
         key is not None and not isinstance(key, ast.Name)
         for node in ast.walk(kind)
         if isinstance(node, ast.Call) and name_of(node.func) == "__init__"
-        for key in [key_of(node)]
+        for key in [key_node(node)]
     )
 
 
@@ -69,7 +69,7 @@ def name_of(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def key_of(call: ast.Call) -> ast.expr | None:
+def key_node(call: ast.Call) -> ast.expr | None:
     """What stands after `key=`."""
     return next((word.value for word in call.keywords if word.arg == "key"), None)
 
@@ -93,7 +93,7 @@ def spelled(key: ast.expr | None) -> Iterator[str]:
 
 def test_every_input_error_is_made_with_a_key(constructions):
     assert len(constructions) > 500
-    assert [at for at, call in constructions.items() if key_of(call) is None] == []
+    assert [at for at, call in constructions.items() if key_node(call) is None] == []
 
 
 def test_every_key_is_of_a_documented_room(constructions):
@@ -101,7 +101,7 @@ def test_every_key_is_of_a_documented_room(constructions):
     wrong = [
         (at, key)
         for at, call in constructions.items()
-        for key in spelled(key_of(call))
+        for key in spelled(key_node(call))
         if (match := KEY.fullmatch(key)) is None or match[1] not in rooms
     ]
     assert wrong == []
@@ -120,7 +120,7 @@ def test_every_finding_and_reason_has_a_key_of_a_documented_room():
         if isinstance(node, ast.Call) and name_of(node.func) in REASONS
     ]
     keys = [
-        key_of(call) if at is None else call.args[at]
+        key_node(call) if at is None else call.args[at]
         for call in calls
         for at in [REASONS[name_of(call.func)]]
     ]

@@ -52,7 +52,7 @@ def model():
     return build("tiny")
 
 
-def key_of(call):
+def error_key(call):
     """The key of the error that a call ends with; None if it does not."""
     try:
         call()
@@ -74,7 +74,7 @@ def test_lint_step_planner_and_fuzzer_give_one_fault_one_key(line, examples, mod
 
     cluster = cluster_of("h100-80gb", devices=layout.num_devices)
     size = {"global_batch": examples, "seq": SEQ}
-    assert key == key_of(lambda: estimate(SHAPES["tiny"], cluster, layout, **size))
+    assert key == error_key(lambda: estimate(SHAPES["tiny"], cluster, layout, **size))
 
     def step():
         mesh = absent_mesh(layout)
@@ -82,7 +82,7 @@ def test_lint_step_planner_and_fuzzer_give_one_fault_one_key(line, examples, mod
         made.audit_subject({"tokens": (examples, SEQ), "targets": (examples, SEQ)})
 
     if key != "batch.indivisible":
-        assert key == key_of(step)
+        assert key == error_key(step)
 
 
 def test_each_row_of_options_is_broken_by_one_of_these_layouts():

@@ -228,7 +228,7 @@ class Collective:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Its path, or those of all that XLA joined: it writes `before/(path:path)`."""
+        """Paths of the operations that XLA joined, written `before/(path:path)`."""
         joined = _JOINED.search(self.op_path)
         if not joined:
             return (self.op_path,)

@@ -250,7 +250,7 @@ class Exchange:
 
     @property
     def name(self) -> str:
-        """Its name in reports."""
+        """Name in reports."""
         kib = self.payload_bytes / _KIB
         return f"{self.kind} of {kib:g} KiB over {self.members} devices"
 

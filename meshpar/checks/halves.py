@@ -38,7 +38,7 @@ BOUND = 1e-3
 rounding alone, of fp32 by some 1e-7; means, maxima, sorting and the like by 2e-2."""
 
 COARSE_BOUND = 2e-2
-"""Of programs with numbers of 16 bits, whose sums are rounded by up to 2^-8."""
+"""Relative bound for programs with 16-bit numbers, whose sums round by up to 2^-8."""
 
 _CANCELLED = 1e-2
 """Share of the bound, relative in the largest gradient of any parameter, below which a

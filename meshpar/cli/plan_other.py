@@ -29,7 +29,7 @@ _OF_TRANSFORMERS = (
 )
 _PLANS = 10
 _ROWS = 1_000_000
-"""Of each table, where nobody says how many."""
+"""Rows of each table unless the user gives them."""
 
 
 def add_table_arguments(parser: argparse.ArgumentParser) -> None:

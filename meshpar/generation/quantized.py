@@ -28,7 +28,7 @@ from meshpar.train.state import TrainState, join_constants, split_constants
 
 KINDS = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 _FP8_CAPABILITY = 8.9
-"""Of NVIDIA GPUs whose matrix units have it (CUDA C++ Programming Guide, 16.1)."""
+"""Compute capability with fp8 matrix units (CUDA C++ Programming Guide, 16.1)."""
 
 
 def check_weights(kind: str, devices: Sequence[jax.Device]) -> None:

@@ -25,7 +25,7 @@ from meshpar.rules.rules import auto_mesh_shape
 from meshpar.trace.walk import collective_axes, equations
 
 Sums = dict[str, jax.Array]
-"""By name: fp32 scalars of auxiliary losses, arrays of any shape for the state."""
+"""Name to fp32 scalar (auxiliary losses) or array of any shape (state)."""
 
 
 def is_pair(result: Any, stream: Any) -> bool:
@@ -220,8 +220,8 @@ def _asks_for_whole_batch(run: Run, params: Any, stream: Any, scope: Scope) -> b
 
 
 def _part(tree: Any, at: int, num_parts: int) -> Any:
-    def rows_of_part(array: jax.Array) -> jax.Array:
+    def part_rows(array: jax.Array) -> jax.Array:
         rows = array.shape[0] // num_parts
         return array[at * rows : (at + 1) * rows]
 
-    return jax.tree.map(rows_of_part, tree)
+    return jax.tree.map(part_rows, tree)

@@ -206,8 +206,8 @@ class VolumeWorkload:
 
 
 _STATE_BYTES, _UPDATE_BYTES, _GRADIENT_BYTES = 12, 28, 4
-"""Of a parameter in fp32 with Adam: it and two moments; these read and written, the
-gradient read; a gradient."""
+"""Bytes of an fp32 parameter with Adam: value and two moments; these read and written
+and the gradient read; its gradient."""
 
 _SPACE_AXES = ("context", "tensor")
 

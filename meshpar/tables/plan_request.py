@@ -35,7 +35,7 @@ from meshpar.trace.operations import operations
 from meshpar.train.step import make_train_step
 
 _VALUE_BYTES, _GRADIENT_BYTES, _UPDATE_BYTES = 4, 4, 28
-"""Of a value, of a parameter's gradient, and of what Adam's update of it moves."""
+"""Bytes of a value, of a parameter's gradient, and moved by Adam's update of it."""
 
 _KEPT = (*MESH_AXES, "precision")
 

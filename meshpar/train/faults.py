@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import jax
 
 Policy = Literal["skip", "rollback", "stop"]
-"""What follows a bad step: nothing more, an earlier state, or the end."""
+"""Action on a bad step: skip it, go back to a checkpoint, or stop the run."""
 
 _REMEMBERED = 32
 """Losses whose median is the usual one."""

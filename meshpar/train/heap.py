@@ -16,7 +16,7 @@ _AT_FIRST = 1 << 17
 """The bytes of a free end that glibc begins with."""
 
 _TRIM_AT_LAST, _MMAP_AT_LAST = 1 << 26, 1 << 25
-"""What they rise to, as large blocks are freed (mallopt(3))."""
+"""Largest values that glibc raises them to as large blocks are freed (mallopt(3))."""
 
 _MOST_HEAPS = 8
 """However many cores there are: what glibc makes by itself for one of them."""

@@ -24,7 +24,7 @@ from meshpar.train.optimizer_state import (
 )
 
 Leaf = TypeVar("Leaf")
-"""What stands in an array's place: it, its shape, its sharding."""
+"""Leaf of a state's tree: an array, its shape or its sharding."""
 
 _OWN = "give one that this step's own init or an earlier call of it returned"
 

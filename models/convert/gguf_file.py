@@ -13,7 +13,7 @@ from meshpar.foreign_files import error_reason
 from meshpar.models.convert.gguf_header import check_header
 
 _BROKEN = (OSError, ValueError, LookupError, TypeError, OverflowError)
-"""What `gguf` raises of a file whose numbers contradict one another."""
+"""Errors that `gguf` raises for a file whose numbers contradict one another."""
 
 
 class GGUFFile:

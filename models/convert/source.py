@@ -14,7 +14,7 @@ class Source(Protocol):
 
     @property
     def where(self) -> str:
-        """Its path, for messages."""
+        """Path of the files, for messages."""
 
     @property
     def bytes_read(self) -> int:
@@ -45,7 +45,7 @@ class Prefixed:
 
     @property
     def where(self) -> str:
-        """Its path."""
+        """Path of the files."""
         return self.source.where
 
     @property
@@ -81,7 +81,7 @@ class Without:
 
     @property
     def where(self) -> str:
-        """Its path."""
+        """Path of the files."""
         return self.source.where
 
     @property

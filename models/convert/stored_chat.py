@@ -22,7 +22,7 @@ _TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _NEEDED_TOKENS = ("bos", "eos")
 """Tokens that begin and end texts; others that a vocabulary lacks are left out."""
 _GGUF_NAMES = {"unk": "unknown", "sep": "seperator", "pad": "padding"}
-"""What a GGUF calls some of them; the second is misspelt there."""
+"""GGUF's names of some special tokens; `seperator` is misspelt there."""
 
 # Class -> the tokens that it has where a config does not speak of them.
 _OF_CLASSES: Mapping[str, Mapping[str, str]] = {

@@ -25,7 +25,7 @@ DTYPES = {"fp32": np.float32, "bf16": ml_dtypes.bfloat16, "fp16": np.float16}
 _THEIR_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 SHARD_BYTES = 5 * 10**9
 _BLOCK_VALUES = 1 << 28
-"""Of an array in blocks, what is read of it at once: 1 GiB in fp32."""
+"""Values of an array that are read at once: 1 GiB in fp32."""
 _NOT_OURS = (
     *("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"),
     *("id2label", "label2id"),

@@ -38,7 +38,7 @@ from meshpar.rules.rules import auto_mesh_shape, entry_axes, spec_axes
 STAGE = "stage"
 
 Payload = Any
-"""What one stage hands to the next: a tuple of the streams that cross there."""
+"""Arrays that one stage hands to the next: a tuple of the streams that cross."""
 
 
 @dataclass(frozen=True, kw_only=True)

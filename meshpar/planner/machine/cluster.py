@@ -123,7 +123,7 @@ class Cluster:
 
     @property
     def text(self) -> str:
-        """Its name in reports."""
+        """Name in reports."""
         if self.torus:
             slices = f"{self.hosts} x " if self.hosts > 1 else ""
             return f"{slices}{self.device.name} {self._shape}"

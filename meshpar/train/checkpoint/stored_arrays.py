@@ -35,7 +35,7 @@ _CACHE_BYTES = 1 << 30
 """A stacked matrix in fp32 of a model of about a billion parameters."""
 
 _BLOCK_SHARE = 0.01
-"""Of what a host reads, what it reads at once: there as read, decompressed and put."""
+"""Share of a host's bytes that it reads at once and holds in up to three copies."""
 
 _BLOCK_BYTES = (1 << 22, 1 << 28)
 """But at least and at most."""
@@ -305,13 +305,13 @@ def _from(box: Sequence[tuple[int, int]], within: Box) -> tuple[slice, ...]:
 
 
 _CUTS = 8
-"""Of a dim: over so many hosts it may be split with nothing read twice."""
+"""Number of hosts that may split a dim without reading a chunk twice."""
 
 _CHUNK_BYTES = (1 << 16, 1 << 20)
 """At least, however few the cuts are, and about at most, where sizes have factors."""
 
 _ARGUMENTS = ("global_shape", "write_shape", "dtype", "target_byte_size")
-"""Of Orbax's function, the first ones."""
+"""Names of the first arguments of Orbax's function."""
 
 _RUN = 64
 """Values of the last dim that stay together: shorter runs cost time to copy."""

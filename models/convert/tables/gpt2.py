@@ -9,7 +9,7 @@ from meshpar.models.gpt2 import GPT2Config
 
 _H = "transformer.h.{layer}"
 PREFIX = "transformer."
-"""What the names of some files leave out."""
+"""Prefix that the tensor names of some files leave out."""
 
 # P query, key and value, N heads, H head_dim, D embed.
 TABLE = (
