@@ -39,7 +39,7 @@ class AttentionRequest:
         window: True if a query sees only keys up to some distance.
         hidden: True if no query sees some keys, for other reasons than documents.
         padded: True if sequences are padded so that devices can share them.
-        absent: True if the device is not present to be request for its kernel.
+        absent: True if the device is not present, so its kernel cannot be compiled.
         capability: Compute capability of a GPU; 0 if unknown.
         probing: True if the program is only traced.
         idle_axis: A mesh axis that splits neither examples nor heads; empty for none.
@@ -112,7 +112,7 @@ OBSTACLES = {
     "window": "it takes no sliding window here; tiles do",
     "hidden": "it takes no keys that all queries leave out",
     "padding": "sequences are padded to divide over context",
-    "absent": "no such device is here to be request for it",
+    "absent": "no such device is here to compile the kernel on",
     "length": f"it takes a multiple of {SPLASH_LANES} tokens at a time, not {{value}}",
     "head_dim": f"it takes heads of a multiple of {HEAD_DIM_MULTIPLE} values, not "
     "{value}",
