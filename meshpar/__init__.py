@@ -1,4 +1,4 @@
-"""meshpar: lay a JAX model out over named meshes, in one line, with nothing silent.
+"""meshpar: train one JAX model under any parallelism by changing one string.
 
 Each public name is imported when it is first asked for, so that what needs no JAX, as
 the planner, starts without it.

@@ -204,13 +204,11 @@ def fault_line(error: BaseException) -> str:
 
     Example:
         >>> fault_line(KeyError("mlp"))
-        "a fault of meshpar itself (KeyError: 'mlp'); please report it with its trace"
+        "a bug in meshpar (KeyError: 'mlp'); please report it with its traceback"
     """
     text = " ".join(str(error).split())
     told = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return printable(
-        f"a fault of meshpar itself ({told}); please report it with its trace"
-    )
+    return printable(f"a bug in meshpar ({told}); please report it with its traceback")
 
 
 def key_value_pairs(

@@ -350,7 +350,7 @@ def test_meshpar_train_is_the_recipe(capsys, refuses_recipe):
     refuses_recipe(lambda: meshpar(wrong), "command.unknown_option", "--stpes", "steps")
     with pytest.raises(SystemExit):
         meshpar(["--help"])
-    assert "Trains a language model on a text" in capsys.readouterr().out
+    assert "Train a language model on a text" in capsys.readouterr().out
 
 
 def test_what_the_extra_brings_is_named_with_it_where_it_is_missing(monkeypatch):

@@ -1,4 +1,4 @@
-"""Compiles a step, here or for absent hardware; collectives, memory, hazards."""
+"""Compile a step, here or for absent hardware; list collectives, memory, hazards."""
 
 from __future__ import annotations
 
@@ -56,45 +56,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--recipe",
         metavar="MODULE:FUNCTION",
-        help="instead of a model: a function of layout= and mesh= that returns a step "
-        "and its batch, such as meshpar.recipes.pretrain:audited",
+        help="function that takes layout= and mesh= and returns a step and its batch, "
+        "instead of a model, such as meshpar.recipes.pretrain:audited",
     )
     add(
         "--target",
         type=_target,
         metavar="T",
-        help="tpu:v5p:4x4x4 or gpu:h100:8x8 (hosts x GPUs), none of which need be "
-        "there; (default: virtual CPU devices)",
+        help="absent hardware to compile for: tpu:v5p:4x4x4 or gpu:h100:8x8 (hosts x "
+        "GPUs) (default: virtual CPU devices)",
     )
     add(
         "--compiler-option",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="an option of XLA, such as xla_tpu_enable_async_collective_fusion=true; "
-        "none removes one that is set by default; may be given several times (default: "
-        "those of the platform)",
+        help="option of XLA, such as xla_tpu_enable_async_collective_fusion=true; "
+        "the value none removes a default option; may be repeated (default: those of "
+        "the platform)",
     )
-    add("--strict", action="store_true", help="surprises end with status 1 too")
+    add("--strict", action="store_true", help="exit with status 1 on surprises too")
     add(
         "--timeout",
         type=above_zero,
         default=600.0,
         metavar="S",
-        help="seconds that compiling for an absent target may take",
+        help="time limit of compiling for an absent target, in seconds",
     )
     add(
         "--memory-gib",
         type=above_zero,
         default=16.0,
         metavar="G",
-        help="memory of this machine that it may take",
+        help="memory limit of compiling for an absent target, in GiB",
     )
     add("--json", action="store_true", help="print one JSON object")
     add(
         "--html",
         metavar="FILE",
-        help="a page with a block's schedule over time (default: no page; needs "
+        help="write a page with a block's schedule over time (default: no page; needs "
         "meshpar[plots])",
     )
 

@@ -1,4 +1,4 @@
-"""Measures this machine's devices and links, for estimate and plan to use."""
+"""Measure this machine's devices and links for estimate and plan."""
 
 from __future__ import annotations
 
@@ -22,22 +22,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=output_file,
         metavar="FILE.toml",
-        help="where to write the device, for --hardware FILE.toml (default: standard "
-        "output)",
+        help="file to write, for --hardware FILE.toml (default: standard output)",
     )
     add(
         "--like",
         metavar="NAME",
-        help="the device's data sheet, against which fractions are counted: "
-        f"{', '.join(DEVICES)} (default: peaks are what is measured)",
+        help="keep this device's data sheet and measure the achieved fractions: "
+        f"{', '.join(DEVICES)} (default: the measured rates are the peaks)",
     )
-    add("--name", help="what to call it (default: the file's name)")
+    add("--name", help="name of the device (default: the file's name)")
     add(
         "--rounds",
         type=positive,
         default=5,
         metavar="N",
-        help="times that each measurement is taken",
+        help="repetitions of each measurement",
     )
     add("--json", action="store_true", help="print one JSON object on stdout")
 

@@ -1,4 +1,4 @@
-"""Writes a checkpoint as safetensors that transformers loads."""
+"""Write a checkpoint as safetensors that transformers loads."""
 
 from __future__ import annotations
 
@@ -23,20 +23,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--to",
         required=True,
         metavar="DIR",
-        help="folder to write; made when absent (required)",
+        help="folder to write; created if absent (required)",
     )
-    add("--step", type=positive, metavar="N", help="which (default: the newest)")
+    add(
+        "--step",
+        type=positive,
+        metavar="N",
+        help="step of the run (default: the newest)",
+    )
     add(
         "--dtype",
         choices=("fp32", "bf16", "fp16"),
         default="fp32",
-        help="of what is written (default: %(default)s)",
+        help="dtype of the files (default: %(default)s)",
     )
     add(
         "--like",
         metavar="DIR",
         help="folder whose tokenizer files are copied (default: the tokenizer of the "
-        "run's data, with what the run started from where that has the same)",
+        "run's data, and other files of the starting weights if they have the same "
+        "tokenizer)",
     )
     add("--json", action="store_true", help="print one JSON object on stdout")
 

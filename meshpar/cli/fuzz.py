@@ -1,4 +1,4 @@
-"""Compares random layouts with the single-device program."""
+"""Compare random layouts with the single-device program."""
 
 from __future__ import annotations
 
@@ -44,26 +44,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     _add_model_arguments(parser)
     add = parser.add_argument
-    add("--num", type=positive, default=8, metavar="N", help="layouts to draw")
     add(
-        "--seed", type=int, default=0, metavar="S", help="the seed of all that is drawn"
+        "--num", type=positive, default=8, metavar="N", help="number of layouts to draw"
     )
+    add("--seed", type=int, default=0, metavar="S", help="seed of everything drawn")
     add(
         "--layout",
         action="append",
         metavar="LINE",
-        help="check this layout, and draw none; may be repeated",
+        help="check this layout instead of random ones; may be repeated",
     )
     add(
         "--resume-as",
         metavar="LINE",
-        help="with --layout: go on under this one after a step, from a checkpoint",
+        help="with --layout: resume on this layout after one step, from a checkpoint",
     )
     add_counts(
         parser,
         {
-            "--global-batch": "sequences in a step (default: drawn)",
-            "--seq": "tokens of a sequence (default: drawn)",
+            "--global-batch": "sequences per step (default: drawn)",
+            "--seq": "tokens per sequence (default: drawn)",
         },
     )
     add(
@@ -86,13 +86,13 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--with-rules",
         metavar="RULES",
-        help="rules that differ from the layout's, depth=context,height=tensor or "
-        "mlp=none (default: those that it asks for)",
+        help="rules to change, such as depth=context,height=tensor or mlp=none "
+        "(default: the layout's rules)",
     )
     parser.add_argument(
         "--twist",
         metavar="NAME",
-        help="a backward, head or batch that is unusual (default: drawn for some)",
+        help="unusual backward, head or batch (default: drawn for some cases)",
     )
 
 

@@ -1,4 +1,4 @@
-"""Generates text from a checkpoint, a Hugging Face folder or a GGUF file."""
+"""Generate text from a checkpoint, a Hugging Face folder or a GGUF file."""
 
 from __future__ import annotations
 
@@ -45,12 +45,24 @@ EXAMPLE = "meshpar generate --from runs/mine --layout tensor=2 --prompt 'To be'"
 STATUSES = "0 done, 2 bad input"
 
 _NUMBERS: tuple[tuple[str, Callable[[str], Any], float, str, str], ...] = (
-    ("--max-tokens", positive, 64, "N", "most tokens to add"),
-    ("--temperature", float, 0.0, "T", "0 takes the likeliest token"),
-    ("--top-k", not_negative, 0, "N", "of the likeliest so many; 0 is no limit"),
-    ("--top-p", above_zero, 1.0, "P", "of the likeliest with so much probability"),
-    ("--min-p", float, 0.0, "P", "of those so likely beside the likeliest"),
-    ("--seed", not_negative, 0, "N", "of the first prompt's draws"),
+    ("--max-tokens", positive, 64, "N", "largest number of tokens to add"),
+    (
+        "--temperature",
+        float,
+        0.0,
+        "T",
+        "sampling temperature; 0 takes the likeliest token",
+    ),
+    ("--top-k", not_negative, 0, "N", "sample from the N likeliest tokens; 0: all"),
+    (
+        "--top-p",
+        above_zero,
+        1.0,
+        "P",
+        "sample from the likeliest of total probability P",
+    ),
+    ("--min-p", float, 0.0, "P", "drop tokens below P times the likeliest"),
+    ("--seed", not_negative, 0, "N", "seed of the first prompt"),
 )
 """Options that are a number: type, default, and words."""
 
@@ -63,28 +75,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="source",
         required=True,
         metavar="CKPT|DIR|FILE.gguf",
-        help="a run's folder, one with config.json and safetensors, or a GGUF file "
+        help="folder of a run, folder with config.json and safetensors, or GGUF file "
         "(required)",
     )
-    add("--step", type=positive, metavar="N", help="of a run (default: the newest)")
-    add("--layout", default="data=1", metavar="LINE", help="(default: %(default)s)")
+    add(
+        "--step", type=positive, metavar="N", help="step of a run (default: the newest)"
+    )
+    add(
+        "--layout",
+        default="data=1",
+        metavar="LINE",
+        help="layout (default: %(default)s)",
+    )
     add(
         "--prompt",
         action="append",
         metavar="TEXT",
-        help="may be given several times (default: the lines of --prompts)",
+        help="prompt; may be repeated (default: the lines of --prompts)",
     )
     add(
         "--prompts",
         metavar="FILE",
-        help="one a line; - is standard input (default: that, without --prompt)",
+        help="file of one prompt per line; - is standard input (default: -, if there "
+        "is no --prompt)",
     )
     add(
         "--weights",
         choices=("int8", "fp8"),
-        help="8 bits for the matrices of the blocks (default: as the layout says)",
+        help="8-bit dtype of the blocks' matrices (default: the layout's dtype)",
     )
-    add("--tokenizer", metavar="FILE", help="a tokenizer.json (default: its own)")
+    add("--tokenizer", metavar="FILE", help="tokenizer.json (default: the model's)")
     for option, kind, default, metavar, words in _NUMBERS:
         what = f"{words} (default: %(default)s)".strip()
         add(option, type=kind, default=default, metavar=metavar, help=what)
@@ -92,21 +112,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stop",
         action="append",
         metavar="TEXT",
-        help="where a text ends (default: nowhere)",
+        help="end a text at this string; may be repeated (default: none)",
     )
-    slots = "prompts that run at once (default: all, up to 32 a device)"
+    slots = "prompts that run at once (default: all, up to 32 per device)"
     add_counts(parser, {"--slots": slots})
     add(
         "--emulate",
         type=not_negative,
         metavar="N",
-        help="so many virtual CPU devices a process, 0 for the devices that there are, "
-        "such as GPUs (default: as many as the layout needs)",
+        help="virtual CPU devices per process; 0: real devices, such as GPUs (default: "
+        "as many as the layout needs)",
     )
     add(
         "--raw",
         action="store_true",
-        help="print control characters of a text as they are (default: escaped, as "
+        help="print control characters of a text unchanged (default: escaped, because "
         "they may change the terminal)",
     )
     _add_joined_arguments(parser)
@@ -328,23 +348,24 @@ def _add_joined_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--coordinator",
         metavar="HOST:PORT",
-        help="of process 0, to join processes by hand with the next two (default: as "
-        "SLURM, Open MPI, a TPU pod or, with --emulate, Kubernetes says)",
+        help="address of process 0, to connect processes by hand with the next two "
+        "options (default: detected under SLURM, Open MPI, on TPU pods and, with "
+        "--emulate, Kubernetes)",
     )
-    started = "how many are started (default: likewise)"
+    started = "number of processes (default: detected)"
     add_counts(parser, {"--num-processes": started})
     add(
         "--process-id",
         type=int,
         metavar="I",
-        help="which this is, from 0 (default: likewise)",
+        help="number of this process, from 0 (default: detected)",
     )
     add(
         "--start-timeout",
         type=positive,
         default=50,
         metavar="S",
-        help="seconds in which all have to come (default: %(default)s)",
+        help="seconds within which all processes must join (default: %(default)s)",
     )
 
 

@@ -1,4 +1,4 @@
-"""Lists what is in a checkpoint: layout, step, options, place in the data, arrays."""
+"""List what a checkpoint has: layout, step, options, position in the data, arrays."""
 
 from __future__ import annotations
 
@@ -22,7 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     add_checkpoint_argument(parser)
     add = parser.add_argument
-    add("--step", type=not_negative, metavar="N", help="which (default: the newest)")
+    add(
+        "--step",
+        type=not_negative,
+        metavar="N",
+        help="step of the run (default: the newest)",
+    )
     add("--json", action="store_true", help="print one JSON object on stdout")
 
 

@@ -1,4 +1,4 @@
-"""Checks a model's rules against a layout, without running anything."""
+"""Check a model's rules against a layout, without running anything."""
 
 from __future__ import annotations
 
@@ -51,15 +51,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rules",
         metavar="RULES",
-        help=f"{', '.join(PRESET_NAMES)}, or batch=data+fsdp,embed=none,mlp=tensor,... "
-        "(default: what the layout asks for)",
+        help=f"{', '.join(PRESET_NAMES)}, or rules such as "
+        "batch=data+fsdp,embed=none,mlp=tensor (default: those of the layout)",
     )
     parser.add_argument(
         "--large-bytes",
         type=not_negative,
         default=LARGE_BYTES,
         metavar="N",
-        help="above it a parameter should not be replicated (default: %(default)s)",
+        help="size from which a replicated parameter is a finding (default: "
+        "%(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

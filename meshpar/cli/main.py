@@ -1,7 +1,7 @@
 """The `meshpar` command: parse the words, run a subcommand, and return its status.
 
 Exit status: 0 done, 1 the answer is "no", 2 bad input (one clear line on stderr), 70 a
-fault of meshpar itself, 130 stopped by Ctrl-C.
+bug in meshpar, 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ wait for it.
 _RECIPE = "meshpar.recipes.command"
 """Module that trains; the library imports no recipe before it runs."""
 
-_TRAIN_SUMMARY = "Trains a language model on a text, under any layout."
+_TRAIN_SUMMARY = "Train a language model on a text, under any layout."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,12 +93,13 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="meshpar",
         description=(meshpar.__doc__ or "").splitlines()[0],
-        epilog="exit status: 0 done, 1 the answer is no, 2 bad input, 70 a fault "
-        "of meshpar itself; "
-        "`meshpar COMMAND --help` has more, and an example",
+        epilog="exit status: 0 done, 1 the answer is no, 2 bad input, 70 a bug in "
+        "meshpar; `meshpar COMMAND --help` has options and an example",
     )
     parser.set_defaults(parser=parser)
-    parser.add_argument("--version", action=_Version, help="print it and end")
+    parser.add_argument(
+        "--version", action=_Version, help="print the versions and exit"
+    )
     subparsers = parser.add_subparsers(
         dest="subcommand", required=True, metavar="COMMAND"
     )

@@ -39,19 +39,19 @@ _POSITIONS = 1024
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose a model to build."""
     parser.add_argument(
-        "--preset", metavar="NAME", help="a named model: tiny, llama3-8b"
+        "--preset", metavar="NAME", help="named model, such as tiny or llama3-8b"
     )
     parser.add_argument(
         "--model",
         metavar="SIZES",
-        help="layers=4,hidden=256,heads=8,... (with --preset: what differs from it), "
-        "or the path of a Hugging Face config.json",
+        help="sizes, such as layers=4,hidden=256,heads=8 (with --preset: those to "
+        "change), or the path of a Hugging Face config.json",
     )
     parser.add_argument(
         "--model-from",
         metavar="MODULE:FUNCTION",
         default=MODEL_FROM,
-        help="what builds the model, called with preset= and the sizes "
+        help="function that builds the model from preset= and the sizes "
         "(default: %(default)s)",
     )
 
@@ -73,15 +73,15 @@ def add_layout_arguments(
         "--layout",
         metavar="LINE",
         required=True,
-        help="such as data=2,fsdp=2,tensor=2 (required)",
+        help="layout, such as data=2,fsdp=2,tensor=2 (required)",
     )
     add_counts(
         parser,
         {
             "--devices": "devices of the machine (default: as many as the layout "
-            "takes)",
-            "--global-batch": "sequences in a step (default: as few as the layout "
-            "takes)",
+            "needs)",
+            "--global-batch": "sequences per step (default: the fewest that the layout "
+            "allows)",
         },
     )
     parser.add_argument(
@@ -89,7 +89,7 @@ def add_layout_arguments(
         type=positive,
         default=seq,
         metavar="N",
-        help=f"tokens of a sequence (default: {seq_default})",
+        help=f"tokens per sequence (default: {seq_default})",
     )
 
 
@@ -104,7 +104,7 @@ def add_checkpoint_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "checkpoint",
         metavar="CKPT",
-        help="the folder of a run (--out), of its checkpoints, or of one of them",
+        help="folder of a run (--out), of its checkpoints, or of one checkpoint",
     )
 
 
@@ -114,7 +114,7 @@ def add_layout_and_workload(parser: argparse.ArgumentParser) -> None:
         "--layout",
         metavar="LINE",
         required=True,
-        help="fsdp=8,stage=2,tensor=8,... (required)",
+        help="layout, such as fsdp=8,stage=2,tensor=8 (required)",
     )
     add_workload_arguments(parser)
 
@@ -125,15 +125,15 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     from meshpar.planner.machine.execution import EXECUTIONS, MESHPAR
 
     parser.add_argument(
-        "--preset", metavar="NAME", help="a named model: llama3-8b, gpt3-175b, ..."
+        "--preset", metavar="NAME", help="named model, such as llama3-8b or gpt3-175b"
     )
     parser.add_argument(
         "--model",
         metavar="NAME|FILE.json|SIZES",
-        help="a named model, a Hugging Face config.json, or layers=4,hidden=256,... "
-        "(with --preset: what differs from it)",
+        help="named model, Hugging Face config.json, or sizes such as "
+        "layers=4,hidden=256 (with --preset: those to change)",
     )
-    vocab = "tokens of the vocabulary (default: the model's own)"
+    vocab = "size of the vocabulary (default: the model's)"
     add_counts(parser, {"--vocab": vocab})
     parser.add_argument(
         "--hardware",
@@ -144,20 +144,20 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     add_counts(
         parser,
         {
-            "--devices": "devices of all hosts (default: those of --layout, or of the "
-            "torus)",
-            "--hosts": "hosts, or slices of a TPU (default: as few as hold the "
-            "devices)",
-            "--global-batch": "sequences in a step (default: one a microbatch and "
-            "device; plan needs it given)",
-            "--seq": "tokens of a sequence (default: the model's own)",
+            "--devices": "number of devices of all hosts (default: that of --layout or "
+            "of the torus)",
+            "--hosts": "number of hosts, or of TPU slices (default: the fewest that "
+            "hold the devices)",
+            "--global-batch": "sequences per step (default: one per microbatch and "
+            "device; required by plan)",
+            "--seq": "tokens per sequence (default: the model's)",
         },
     )
     parser.add_argument(
         "--execution",
         default=MESHPAR.name,
         metavar="NAME",
-        help=f"the program that runs it: {', '.join(EXECUTIONS)}, "
+        help=f"training program: {', '.join(EXECUTIONS)}, "
         "or a .toml file (default: %(default)s)",
     )
     parser.add_argument(

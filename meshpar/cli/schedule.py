@@ -1,4 +1,4 @@
-"""Simulates, checks and draws one pipeline schedule."""
+"""Simulate, check and draw one pipeline schedule."""
 
 from __future__ import annotations
 
@@ -45,45 +45,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--schedule",
         required=True,
         metavar="NAME|FILE.csv",
-        help=f"{', '.join(SCHEDULES)}, or a file with one row a rank: 0F0,0F1,0B0,0B1 "
-        "(required)",
+        help=f"{', '.join(SCHEDULES)}, or a file with one row per rank, such as "
+        "0F0,0F1,0B0,0B1 (required)",
     )
     add_counts(
         parser,
         {
-            "--stages": "size of the stage mesh axis: the ranks (default: those of the "
-            "file)",
-            "--microbatches": "microbatches of one step (default: those of the file)",
-            "--chunks": "stages of one rank (default: the schedule's own, or 1)",
-            "--max-in-flight": "microbatches that a rank's buffers hold (default: any "
-            "number)",
+            "--stages": "size of the stage mesh axis: number of ranks (default: the "
+            "file's)",
+            "--microbatches": "microbatches per step (default: the file's)",
+            "--chunks": "stages per rank (default: the schedule's, or 1)",
+            "--max-in-flight": "most microbatches in a rank's buffers (default: no "
+            "limit)",
         },
     )
     for option, meaning in (
-        ("--forward-ms", "a rank's forward of one microbatch"),
-        ("--input-grad-ms", "its backward for the input"),
-        ("--weight-grad-ms", "its backward for the weights"),
+        ("--forward-ms", "time of a rank's forward of one microbatch"),
+        ("--input-grad-ms", "time of its backward for the input"),
+        ("--weight-grad-ms", "time of its backward for the weights"),
     ):
         parser.add_argument(
             option,
             type=_times,
             default=(Fraction(1),),
             metavar="MS",
-            help=f"{meaning}, shared evenly by its chunks; 3/3/4 gives one a rank, or "
-            "one a chunk's stage, in order of the stages (default: 1)",
+            help=f"{meaning}, divided evenly over its chunks; 3/3/4 sets one per rank, "
+            "or one per stage of all chunks (default: 1)",
         )
     parser.add_argument(
         "--hop-ms",
         type=_time,
         default=Fraction(0),
         metavar="MS",
-        help="latency from one rank to another (default: 0)",
+        help="latency between two ranks (default: 0)",
     )
     parser.add_argument(
         "--plot",
         type=output_file,
         metavar="FILE",
-        help="draw it: .svg, .png or .html (default: text alone; needs meshpar[plots])",
+        help="draw the timeline as .svg, .png or .html (default: text only; needs "
+        "meshpar[plots])",
     )
     parser.add_argument(
         "--trace",
