@@ -4,10 +4,10 @@
     python -m recipes.diffusion --layout data=2,stage=2,microbatches=2
     python -m recipes.diffusion --data fashion-mnist/ --steps 3000
 
-Scikit-learn's digits (1,797 of 8 x 8), 16 patches each, on two virtual CPU devices, in
-94 s on 2 shared cores. It prints the loss beside that of predicting the mean
-(0.43 and 1.29), and how many samples a classifier of real digits takes for what was
-asked for (100 %); a picture has samples of every class.
+It trains on scikit-learn's digits (1,797 of 8 x 8, 16 patches each) on two virtual CPU
+devices, in 94 s on 2 shared cores. It prints the loss, next to that of predicting the
+mean (0.43 and 1.29), and how many samples a classifier of real digits recognises
+(100 %). A picture shows samples of every class.
 """
 
 from __future__ import annotations
@@ -268,28 +268,39 @@ def draw(grid: np.ndarray, path: Path) -> None:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.diffusion",
+        description=__doc__.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     add = parser.add_argument
-    add("--data", help="a folder of IDX files or of images (scikit-learn's digits)")
-    add("--size", type=int, default=32, help="of a folder's images (32)")
-    add("--layout", default="data=2", help="(data=2)")
+    add("--data", help="folder of IDX files or images; scikit-learn's digits if absent")
+    add("--size", type=int, default=32, help="pixels per side of a folder's images")
+    add("--layout", default="data=2", help="layout")
     add(
         "--emulate",
         type=int,
         default=-1,
-        help="virtual CPU devices; 0 uses the machine's own (as many as needed)",
+        help="virtual CPU devices; 0: real devices, -1: as many as needed",
     )
-    sizes = dict(steps=1000, batch=128, layers=4, embed=64, heads=4, seed=0)
-    for name, default in {**sizes, "sampling_steps": 25}.items():
-        option = f"--{name.replace('_', '-')}"
-        add(option, type=int, default=default, help=f"({default})")
-    add("--learning-rate", type=float, default=3e-3, help="(3e-3)")
-    add("--prediction", choices=PATHS, default="flow", help="(flow)")
-    add("--method", choices=METHODS, default="heun", help="of sampling (heun)")
-    add("--guidance", type=float, default=2.0, help="1 for none (2)")
-    add("--out", type=Path, default=Path("runs/diffusion"), help="(runs/diffusion)")
+    sizes = {
+        "steps": (1000, "optimizer steps"),
+        "batch": (128, "images per step"),
+        "layers": (4, "layers of the model"),
+        "embed": (64, "width of the model"),
+        "heads": (4, "attention heads"),
+        "seed": (0, "seed"),
+        "sampling_steps": (25, "steps of sampling"),
+    }
+    for name, (default, words) in sizes.items():
+        add(f"--{name.replace('_', '-')}", type=int, default=default, help=words)
+    add("--learning-rate", type=float, default=3e-3, help="peak learning rate")
+    add("--prediction", choices=PATHS, default="flow", help="what is predicted")
+    add("--method", choices=METHODS, default="heun", help="method of sampling")
+    add("--guidance", type=float, default=2.0, help="guidance; 1: none")
+    add("--out", type=Path, default=Path("runs/diffusion"), help="folder of samples")
     args = parser.parse_args(argv)
-    for name in (*sizes, "size", "sampling_steps"):
+    for name in (*sizes, "size"):
         least = 0 if name == "seed" else 1
         if getattr(args, name) < least:
             parser.error(f"--{name} {getattr(args, name)}: give {least} or more")

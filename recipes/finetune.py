@@ -1,11 +1,11 @@
-"""Fine-tune a model of others on a text or on conversations, all of it or by LoRA.
+"""Fine-tune a pretrained model on a text or on conversations, whole or with LoRA.
 
     python -m recipes.finetune --from SmolLM2-135M-Instruct.Q4_1.gguf --out runs/tuned
     python -m recipes.finetune --from my_model --chat mine.jsonl --layout tensor=2
     meshpar export runs/tuned --to tuned-hf
 
-`--from` is a folder as transformers writes it, a GGUF file or a run's folder. The text
-is twelve of Shakespeare's plays by default, with two held out; `--rank 0` trains every
+`--from` is a folder that transformers wrote, a GGUF file or a run's folder. The text is
+twelve of Shakespeare's plays by default, with two held out; `--rank 0` trains every
 weight.
 """
 
@@ -64,29 +64,29 @@ class FinetuneConfig:
     """A run of the recipe.
 
     Args:
-        from_weights: Also --from: the folder of a model, a GGUF file, or a run.
+        from_weights: Folder of a model, GGUF file, or folder of a run.
         out: Folder of the run.
-        text: Files, or folders of .txt files; Shakespeare's plays by default.
-        chat: JSON lines of conversations, in place of text.
-        tokenizer: A tokenizer.json in place of the model's own, or of a run on files of
-            tokens, which has none.
-        layout: The layout's line.
-        rank: Of LoRA's matrices; 0 trains every weight.
-        alpha: Their product is multiplied by alpha / rank.
-        targets: Which matrices change: parts of their paths.
-        steps: Optimizer steps in all.
-        global_batch: Rows of a step.
-        seq: Tokens of a row.
-        learning_rate: Its peak, after a tenth of the steps; 1e-3 with LoRA and 5e-5
-            without by default. It falls to 0 along a cosine.
-        validation_rows: Held-out rows that are looked at before and after.
-        validate_every: Steps between looks at them on the way.
+        text: Text file, or folder of .txt files; Shakespeare's plays by default.
+        chat: File of conversations as JSON lines, instead of text.
+        tokenizer: A tokenizer.json instead of the model's, or for a run on token files,
+            which has none.
+        layout: Layout of the run.
+        rank: Rank of LoRA's matrices; 0 trains all weights.
+        alpha: Scale of LoRA: its product is multiplied by alpha / rank.
+        targets: Matrices that LoRA changes, by parts of their paths.
+        steps: Total number of optimizer steps.
+        global_batch: Rows per step.
+        seq: Tokens per row.
+        learning_rate: Peak learning rate, after a tenth of the steps; then a cosine
+            decays to 0. By default 1e-3 with LoRA and 5e-5 without.
+        validation_rows: Number of held-out rows to evaluate.
+        validate_every: Steps between evaluations.
         save_every: Steps between checkpoints; the newest two are kept.
-        seed: Of the order of rows, and of what LoRA begins with.
-        resume: Go on from the newest checkpoint in --out; with True or `auto` (alike)
-            begin where there is none.
-        emulate: Virtual CPU devices; 0 uses the machine's own, -1 as many as the
-            layout needs.
+        seed: Seed of the order of rows and of LoRA's initial values.
+        resume: Resume from the newest checkpoint of --out, or start if there is none
+            (True and "auto" are the same).
+        emulate: Number of virtual CPU devices; 0 uses the real devices, -1 as many
+            virtual ones as the layout needs.
 
     Raises:
         InputError: A number is out of its range.

@@ -1,17 +1,16 @@
-"""Forecasts shallow water on a periodic grid by an AFNO whose grid devices share.
+"""Forecast shallow water with an AFNO whose periodic grid is split over devices.
 
     pip install '.[plots]'
     python -m recipes.forecast --png forecast.png
     python -m recipes.forecast --layout data=8
 
-The data are a simulation that the recipe makes first (`recipes/shallow_water.py`): a
-jet and waves on a band from 25 to 75 degrees north, 32 x 64 cells, twelve members to
-learn from and eight to be judged by. The model (`meshpar.models.afno`) learns the state
-half a day later. By default eight virtual CPU devices split the batch in two, and four
-of them share each example: its latitudes over `context`, its longitudes over `tensor`.
-Printed are what the simulation conserves, the loss, and the error of forecasts up to
-two days beside that of persistence, which says that nothing changes: after half a day
-0.164 and 0.191 of the fields' spread, for 31 s of CPU time (2026-11-22).
+The recipe first simulates the data (`recipes/shallow_water.py`): a jet and waves on a
+band from 25 to 75 degrees north, 32 x 64 cells, with twelve members for training and
+eight for the scores. The model (`meshpar.models.afno`) predicts the state half a day
+later. By default eight virtual CPU devices split the batch in two, and four of them
+split each example: its latitudes over `context`, its longitudes over `tensor`. The
+recipe prints what the simulation conserves, the loss, and the error of forecasts up to
+two days, next to that of persistence (no change).
 """
 
 from __future__ import annotations
@@ -254,20 +253,24 @@ def draw(weather: Weather, forecasts: np.ndarray, png: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m recipes.forecast")
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.forecast",
+        description=__doc__.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     add = parser.add_argument
     axes = ", ".join(MESH_AXES)
     layout = "data=2,context=2,tensor=2"
-    add("--layout", default=layout, metavar="LINE", help=f"sizes of {axes}")
-    add("--steps", type=positive, default=1500, metavar="N")
-    add("--every", type=positive, default=300, help="steps from one score to the next")
-    add("--global-batch", type=positive, default=16)
-    add("--layers", type=positive, default=2, help="of the model")
+    add("--layout", default=layout, metavar="LINE", help=f"layout: sizes of {axes}")
+    add("--steps", type=positive, default=1500, metavar="N", help="optimizer steps")
+    add("--every", type=positive, default=300, help="steps between scores")
+    add("--global-batch", type=positive, default=16, help="examples per step")
+    add("--layers", type=positive, default=2, help="layers of the model")
     add("--embed", type=positive, default=32, help="width of the model")
-    add("--rate", type=float, default=3e-3, help="highest learning rate")
-    add("--seed", type=int, default=0)
-    add("--log-json", type=output_file, metavar="FILE", help="a row for each score")
-    add("--png", metavar="FILE", help="where the picture goes")
+    add("--rate", type=float, default=3e-3, help="peak learning rate")
+    add("--seed", type=int, default=0, help="seed")
+    add("--log-json", type=output_file, metavar="FILE", help="write a row per score")
+    add("--png", metavar="FILE", help="draw a forecast")
     return parser
 
 

@@ -3,10 +3,10 @@
     python -m recipes.long_context
     python -m recipes.long_context --layout context=4,tensor=2,attention=ulysses
 
-Scenes of Shakespeare's plays are documents: each row of a batch has several, and a
-token sees those of its own scene alone. Eight virtual CPU devices share each row of
-8,192 bytes. Before it trains, the recipe changes one token and counts the outputs that
-change: exactly the later ones of its document.
+The documents are scenes of Shakespeare's plays. Each row of a batch has several, and a
+token attends to its own scene only. Eight virtual CPU devices share each row of 8,192
+bytes. Before it trains, the recipe changes one token and checks that exactly the later
+outputs of its document change.
 """
 
 from __future__ import annotations
@@ -146,11 +146,16 @@ def _stacked(rows: list[HostBatch]) -> HostBatch:
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m recipes.long_context", description=__doc__.splitlines()[0]
+        prog="python -m recipes.long_context",
+        description=__doc__.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--layout", default="context=8")
-    for name, default in dict(seq=8192, rows=1, steps=10, seed=0).items():
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"({default})")
+    add = parser.add_argument
+    add("--layout", default="context=8", metavar="LINE", help="layout")
+    add("--seq", type=int, default=8192, metavar="N", help="tokens per row")
+    add("--rows", type=int, default=1, metavar="N", help="rows per step")
+    add("--steps", type=int, default=10, metavar="N", help="optimizer steps")
+    add("--seed", type=int, default=0, metavar="N", help="seed")
     args = parser.parse_args(argv)
     least = dict(seq=_LEAST_SEQ, rows=1, steps=0, seed=0)
     for name, number in least.items():

@@ -1,12 +1,12 @@
-"""Trains a model with experts on Shakespeare's plays and shows how even its load is.
+"""Train a model with experts on Shakespeare's plays and print the experts' load.
 
     python -m recipes.moe --layout data=2,expert=4 --preset tiny-moe --steps 150
     python -m recipes.moe --preset tiny-moe-capacity --log-json load.jsonl \\
         --png load.png
 
-On 8 virtual CPU devices. Each row has the step's loss, the share of all assignments
-that were dropped, and for each layer the load of every expert over its fair share. The
-picture (`pip install '.[plots]'`) has each expert's load over time, and the drop rate.
+It uses 8 virtual CPU devices. Each row has the step's loss, the share of dropped
+assignments, and for each layer the load of every expert over its equal share. The
+picture (`pip install '.[plots]'`) shows each expert's load and the drop rate over time.
 """
 
 from __future__ import annotations
@@ -43,15 +43,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m recipes.moe")
-    parser.add_argument("--layout", default="data=2,expert=4", metavar="LINE")
-    parser.add_argument("--preset", default="tiny-moe", metavar="NAME")
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.moe",
+        description=__doc__.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "--layout", default="data=2,expert=4", metavar="LINE", help="layout"
+    )
+    parser.add_argument("--preset", default="tiny-moe", metavar="NAME", help="model")
     add = parser.add_argument
-    add("--steps", type=positive, default=150, metavar="N")
-    add("--global-batch", type=positive, default=16, help="sequences a step")
-    add("--seq", type=positive, default=128, help="tokens of a sequence")
-    add("--log-json", type=output_file, metavar="FILE", help="a row a step")
-    add("--png", metavar="FILE", help="where the picture goes")
+    add("--steps", type=positive, default=150, metavar="N", help="optimizer steps")
+    add("--global-batch", type=positive, default=16, help="sequences per step")
+    add("--seq", type=positive, default=128, help="tokens per sequence")
+    add("--log-json", type=output_file, metavar="FILE", help="write a row per step")
+    add("--png", metavar="FILE", help="draw loads over time")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Trains a DLRM on clicks, its tables spread over devices, beside pipeline stages.
+"""Train a DLRM on clicks, with tables over devices and a model in pipeline stages.
 
     python -m recipes.recommend
     python -m recipes.recommend --layout data=4,tensor=2 --placement column_wise
@@ -6,15 +6,14 @@
     python -m recipes.recommend --out runs/clicks --steps 300
     python -m recipes.recommend --out runs/clicks --resume --layout data=2,fsdp=2
 
-On 8 virtual CPU devices. Users, items and genres are drawn with a known truth, or read
-from MovieLens-100k (`pip install recbole --no-deps`), where the last tenth of each
-user's ratings is held out. Tables are split by rows; they are so small that
-`--placement auto` would give every device all of them. It prints where every table lies
-and each device's load, as planned and as counted in a batch, then the loss, and at the
-end the AUC of the held out examples: of the model, of the items' popularity, of that
-and the user's own share of clicks added, and of the truth, where that is known, which
-no model can pass. With `--out` checkpoints are kept, from which a run goes on under any
-layout and placement.
+It uses 8 virtual CPU devices. Users, items and genres are drawn with a known truth, or
+read from MovieLens-100k (`pip install recbole --no-deps`), where the last tenth of each
+user's ratings is held out. Tables are split by rows, because `--placement auto` would
+replicate such small ones. It prints every table's placement, each device's load, as
+planned and as counted in a batch, and the loss. At the end it prints the AUC of the
+held-out examples: of the model, of the items' popularity, of popularity plus the user's
+own share of clicks, and of the truth, if known, which no model can exceed. `--out`
+keeps checkpoints, which any layout and placement can resume.
 """
 
 from __future__ import annotations
@@ -83,22 +82,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m recipes.recommend")
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.recommend",
+        description=__doc__.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     add = parser.add_argument
-    add("--data", choices=DATA, default="drawn")
-    add("--layout", default="data=4,stage=2,microbatches=2", metavar="LINE")
-    add("--placement", choices=(AUTO, *KINDS), default=ROW_WISE, help="of all tables")
-    add("--steps", type=positive, default=600, metavar="N")
-    add("--global-batch", type=positive, default=1024, help="examples a step")
+    add("--data", choices=DATA, default="drawn", help="clicks to learn")
+    layout = "data=4,stage=2,microbatches=2"
+    add("--layout", default=layout, metavar="LINE", help="layout")
+    add(
+        "--placement",
+        choices=(AUTO, *KINDS),
+        default=ROW_WISE,
+        help="placement of all tables",
+    )
+    add("--steps", type=positive, default=600, metavar="N", help="optimizer steps")
+    add("--global-batch", type=positive, default=1024, help="examples per step")
     add(
         "--out",
         type=Path,
         metavar="FOLDER",
-        help="where checkpoints lie; none if absent",
+        help="folder of checkpoints",
     )
-    add("--save-every", type=positive, default=200, metavar="N", help="steps")
-    add("--resume", action="store_true", help="go on from the checkpoint in --out")
-    add("--log-json", type=output_file, metavar="FILE", help="what is printed")
+    words = "steps between checkpoints"
+    add("--save-every", type=positive, default=200, metavar="N", help=words)
+    add("--resume", action="store_true", help="resume from the checkpoint in --out")
+    add("--log-json", type=output_file, metavar="FILE", help="write the printed rows")
     return parser
 
 

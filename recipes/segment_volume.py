@@ -1,18 +1,17 @@
-"""Finds the grey matter of a brain scan by a 3-D U-Net, which sees it whole.
+"""Segment the grey matter of a whole brain scan with a 3-D U-Net.
 
     pip install '.[volumes,plots]'
     python -m recipes.segment_volume --png slices.png
     python -m recipes.segment_volume --layout context=8 --image t1.nii.gz \\
         --truth tissue.nii.gz --out found.nii.gz
 
-Without files it reads the MNI152 template (197 x 233 x 189 voxels of 1 mm) that nilearn
-carries, takes means of five voxels a side (`--downsample`), and makes it uneven and
-noisy as a scanner would (`--bias`, `--noise`). The volume is one example, never cut
-into patches: four virtual CPU devices share it, a quarter of its space each. The
-frontal third of the scan does not count in the loss; there the Dice score is printed
-beside that of the best band of intensities, which is chosen on the rest of the scan.
-Every step sees the scan anew, unevener and noisier than it is and mirrored along some
-dims: one scan, seen always alike, is learnt by heart.
+Without files it reads the MNI152 template of nilearn (197 x 233 x 189 voxels of 1 mm),
+takes means of 5 x 5 x 5 voxels (`--downsample`), and degrades it like a scan (`--bias`,
+`--noise`). The volume is one example, never cut into patches: four virtual CPU devices
+share it, a quarter of its space each. The frontal third of the scan does not count in
+the loss; the recipe prints the Dice score there, next to that of the best band of
+intensities, which is chosen on the rest of the scan. Each step varies unevenness, noise
+and mirroring, because the network would memorise a scan that is always the same.
 """
 
 from __future__ import annotations
@@ -271,30 +270,36 @@ def in_words(row: dict[str, Any]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m recipes.segment_volume")
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.segment_volume",
+        description=__doc__.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     add = parser.add_argument
-    add("--layout", default="context=2,tensor=2", metavar="LINE")
-    add("--image", metavar="FILE", help="a NIfTI volume (default: the template)")
-    add("--truth", metavar="FILE", help="its tissue: above half of the largest value")
-    add("--steps", type=positive, default=160, metavar="N")
-    add("--every", type=positive, default=10, help="steps from one score to the next")
-    add("--levels", type=positive, default=3, help="of the U-Net")
-    add("--base", type=positive, default=8, help="channels of its finest level")
-    add("--patch", type=positive, default=1, help="voxels a side it reads as one")
-    add("--rate", type=float, default=0.01, help="highest learning rate")
-    add("--seed", type=int, default=0)
-    add("--downsample", type=positive, metavar="N", help="means of N voxels a side")
-    add("--bias", type=float, metavar="SHARE", help="range of an uneven factor")
-    add("--noise", type=float, metavar="SHARE", help="of the brightest voxel")
+    add("--layout", default="context=2,tensor=2", metavar="LINE", help="layout")
+    add("--image", metavar="FILE", help="NIfTI volume; the template if absent")
+    add("--truth", metavar="FILE", help="NIfTI map of its tissue")
+    add("--steps", type=positive, default=160, metavar="N", help="optimizer steps")
+    add("--every", type=positive, default=10, help="steps between scores")
+    add("--levels", type=positive, default=3, help="levels of the U-Net")
+    add("--base", type=positive, default=8, help="channels of the finest level")
+    add("--patch", type=positive, default=1, help="voxels per side of a patch")
+    add("--rate", type=float, default=0.01, help="peak learning rate")
+    add("--seed", type=int, default=0, help="seed")
+    add("--downsample", type=positive, metavar="N", help="means of N^3 voxels")
+    add("--bias", type=float, metavar="SHARE", help="range of the uneven factor")
+    add("--noise", type=float, metavar="SHARE", help="noise over the brightest voxel")
     add(
         "--anew",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="show every step the scan unevener, noisier, mirrored (default: yes)",
+        help="vary unevenness, noise and mirroring in every step",
     )
-    add("--log-json", type=output_file, metavar="FILE", help="a row for each score")
-    add("--png", metavar="FILE", help="where the picture goes")
-    add("--out", type=output_file, metavar="FILE", help="the voxels found, as NIfTI")
+    add("--log-json", type=output_file, metavar="FILE", help="write a row per score")
+    add("--png", metavar="FILE", help="draw three slices")
+    add(
+        "--out", type=output_file, metavar="FILE", help="write the prediction, as NIfTI"
+    )
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Tokens a second, MFU and memory on one GPU, beside a hand-written step and PyTorch's.
+"""Measure tokens/s, MFU and memory on one GPU, for meshpar, plain JAX and PyTorch.
 
     python -m recipes.bench.gpu
     python -m recipes.bench.gpu --shape gpt2 --batch 32 --steps 50
@@ -157,11 +157,11 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
-    add("--batch", type=int, help="sequences in a step (the shape's own)")
-    add("--seq", type=int, help="tokens of a sequence (the shape's own)")
-    add("--remat", help="of meshpar's step (none)")
-    add("--steps", type=int, default=20, help="steps that are timed (20)")
-    add("--peak-tflops", type=float, help="of a GPU that is not known here")
+    add("--batch", type=int, help="sequences per step (the shape's)")
+    add("--seq", type=int, help="tokens per sequence (the shape's)")
+    add("--remat", help="recomputation of meshpar's step (none)")
+    add("--steps", type=int, default=20, help="timed steps (20)")
+    add("--peak-tflops", type=float, help="peak of a GPU that is not in the table")
     add("--contestant", choices=MEASURES, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 

@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     """Prints the losses and draws the picture."""
     parser = argparse.ArgumentParser(prog="python -m recipes.bench.loss_curves")
     parser.add_argument("metrics", type=Path, nargs="+", help="files of --log-json")
-    parser.add_argument("--png", type=Path, help="where the picture goes")
+    parser.add_argument("--png", type=Path, help="file of the picture")
     args = parser.parse_args(argv)
     for path in args.metrics:
         if not path.is_file():

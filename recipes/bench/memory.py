@@ -34,7 +34,9 @@ def main(argv: list[str] | None = None) -> int:
     """Prints the table."""
     parser = argparse.ArgumentParser(prog="python -m recipes.bench.memory")
     parser.add_argument("--preset", default="llama3.2-1b")
-    parser.add_argument("--fsdp", type=int, default=8, help="devices that share states")
+    parser.add_argument(
+        "--fsdp", type=int, default=8, help="devices that split the states"
+    )
     parser.add_argument("--target", default="gpu:h100:1x8")
     parser.add_argument("--global-batch", type=int, default=8)
     parser.add_argument("--seq", type=int, default=2048)

@@ -34,9 +34,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--devices", type=positive, default=8, help="virtual CPU devices"
     )
-    parser.add_argument("--tokens", type=positive, default=2048, help="in all")
+    parser.add_argument(
+        "--tokens", type=positive, default=2048, help="total number of tokens"
+    )
     parser.add_argument("--embed", type=positive, default=256)
-    parser.add_argument("--hidden", type=positive, default=512, help="of an expert")
+    parser.add_argument(
+        "--hidden", type=positive, default=512, help="hidden size of an expert"
+    )
     parser.add_argument("--rounds", type=positive, default=5)
     args = parser.parse_args(argv)
     if args.tokens % EXPERTS:

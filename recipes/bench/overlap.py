@@ -67,8 +67,10 @@ CASES = (
 def main(argv: list[str] | None = None) -> int:
     """Compiles every case, prints the table and writes the file."""
     parser = argparse.ArgumentParser(prog="python -m recipes.bench.overlap")
-    parser.add_argument("--target", default="", help="of these alone: gpu, tpu")
-    parser.add_argument("--layout", default="", help="layouts with this in them alone")
+    parser.add_argument("--target", default="", help="targets to measure: gpu or tpu")
+    parser.add_argument(
+        "--layout", default="", help="measure layouts with this text only"
+    )
     parser.add_argument("--out", type=Path, default=FILE, help=f"({FILE})")
     args = parser.parse_args(argv)
     targets = [target for target in TARGETS if args.target in target]

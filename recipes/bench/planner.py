@@ -78,7 +78,9 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--hardware", metavar="FILE.toml", help="instead of measuring")
+    parser.add_argument(
+        "--hardware", metavar="FILE.toml", help="hardware file, instead of calibrating"
+    )
     sizes = dict(layers=8, hidden=128, heads=8, kv_heads=8, ffn=384, vocab=512)
     runs = dict(batch=16, seq=64, rounds=7)
     return parsed(parser, sizes, runs)

@@ -109,8 +109,10 @@ CASES = [
 def main(argv: list[str] | None = None) -> int:
     """Compiles every case, one after another, and prints the table."""
     parser = argparse.ArgumentParser(prog="python -m recipes.bench.planner_memory")
-    parser.add_argument("--preset", default="", help="cases of this model alone")
-    parser.add_argument("--target", default="", help="of this hardware: tpu, h100")
+    parser.add_argument("--preset", default="", help="cases of this model only")
+    parser.add_argument(
+        "--target", default="", help="cases of this hardware: tpu, h100"
+    )
     args = parser.parse_args(argv)
     jax.config.update("jax_platforms", "cpu")  # this process only traces
     cases = [

@@ -25,7 +25,7 @@ _MARKERS = "osD^vPX*<>h"
 def main(argv: list[str] | None = None) -> int:
     """Prints the table and draws the picture."""
     parser = argparse.ArgumentParser(prog="python -m recipes.bench.planner_validation")
-    parser.add_argument("--png", type=Path, help="where the picture goes")
+    parser.add_argument("--png", type=Path, help="file of the picture")
     args = parser.parse_args(argv)
     rows = validate.rows()
     print(validate.text(rows))

@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model",
         default="layers=8,hidden=768,heads=12,kv_heads=12,ffn=2048",
-        help="what differs",
+        help="sizes to change",
     )
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--layouts", nargs="+", default=LAYOUTS)

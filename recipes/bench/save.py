@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     """Prints the times and the share for each size."""
     parser = argparse.ArgumentParser(prog="python -m recipes.bench.save")
     parser.add_argument("--preset", default="tiny")
-    parser.add_argument("--model", nargs="+", default=_MODELS, help="what differs")
+    parser.add_argument("--model", nargs="+", default=_MODELS, help="sizes to change")
     parser.add_argument("--layout", default="fsdp=8")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args(argv)

@@ -49,9 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m recipes.bench.tables")
     parser.add_argument("--devices", type=positive, default=8)
     parser.add_argument("--tables", type=positive, default=2)
-    parser.add_argument("--rows", type=positive, default=1_000_000, help="of each")
+    parser.add_argument(
+        "--rows", type=positive, default=1_000_000, help="rows per table"
+    )
     parser.add_argument("--dim", type=positive, default=64)
-    parser.add_argument("--examples", type=positive, default=1024, help="of a step")
+    parser.add_argument(
+        "--examples", type=positive, default=1024, help="examples per step"
+    )
     parser.add_argument("--rounds", type=positive, default=5)
     args = parser.parse_args(argv)
     if args.rows % args.devices:
