@@ -153,7 +153,7 @@ def _yaml(path: Path, text: str) -> Any:
     for key, times in Counter(keys).items():
         if times > 1:
             raise InputError(
-                f"{str(path)!r}: key {key!r} stands there {times} times; give it once",
+                f"{str(path)!r}: key {key!r} occurs {times} times; give it once",
                 key="run.config_key_twice",
             )
     return found or {}

@@ -91,9 +91,9 @@ class ConversationRows:
             until = self.encode(self._text(messages[: at + 1], asks=False))
             if tokens[: len(before)] != before or tokens[: len(until)] != until:
                 raise DataError(
-                    f"message {at} of {messages[:1]}: the chat template gives a "
-                    "conversation another text once it goes on, so that what the "
-                    "assistant says cannot be told apart; give rows of text instead",
+                    f"message {at} of {messages[:1]}: the chat template changes "
+                    "earlier text when a message is added, so the assistant's words "
+                    "cannot be located; give rows of text instead",
                     key="data.chat_template_changes_text",
                 )
             said[len(before) : len(until)] = [True] * (len(until) - len(before))

@@ -44,7 +44,7 @@ def check_memory(
     if needed_bytes <= there_bytes:
         return
     of = f"{sharing} CPU devices" if here[0].platform == "cpu" else "a device"
-    where = "this host has free" if here[0].platform == "cpu" else "it has"
+    where = "the free memory here is" if here[0].platform == "cpu" else "it has"
     line = (
         f"layout {str(step.layout)!r} needs about {_gb(needed_bytes)} for {of} "
         f"({_gb(states_bytes)} of states and {_gb(temporary_bytes)} of temporaries "

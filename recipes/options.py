@@ -116,7 +116,7 @@ def _folder_options(
             name = option.removeprefix("--").replace("-", "_")
             raise InputError(
                 f"{str(saved)!r} has {name} = {path!r}, outside of the run's folder, "
-                f"and a folder does not decide what is written elsewhere; give "
+                f"but a folder may not choose files elsewhere; give "
                 f"{option} {shlex.quote(path)} again, or delete that line",
                 key="run.folder_writes_outside",
             )

@@ -88,7 +88,7 @@ class Task:
         head = image[image > image.mean()]
         if not head.size or head.min() == head.max():
             raise InputError(
-                "what is brighter than the mean of the image has one intensity; give a "
+                "all voxels above the mean of the image have one intensity; give a "
                 "scan",
                 key="data.head_of_one_intensity",
             )

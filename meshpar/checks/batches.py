@@ -180,8 +180,8 @@ def _check_storage(name: str, array: Any, shape: tuple[int, ...]) -> None:
     """Raise if JAX cannot take an array, or it has no elements."""
     if 0 in shape:
         raise InputError(
-            f"batch[{name!r}] has shape {shape}, of which there is nothing to train "
-            "on; leave such a batch out",
+            f"batch[{name!r}] has shape {shape}, which has nothing to train on; "
+            "leave such a batch out",
             key="batch.empty_array",
         )
     if isinstance(array, np.ma.MaskedArray):
@@ -212,7 +212,7 @@ def _check_below(
     uncounted = "" if counted is None else ", or give it the weight 0"
     raise InputError(
         f"batch[{name!r}] has {value} at {place}, but the model takes 0 to "
-        f"{below - 1} there: give numbers below {below}, or a model that knows more"
+        f"{below - 1} there: give numbers below {below}, or a larger model"
         f"{uncounted}",
         key="batch.index_out_of_range",
     )
@@ -226,8 +226,8 @@ def _check_bits(name: str, array: np.ndarray) -> None:
         return
     value, place = _first(array, wrong)
     raise InputError(
-        f"batch[{name!r}] has {value} at {place}, but JAX keeps {kept.bits} bits of "
-        f"it, numbers from {kept.min} to {kept.max}: give such numbers",
+        f"batch[{name!r}] has {value} at {place}, but JAX keeps {kept.bits} bits: "
+        f"give numbers from {kept.min} to {kept.max}",
         key="batch.too_many_bits",
     )
 

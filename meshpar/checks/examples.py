@@ -88,14 +88,14 @@ def check_examples_apart(
     found = _what_joins(model, shapes, logits)
     if found is None:
         return
-    function, instead = "a function of the model", "sums over examples alone"
+    function, instead = "a function of the model", "sums over examples only"
     if logits:
         function, instead = "logits", "each example's own"
     raise InputError(
-        f"layout {layout!r} gives devices or microbatches some examples each, but "
-        f"{function} joins those that it has: {found}; give {instead}, "
-        "take scope.batch_sum for statistics and scope.key for noise, or leave the "
-        "batch whole",
+        f"layout {layout!r} splits the examples over devices or microbatches, but "
+        f"{function} joins examples: {found}; return {instead}, use "
+        "scope.batch_sum for statistics and scope.key for noise, or do not split the "
+        "batch",
         key="model.joins_examples",
     )
 

@@ -76,8 +76,8 @@ def check_per_token(model: Model, layout: Layout) -> None:
         raise
     if found is not None:
         raise InputError(
-            "per_token=True says that embed and head treat every token by itself, so "
-            f"that the {layout.stage} ranks of a pipeline have some tokens each, but "
+            "per_token=True says that embed and head treat each token separately, so "
+            f"that the {layout.stage} ranks of a pipeline split the tokens, but "
             f"one of them does not: {found}; leave per_token out",
             key="model.per_token_joins_tokens",
         )
@@ -133,7 +133,7 @@ def check_token_wise(model: Model) -> None:
     if found is not None:
         raise InputError(
             "context splits sequences, but a function of the model joins tokens "
-            f"otherwise than by meshpar's attention: {found}; set context=1",
+            f"by other means than meshpar's attention: {found}; set context=1",
             key="model.joins_tokens",
         )
 
@@ -216,8 +216,8 @@ def _check_probed(probe: Probe, why: str) -> None:
         raise
     if found is not None:
         raise InputError(
-            f"{why}, but logits joins the tokens of a device, that has not all: "
-            f"{found}; give each token's own, or take a layout with "
+            f"{why}, but logits joins tokens, and a device has only some of them: "
+            f"{found}; return each token's own, or use a layout with "
             f"{probe.mesh_axis}=1",
             key="model.logits_join_tokens",
         )

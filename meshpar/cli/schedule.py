@@ -129,7 +129,7 @@ def _checked_schedule(args: argparse.Namespace) -> Schedule:
         return schedule
     if args.stages is None or args.microbatches is None:
         raise InputError(
-            f"--schedule {args.schedule}: how large? give --stages N and "
+            f"--schedule {args.schedule} needs sizes: give --stages N and "
             "--microbatches N",
             key="schedule.no_size",
         )

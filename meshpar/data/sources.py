@@ -55,7 +55,7 @@ class DataSource:
         if self.weight is not None and self.weight <= 0:
             raise DataError(
                 f"weight={self.weight} of {self.path!r}: must be a positive number; "
-                "leave out what is to have no share",
+                "leave out a source without a share",
                 key="data.weight_not_positive",
             )
         if self.format is not None and self.format not in FORMATS:

@@ -155,8 +155,8 @@ def late_refusal(
     """
     process = greeting.process_id
     return _stranger(place, job, greeting) or DistributedError(
-        f"process {process} on {greeting.host} comes to the job at "
-        f"{place.coordinator}, whose {place.num_processes} processes are all there, "
+        f"process {process} on {greeting.host} tries to join the job at "
+        f"{place.coordinator}, whose {place.num_processes} processes have all joined, "
         f"process {process} on {hosts[process]}; give each process a number of its own "
         f"from 0 to {place.num_processes - 1}, and start one again only once the "
         "others have ended",

@@ -102,7 +102,7 @@ def refuse_other_settings(settings: Sequence[Mapping[str, Any]]) -> None:
             if name not in other or other[name] != value:
                 raise InputError(
                     f"process {process} has {name}={other.get(name)!r}, process 0 has "
-                    f"{name}={value!r}: they would train another model together; give "
+                    f"{name}={value!r}: they would not train one model; give "
                     "all the same versions, JAX options and JAX_ variables",
                     key="processes.different_settings",
                 )

@@ -143,7 +143,7 @@ LOCAL_STEPS = (
         lambda at: at.layout.sync_every > 1 and at.layout.data == 1,
         lambda at: (
             f"sync_every={at.layout.sync_every} averages replicas over 'data', but "
-            "data=1 has one alone; leave it out, or give 'data' a size"
+            "data=1 has only one; leave it out, or give 'data' a size"
         ),
     ),
     Requirement(

@@ -139,7 +139,7 @@ def check_untied(
                 raise InputError(
                     f"{one.what}: {path!r} is {seen[id(param)]} too, one nnx.Param "
                     "that was made before; each would train a copy of its own: build "
-                    "it in the ends, and let embed put what it makes into the stream",
+                    "it in the ends, and let embed put its result into the stream",
                     key="model.param_shared_by_builders",
                 )
             seen[id(param)] = f"{path!r} of {one.what}"

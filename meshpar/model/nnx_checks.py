@@ -34,7 +34,8 @@ def check_builder(builder: Any, argument: str) -> None:
         )
     if not callable(builder):
         raise InputError(
-            f"{given}: give what builds a module from nnx.Rngs, such as its class",
+            f"{given}: give a function that builds a module from nnx.Rngs, such as "
+            "its class",
             key="model.builder_not_callable",
         )
     # A module's class hides its own arguments behind those of its metaclass.

@@ -114,6 +114,7 @@ def _check_whole(group: BlockGroup, tree: Any, layouts: list, read: list[int]) -
             raise InputError(
                 f"block group {group.name!r}: its update of the state reads "
                 f"{names[at]!r}, which a device has a part of (mesh axis {axes[0]!r}); "
-                "make the state of the block's sums instead, or leave that axis at 1",
+                "compute the state from the block's sums instead, or set that axis "
+                "to 1",
                 key="model.state_update_reads_split",
             )

@@ -279,9 +279,8 @@ def _check(params: Params, known: dict[str, Parameter]) -> None:
         wanted = known[path].stacked_shape
         if tuple(array.shape) != wanted:
             raise InputError(
-                f"parameter {path} has shape {tuple(array.shape)}, but in the layout "
-                f"that is said to be its own it has {wanted}; say which layout it "
-                "lies in",
+                f"parameter {path} has shape {tuple(array.shape)}, but {wanted} in "
+                "from_layout; give the layout that it has",
                 key="layout.parameter_of_other_layout",
             )
 
@@ -293,9 +292,9 @@ def _check_stages(params: Params, num_stages: int) -> None:
         own = num_stages if mesh is None else mesh.shape.get("stage", num_stages)
         if own != num_stages:
             raise InputError(
-                f"parameter {path} lies on {own} stages, which may have "
-                "the layers in another order than the layout that is said to be its "
-                f"own, of {num_stages}; say from_layout=, such as step.layout",
+                f"parameter {path} is on {own} stages, but from_layout has "
+                f"{num_stages}, maybe with the layers in another order; give its own "
+                "layout as from_layout=, such as step.layout",
                 key="layout.parameter_of_other_stages",
             )
 

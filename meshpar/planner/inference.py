@@ -306,8 +306,8 @@ def estimate_inference(
     """
     if not workload.causal:
         raise InputError(
-            f"{workload.name} makes no token after another, its tokens see those that "
-            "follow: there is no generation to estimate",
+            f"{workload.name} is not causal: its tokens attend to later ones, so there "
+            "is no generation to estimate",
             key="generation.not_causal",
         )
     layout = Layout.of(layout).resolve(cluster.num_devices)

@@ -160,12 +160,12 @@ def refuse_schedule(layout: Layout) -> None:
     if layout.schedule != PLAIN.schedule:
         raise InputError(
             f"layout {str(layout)!r} names schedule={layout.schedule}, but a schedule "
-            "is given beside it; leave one of them out",
+            "is given too; leave one of them out",
             key="schedule.given_twice",
         )
     if layout.stage == 1:
         raise InputError(
-            f"layout {str(layout)!r} has stage=1, but a schedule is given beside it; "
+            f"layout {str(layout)!r} has stage=1, but a schedule is given; "
             "leave it out, or give 'stage' a size",
             key="schedule.without_stages",
         )
@@ -284,8 +284,8 @@ def _split_replicas(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleErr
             error = RuleError(
                 "claimed_twice",
                 f"layout {str(layout)!r}: stored parameters are split over 'data' "
-                f"along {logical_axis!r}, but sync_every={layout.sync_every} has a "
-                "replica of them there each; split them over 'fsdp', or set "
+                f"along {logical_axis!r}, but sync_every={layout.sync_every} "
+                "needs whole replicas there; split them over 'fsdp', or set "
                 "sync_every=1",
                 key="rules.split_replicas",
             )
@@ -387,9 +387,9 @@ def refuse_by_host(
     ]
     if all(host_groups(hosts, axes) is None for axes in sums):
         raise InputError(
-            f"layout {str(layout)!r}: {asked} changes nothing, as no sum of gradients "
-            "goes over several devices of each of several hosts (there are "
-            f"{len(set(hosts.flat))} here); leave it out",
+            f"layout {str(layout)!r}: {asked} changes nothing, because no sum of "
+            "gradients is over several devices on each of several hosts (hosts: "
+            f"{len(set(hosts.flat))}); leave it out",
             key="step.by_host_without_effect",
         )
 

@@ -77,14 +77,14 @@ def main(argv: list[str] | None = None) -> int:
     if not targets:
         known = ", ".join(TARGETS)
         raise InputError(
-            f"--target {args.target!r} is part of none of {known}",
+            f"--target {args.target!r} matches none of {known}",
             key="command.unknown_target",
         )
     cases = [case for case in CASES if args.layout in case.layout]
     if not cases:
         known = "; ".join(case.layout for case in CASES)
         raise InputError(
-            f"--layout {args.layout!r} is part of none of {known}",
+            f"--layout {args.layout!r} matches none of {known}",
             key="command.unknown_layout",
         )
     rows = _rows(targets, cases, _written(args.out))

@@ -123,7 +123,7 @@ def _check_result(
     name, even = logical_axes[dim], stride * degree(split[dim])
     raise InputError(
         f"{name!r} has {shape[dim]} places at a convolution of stride {stride}, whole "
-        f"on each device, but its result {result[dim]}, split over "
+        f"on each device, but its result has {result[dim]}, split over "
         f"{'/'.join(split[dim])}: {beside}, XLA gets the kernel's gradient wrong (jax "
         f"0.10.2); pad {name!r} to {-(-shape[dim] // even) * even} places, or map it "
         "to None in the rules",

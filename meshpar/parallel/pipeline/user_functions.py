@@ -401,7 +401,7 @@ def check_batch(inputs: Any, targets: Any, mesh: Mesh, num_microbatches: int) ->
         InputError: Arrays of several lengths, or of one that does not divide over the
             batch axes and the microbatches.
     """
-    rule = "each has the example first, as many in all"
+    rule = "the first dim of each is the examples, as many in all"
     num_examples = _common_length(
         "inputs and targets", (inputs, targets), rule, key="batch.different_lengths"
     )

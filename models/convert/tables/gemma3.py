@@ -160,8 +160,8 @@ def whole_period(pattern: int, layers: int) -> int:
     """
     if layers < pattern:
         raise InputError(
-            f"{layers} layers, of which only each {pattern}th sees all tokens: all of "
-            "them see a window, and ours has no such model; take one of at least "
+            f"{layers} layers, but only every {pattern}th attends to all tokens: a "
+            "model with windows in all layers is not supported; use at least "
             f"{pattern} layers",
             key="weights.all_layers_windowed",
         )
