@@ -135,14 +135,14 @@ def test_a_hosts_devices_send_a_share_each_across(two_hosts):
 def test_by_host_is_refused_where_it_changes_nothing(refuses, two_hosts):
     with refuses("step.unknown_gradient_reduction", "'fast'", "'flat'", "'by_host'"):
         step_of("data=8", gradient_reduction="fast")
-    with refuses("step.by_host_without_effect", "2 here"):
+    with refuses("step.by_host_without_effect", "hosts: 2"):
         step_of("data=2,tensor=4", gradient_reduction="by_host")
     with refuses("step.by_host_without_effect"):  # Each by itself.
         step_of("data=8,sync_every=2", gradient_reduction="by_host")
 
 
 def test_by_host_is_refused_in_one_process(refuses):
-    with refuses("step.by_host_without_effect", "1 here"):
+    with refuses("step.by_host_without_effect", "hosts: 1"):
         step_of("data=8", gradient_reduction="by_host")
 
 
