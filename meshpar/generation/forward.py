@@ -36,7 +36,7 @@ from meshpar.model.contract import Model, Stream
 from meshpar.model.inputs import Batch
 from meshpar.model.parameter import Parameter, Params
 from meshpar.model.scope import Scope
-from meshpar.parallel.blocks import Block, Stack, where
+from meshpar.parallel.blocks import Block, ScopeArrays, Stack, where
 from meshpar.parallel.pipeline.crossing import STAGE, write, zero_arrays
 from meshpar.parallel.pipeline.rank_layers import layers_here
 from meshpar.parallel.pipeline.stages import Arrangement, cut, merge, part
@@ -414,8 +414,8 @@ class _Pass:
         cache: PagedCache | None = None,
     ) -> Scope:
         """Return the scope of a function of a batch, outside the blocks or inside."""
-        known = {"batch": batch, "state": state, "layer": layer, "cache": cache}
-        return self._scopes({**known, "examples": None, "random": None})
+        arrays = ScopeArrays(batch=batch, state=state, layer=layer, cache=cache)
+        return self._scopes(arrays)
 
     def _batch(self, tokens: jax.Array, rows: Rows) -> Batch:
         positions = jnp.maximum(rows.positions(tokens.shape[1]), 0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,27 @@ from meshpar.parallel.zero import (
     reduce_scatter,
 )
 
-Known = dict[str, Any]
-"""Arrays without gradient that scopes are made of."""
+
+class ScopeArrays(NamedTuple):
+    """Arrays without gradient that the scope of a model's functions is made of.
+
+    Args:
+        batch: Arrays of the batch by name.
+        cache: Cache of a generation; None in training.
+        examples: Index of each example in the global batch.
+        layer: Index of the layer; None outside the blocks.
+        microbatch: Index of the microbatch in a pipeline.
+        random: Key of the step's randomness.
+        state: State of the layer, or of the functions outside the blocks.
+    """
+
+    batch: Any
+    cache: Any = None
+    examples: jax.Array | None = None
+    layer: jax.Array | int | None = None
+    microbatch: jax.Array | None = None
+    random: jax.Array | None = None
+    state: Any = None
 
 
 @jax.tree_util.register_dataclass
@@ -91,7 +110,7 @@ class Block:
         group: The group of blocks.
         stored: Tree of `Stored` of one layer's parameters.
         remat: The policy of recomputation (`Layout.remat`).
-        make_scope: `Known` -> the scope that blocks see.
+        make_scope: `ScopeArrays` -> the scope that blocks see.
         padded: True if a negative layer marks a place without a block.
     """
 
@@ -101,7 +120,7 @@ class Block:
         *,
         stored: Any,
         remat: str,
-        make_scope: Callable[[Known], Any],
+        make_scope: Callable[[ScopeArrays], Any],
         padded: bool = False,
     ) -> None:
         self.group, self.remat = group, remat
@@ -141,7 +160,7 @@ class Block:
         return reduce_scatter(self._stored, gradients, gradient_in_loop)
 
     def forward(
-        self, weights: Any, x: Stream, layer: jax.Array, known: Known
+        self, weights: Any, x: Stream, layer: jax.Array, arrays: ScopeArrays
     ) -> tuple[Stream, Sums]:
         """Return the layer's output, shaped as `x`, and its sums.
 
@@ -149,9 +168,9 @@ class Block:
             weights: One layer's parameters, from `gather`.
             x: The stream of this device's examples.
             layer: int32 scalar; a negative one is no layer, and `x` passes through.
-            known: Arrays that the scope is made of.
+            arrays: Arrays that the scope is made of.
         """
-        y, sums = self._call(weights, x, {**known, "layer": layer})
+        y, sums = self._call(weights, x, arrays._replace(layer=layer))
         return self._passed_on(y, sums, x, layer)
 
     def forward_keeping(
@@ -159,28 +178,28 @@ class Block:
         weights: Any,
         x: Stream,
         layer: jax.Array,
-        known: Known,
+        arrays: ScopeArrays,
         *,
         looped: bool = True,
     ) -> tuple[tuple[Stream, Sums], Residuals]:
         """Run `forward` and return its residuals too, without the parameters.
 
         Args:
-            weights: As for `forward`, and so `x`, `layer` and `known`.
+            weights: As for `forward`, and so `x`, `layer` and `arrays`.
             x: The stream.
             layer: Index of the layer.
-            known: Arrays that the scope is made of.
+            arrays: Arrays that the scope is made of.
             looped: True inside a loop that does not contain the backward.
         """
-        known = {**known, "layer": layer}
+        arrays = arrays._replace(layer=layer)
 
         def run(weights: Any, x: Stream) -> tuple[tuple[Stream, Sums], Sums]:
-            y, sums = self._call(weights, x, known, looped)
+            y, sums = self._call(weights, x, arrays, looped)
             auxiliary = {name: sums.pop(name) for name in self.group.auxiliary}
             return (y, auxiliary), sums
 
         (y, auxiliary), residuals, others = vjp_without(
-            run, (weights, x), known=(weights, known), has_aux=True
+            run, (weights, x), known=(weights, arrays), has_aux=True
         )
         return self._passed_on(y, {**auxiliary, **others}, x, layer), residuals
 
@@ -191,21 +210,21 @@ class Block:
         dx: Stream,
         of_loss: jax.Array | float,
         layer: jax.Array,
-        known: Known,
+        arrays: ScopeArrays,
     ) -> tuple[Any, Stream]:
         """Return gradients of one layer's parameters, for `scatter`, and of its `x`.
 
         At a place without a layer these are zeros and `dx` itself.
 
         Args:
-            weights: As for `forward`, and so `layer` and `known`.
+            weights: As for `forward`, and so `layer` and `arrays`.
             residuals: From `forward_keeping`.
             dx: Gradient of the layer's output.
             of_loss: Gradient of the summed loss, which includes auxiliary losses.
             layer: Index of the layer.
-            known: Arrays that the scope is made of.
+            arrays: Arrays that the scope is made of.
         """
-        vjp = restore_vjp(residuals, (weights, {**known, "layer": layer}))
+        vjp = restore_vjp(residuals, (weights, arrays._replace(layer=layer)))
         auxiliary_gradients = {
             name: jnp.float32(coefficient * of_loss)
             for name, coefficient in self.group.auxiliary.items()
@@ -218,20 +237,20 @@ class Block:
         return gradients, dx_before
 
     def residual_names(
-        self, shard: Any, x: Stream, layer: jax.Array, known: Known
+        self, shard: Any, x: Stream, layer: jax.Array, arrays: ScopeArrays
     ) -> tuple[str, ...]:
         """Return the names that the block gives to residuals, by tracing it."""
 
         def run(shard: Any, x: Stream) -> tuple[Stream, Sums]:
-            scope = self._make_scope({**known, "layer": layer})
+            scope = self._make_scope(arrays._replace(layer=layer))
             return self.group.run(self.gather(shard), x, scope)
 
         return names_in(run, shard, x)
 
     def _call(
-        self, weights: Any, x: Stream, known: Known, looped: bool = True
+        self, weights: Any, x: Stream, arrays: ScopeArrays, looped: bool = True
     ) -> tuple[Stream, Sums]:
-        y, sums = self._apply[looped](self._make_scope, weights, x, known)
+        y, sums = self._apply[looped](self._make_scope, weights, x, arrays)
         return y, dict(sums)
 
     def _passed_on(
@@ -280,7 +299,7 @@ class Stack:
         return self.prefetch and (self.block.gathers or self.block.scatters)
 
 
-def run_blocks(stack: Stack, x: Stream, known: Known) -> tuple[Stream, Sums]:
+def run_blocks(stack: Stack, x: Stream, arrays: ScopeArrays) -> tuple[Stream, Sums]:
     """Run all blocks of a stack; return the stream after them, and the blocks' sums.
 
     Auxiliary losses are summed over the layers, other sums are stacked. Each layer's
@@ -289,27 +308,27 @@ def run_blocks(stack: Stack, x: Stream, known: Known) -> tuple[Stream, Sums]:
     Args:
         stack: The blocks.
         x: The stream of this device's examples.
-        known: Arrays without gradient that scopes are made of.
+        arrays: Arrays without gradient that scopes are made of.
     """
 
     def body(x: Stream, xs: tuple) -> tuple[Stream, Sums]:
         shard, state, layer = xs
         weights = stack.block.gather(shard)
-        return stack.block.forward(weights, x, layer, {**known, "state": state})
+        return stack.block.forward(weights, x, layer, arrays._replace(state=state))
 
     x, sums = lax.scan(body, x, stack.xs)
     return x, over_layers(stack.block, sums)
 
 
 def run_keeping(
-    stack: Stack, x: Stream, known: Known
+    stack: Stack, x: Stream, arrays: ScopeArrays
 ) -> tuple[Stream, Sums, Residuals]:
     """Run all blocks; return the stream, the sums, and residuals for `run_backward`."""
 
     def body(x: Stream, xs: tuple) -> tuple[Stream, tuple[Sums, Residuals]]:
         shard, state, layer = xs
         (x, sums), residuals = stack.block.forward_keeping(
-            stack.block.gather(shard), x, layer, {**known, "state": state}
+            stack.block.gather(shard), x, layer, arrays._replace(state=state)
         )
         return x, (sums, residuals)
 
@@ -322,7 +341,7 @@ def run_backward(
     stack: Stack,
     residuals: Residuals,
     dx: Stream,
-    known: Known,
+    arrays: ScopeArrays,
     totals: Any,
     add: Callable[[Any, Any, jax.Array], Any],
     *,
@@ -337,7 +356,7 @@ def run_backward(
         stack: The blocks.
         residuals: From `run_keeping`.
         dx: Gradient of its stream.
-        known: Arrays that scopes are made of.
+        arrays: Arrays that scopes are made of.
         totals: Sums of gradients so far.
         add: (totals, gradients of one layer's shards, place in the stack) -> totals.
         of_loss: Gradient of the summed loss, which includes auxiliary losses.
@@ -355,7 +374,7 @@ def run_backward(
             dx,
             of_loss,
             layer,
-            {**known, "state": state},
+            arrays._replace(state=state),
         )
         return (dx, add(totals, stack.block.scatter(gradients), place)), None
 
@@ -364,12 +383,12 @@ def run_backward(
         return lax.scan(body, (dx, totals), xs, reverse=True)[0]
 
 
-def check_names(stacks: Sequence[tuple[Stack, Stream]], known: Known) -> None:
+def check_names(stacks: Sequence[tuple[Stack, Stream]], arrays: ScopeArrays) -> None:
     """Check that blocks give the residual names that a `remat` policy asks for.
 
     Args:
         stacks: Blocks of each group, and the stream that they take.
-        known: Arrays that scopes are made of.
+        arrays: Arrays that scopes are made of.
 
     Raises:
         InputError: No block gives one of the names.
@@ -380,7 +399,7 @@ def check_names(stacks: Sequence[tuple[Stack, Stream]], known: Known) -> None:
     names: list[str] = []
     for stack, x in stacks:
         first = jax.tree.map(lambda value: value[0], (stack.shards, stack.state))
-        layer_arrays = {**known, "state": first[1]}
+        layer_arrays = arrays._replace(state=first[1])
         names += stack.block.residual_names(first[0], x, stack.layers[0], layer_arrays)
     refuse_unknown(remat, names)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -28,6 +28,7 @@ from meshpar.model.inputs import Batch
 from meshpar.model.parameter import Params
 from meshpar.model.scope import Scope
 from meshpar.model.token_order import TokenOrder
+from meshpar.parallel.blocks import ScopeArrays
 from meshpar.parallel.grids.space import input_spec, space_degree, splits_tokens
 from meshpar.parallel.reduction import reduce_gradients, sum_by_host
 from meshpar.parallel.tensor import shard_index
@@ -375,21 +376,21 @@ class Scopes:
     order: TokenOrder | None = None
     replica_axes: tuple[str, ...] = ()
 
-    def __call__(self, known: Mapping[str, Any], **shared: Any) -> Scope:
+    def __call__(self, arrays: ScopeArrays, **shared: Any) -> Scope:
         """Return the scope of these arrays; `shared` has fields that ranks share."""
         return Scope(
             rules=self.rules,
-            batch=Batch(known["batch"]),
-            layer=known.get("layer", -1),
-            state=known.get("state", {}),
-            examples=known["examples"],
-            random=known["random"],
+            batch=Batch(arrays.batch),
+            layer=-1 if arrays.layer is None else arrays.layer,
+            state={} if arrays.state is None else arrays.state,
+            examples=arrays.examples,
+            random=arrays.random,
             training=self.training,
             batch_axes=shared.pop("batch_axes", self.batch_axes),
             num_microbatches=self.num_microbatches,
             platform=self.platform,
             order=self.order,
-            cache=known.get("cache"),
+            cache=arrays.cache,
             **shared,
         )
 

@@ -28,7 +28,7 @@ from jax import lax
 from meshpar.hardware.platforms import platform_named
 from meshpar.model.block_run import Sums
 from meshpar.model.contract import Stream
-from meshpar.parallel.blocks import BACKWARD, FORWARD, Known, Stack, over_layers
+from meshpar.parallel.blocks import BACKWARD, FORWARD, ScopeArrays, Stack, over_layers
 from meshpar.parallel.placement import Placement
 from meshpar.parallel.zero import gradient_in_loop, in_loop
 
@@ -50,14 +50,14 @@ class Kept:
 
 
 def run_blocks(
-    stack: Stack, x: Stream, known: Known, overlapped: Any = ()
+    stack: Stack, x: Stream, arrays: ScopeArrays, overlapped: Any = ()
 ) -> tuple[Stream, Sums, Any]:
     """Run all blocks, as `blocks.run_blocks`, with prefetch.
 
     Args:
         stack: The blocks.
         x: The stream of this device's examples.
-        known: Arrays without gradient that scopes are made of.
+        arrays: Arrays without gradient that scopes are made of.
         overlapped: Arrays that the caller communicates beside the last layer; they come
             back behind a barrier after the other layers.
 
@@ -66,14 +66,14 @@ def run_blocks(
     """
 
     def run(weights: Any, x: Stream, place: Any, _: bool) -> tuple[Stream, Sums]:
-        return stack.block.forward(weights, x, *_layer(stack, place, known))
+        return stack.block.forward(weights, x, *_layer(stack, place, arrays))
 
     x, others, last, _, overlapped = _forward(stack, run, x, overlapped)
     return x, over_layers(stack.block, _joined(others, last)), overlapped
 
 
 def run_keeping(
-    stack: Stack, x: Stream, known: Known, overlapped: Any = ()
+    stack: Stack, x: Stream, arrays: ScopeArrays, overlapped: Any = ()
 ) -> tuple[Stream, Sums, Kept, Any]:
     """Run all blocks, and keep residuals for `run_backward`.
 
@@ -85,7 +85,7 @@ def run_keeping(
         weights: Any, x: Stream, place: Any, looped: bool
     ) -> tuple[Stream, tuple[Sums, Any]]:
         (x, sums), residuals = stack.block.forward_keeping(
-            weights, x, *_layer(stack, place, known), looped=looped
+            weights, x, *_layer(stack, place, arrays), looped=looped
         )
         return x, (sums, residuals)
 
@@ -100,7 +100,7 @@ def run_backward(
     stack: Stack,
     kept: Kept,
     dx: Stream,
-    known: Known,
+    arrays: ScopeArrays,
     totals: Any,
     add: Callable[[Any, Any, Any], Any],
     *,
@@ -117,7 +117,7 @@ def run_backward(
     block = stack.block
 
     def run(weights: Any, residuals: Any, dx: Stream, place: Any) -> tuple:
-        layer = _layer(stack, place, known)
+        layer = _layer(stack, place, arrays)
         return block.backward(weights, residuals, dx, of_loss, *layer)
 
     def body(carry: tuple, place: jax.Array) -> tuple[tuple, None]:
@@ -179,9 +179,11 @@ def _gather(stack: Stack, place: Any) -> Any:
     return stack.block.gather(_at(stack.shards, place))
 
 
-def _layer(stack: Stack, place: Any, known: Known) -> tuple[jax.Array, Known]:
+def _layer(
+    stack: Stack, place: Any, arrays: ScopeArrays
+) -> tuple[jax.Array, ScopeArrays]:
     """Return a layer's index, and the arrays that its scope is made of."""
-    return stack.layers[place], {**known, "state": _at(stack.state, place)}
+    return stack.layers[place], arrays._replace(state=_at(stack.state, place))
 
 
 def _at(tree: Any, place: Any) -> Any:

@@ -26,7 +26,7 @@ from meshpar.model.parameter import Params
 from meshpar.parallel import prefetch
 from meshpar.parallel.blocks import (
     Block,
-    Known,
+    ScopeArrays,
     Stack,
     check_names,
     run_backward,
@@ -220,7 +220,7 @@ class _Pass:
         groups: Parameters of the blocks, as the loop takes them.
         params: This device's shards of all parameters at rest.
         state: The model's state.
-        known: Arrays that scopes are made of; its batch lacks `inputs`.
+        arrays: Arrays that scopes are made of; its batch lacks `inputs`.
         inputs: Arrays of the batch that have a gradient.
     """
 
@@ -230,7 +230,7 @@ class _Pass:
     groups: list[Params]
     params: Params
     state: Params
-    known: Known
+    arrays: ScopeArrays
     inputs: dict[str, jax.Array]
 
     @classmethod
@@ -251,13 +251,14 @@ class _Pass:
         scopes = placement.scopes(training=training, order=order)
         model = placement.model
         own, inputs = split_gradient_inputs(model.inputs, own)
-        known = {
-            "batch": own,
-            "examples": scopes.examples(batch),
-            "random": random_key(seed, step),
-        }
-        whole = {**known, "batch": {**own, **inputs}, "state": model.split(state)[0]}
-        outside = scopes(whole)
+        arrays = ScopeArrays(
+            batch=own,
+            examples=scopes.examples(batch),
+            random=random_key(seed, step),
+        )
+        outside = scopes(
+            arrays._replace(batch={**own, **inputs}, state=model.split(state)[0])
+        )
 
         def embed(weights: Params) -> Stream:
             return model.embed(weights, outside.batch, outside)
@@ -275,7 +276,7 @@ class _Pass:
             groups=placement.blocks_before_loop(params),
             params=params,
             state=state,
-            known=known,
+            arrays=arrays,
             inputs=inputs,
         )
 
@@ -301,7 +302,7 @@ class _Pass:
             list(zip(stacks, vjps, kept, zeros, strict=True))
         ):
             dx, total, overlapped = _run_backward(
-                stack, residuals, dx, self.known, total, share, overlapped
+                stack, residuals, dx, self.arrays, total, share, overlapped
             )
             more, dx = vjp(dx)
             ends = jax.tree.map(jnp.add, ends, more)
@@ -324,10 +325,10 @@ class _Pass:
             entered = self._entered(at)(weights, x)
             if stack.prefetches:
                 x, _, overlapped = prefetch.run_blocks(
-                    stack, entered, self.known, overlapped
+                    stack, entered, self.arrays, overlapped
                 )
             else:
-                x, _ = run_blocks(stack, entered, self.known)
+                x, _ = run_blocks(stack, entered, self.arrays)
         return self.ends.joined(early, self.ends.gather_late(overlapped)), x
 
     def head(self, weights: Params, x: Stream) -> tuple[jax.Array, jax.Array]:
@@ -337,7 +338,7 @@ class _Pass:
     @property
     def outside(self) -> Any:
         """Return the scope of functions outside the blocks."""
-        return self._outside_scope(self.known)
+        return self._outside_scope(self.arrays)
 
     def _forward(self) -> tuple:
         x, vjps, stacks, sums, kept, checked = self.inputs, [], [], [], [], []
@@ -349,15 +350,15 @@ class _Pass:
             checked.append((stack, x))
             if stack.prefetches:
                 x, group_sums, residuals, overlapped = prefetch.run_keeping(
-                    stack, x, self.known, overlapped
+                    stack, x, self.arrays, overlapped
                 )
             else:
-                x, group_sums, residuals = run_keeping(stack, x, self.known)
+                x, group_sums, residuals = run_keeping(stack, x, self.arrays)
             vjps.append(vjp)
             stacks.append(stack)
             sums.append(group_sums)
             kept.append(residuals)
-        check_names(checked, self.known)
+        check_names(checked, self.arrays)
         weights = self.ends.joined(early, self.ends.gather_late(overlapped))
         return weights, x, vjps, stacks, sums, kept
 
@@ -370,8 +371,8 @@ class _Pass:
         if at == 0:
 
             def embed(weights: Params, inputs: dict[str, jax.Array]) -> Stream:
-                batch = {**self.known["batch"], **inputs}
-                scope = self._outside_scope({**self.known, "batch": batch})
+                batch = {**self.arrays.batch, **inputs}
+                scope = self._outside_scope(self.arrays._replace(batch=batch))
                 return model.embed(weights, scope.batch, scope)
 
             return embed
@@ -380,9 +381,9 @@ class _Pass:
             return lambda _, x: x
         return lambda weights, x: enter(weights, x, outside)
 
-    def _outside_scope(self, known: Known) -> Any:
+    def _outside_scope(self, arrays: ScopeArrays) -> Any:
         ends, _ = self.placement.model.split(self.state)
-        return self.scopes({**known, "state": ends})
+        return self.scopes(arrays._replace(state=ends))
 
     def _stacks(self) -> list[Stack]:
         """Return the layers of each group of blocks."""
@@ -412,7 +413,7 @@ def _run_backward(
     stack: Stack,
     kept: Any,
     dx: Stream,
-    known: Known,
+    arrays: ScopeArrays,
     totals: Params,
     of_loss: jax.Array,
     overlapped: Any,
@@ -428,10 +429,10 @@ def _run_backward(
 
     if stack.prefetches:
         return prefetch.run_backward(
-            stack, kept, dx, known, totals, put, of_loss=of_loss, overlapped=overlapped
+            stack, kept, dx, arrays, totals, put, of_loss=of_loss, overlapped=overlapped
         )
     return *run_backward(
-        stack, kept, dx, known, totals, put, of_loss=of_loss
+        stack, kept, dx, arrays, totals, put, of_loss=of_loss
     ), overlapped
 
 

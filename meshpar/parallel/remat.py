@@ -25,9 +25,9 @@ HOST_MEMORY = "pinned_host"
 def rematerialised(
     block: Callable[[Any, jax.Array, Scope], Any], remat: str, *, looped: bool = True
 ) -> Callable[..., Any]:
-    """Apply a `remat` policy to a block: a function of (make_scope, params, x, known).
+    """Apply a `remat` policy to a block: a function of (make_scope, params, x, arrays).
 
-    `make_scope` makes a scope from the arrays `known`. Unless `looped` says that a loop
+    `make_scope` makes a scope from `arrays`. Unless `looped` says that a loop
     contains the block, XLA is kept from merging recomputation with the forward.
 
     - `none` keeps every residual, `full` only the block's input.
@@ -41,8 +41,8 @@ def rematerialised(
     """
     remat = {"stage": "none", "stage_full": "full"}.get(remat, remat)
 
-    def call(make_scope: Callable, params: Any, x: Any, known: Any) -> Any:
-        scope = make_scope(known)
+    def call(make_scope: Callable, params: Any, x: Any, arrays: Any) -> Any:
+        scope = make_scope(arrays)
         # A user's own loop may have scopes of its own.
         if isinstance(scope, Scope) and (remat == "full" or is_named(remat)):
             scope = replace(scope, recomputed=True)

@@ -19,7 +19,7 @@ from jax import lax
 from meshpar.errors import InputError
 from meshpar.model.contract import Stream
 from meshpar.model.parameter import Params
-from meshpar.parallel.blocks import Block, Known
+from meshpar.parallel.blocks import Block, ScopeArrays
 from meshpar.parallel.pipeline.crossing import (
     Payloads,
     Shares,
@@ -68,11 +68,13 @@ class Functions(Protocol):
     def remat(self) -> str:
         """The layout's remat: what the backward recomputes."""
 
-    def embed(self, weights: Params, known: Known, shares: Shares | None) -> Stream:
+    def embed(
+        self, weights: Params, arrays: ScopeArrays, shares: Shares | None
+    ) -> Stream:
         """Return the first group's stream, or this rank's share of it."""
 
     def head(
-        self, weights: Params, stream: Stream, known: Known, shares: Shares
+        self, weights: Params, stream: Stream, arrays: ScopeArrays, shares: Shares
     ) -> tuple[jax.Array, jax.Array]:
         """Return summed loss and summed weights of this rank's share, fp32."""
 
@@ -96,10 +98,10 @@ class Functions(Protocol):
     def shared_dims(self, *, of_embed: bool) -> tuple[int, ...]:
         """Return the dims along which ranks may share an end's stream, best first."""
 
-    def differentiated(self, known: Known) -> Any:
+    def differentiated(self, arrays: ScopeArrays) -> Any:
         """Return the part of a microbatch that gets gradients."""
 
-    def with_differentiated(self, known: Known, part: Any) -> Known:
+    def with_differentiated(self, arrays: ScopeArrays, part: Any) -> ScopeArrays:
         """Return a microbatch with other values of that part."""
 
     def scatter_ends(self, gradients: Params) -> Params:
@@ -120,7 +122,7 @@ class Microbatches:
         end_gradients: Shapes of the ends' gradients as they are added up.
         gradients: Shapes of each group's gradients, (chunks, places, ...).
         cut: Arrays of scopes that differ by microbatch, (microbatches, ...) each.
-        fixed: Arrays of scopes that all microbatches share.
+        random: Key of the step's randomness, if there is one.
     """
 
     functions: Functions
@@ -131,8 +133,8 @@ class Microbatches:
     states: Sequence[Any]
     end_gradients: Any
     gradients: Any
-    cut: Known
-    fixed: Known
+    cut: ScopeArrays
+    random: jax.Array | None
 
     def work(self, of_loss: jax.Array | float = 1.0) -> Work:
         """Return the executor's functions for the loss and its gradients.
@@ -159,8 +161,8 @@ class Microbatches:
         def own_weight_sum(
             weights: Params, share: Stream, microbatch: jax.Array | int = 0
         ) -> jax.Array:
-            known = self._known(microbatch)
-            return self.functions.head(weights, share, known, shares)[1]
+            arrays = self._scope_arrays(microbatch)
+            return self.functions.head(weights, share, arrays, shares)[1]
 
         if has_gradient(own_weight_sum, self.weights, share):
             raise InputError(
@@ -189,12 +191,12 @@ class Microbatches:
         """Return the executor's functions for the outputs of a single microbatch.
 
         Args:
-            outputs: (ends' parameters, stream's share, known, shares) -> arrays.
+            outputs: (ends' parameters, stream's share, scope arrays, shares) -> arrays.
         """
         last, shares = len(self._streams) - 1, self.head_shares
 
         def made(microbatch: Any, share: Stream) -> Any:
-            return outputs(self.weights, share, self._known(microbatch), shares)
+            return outputs(self.weights, share, self._scope_arrays(microbatch), shares)
 
         def head(microbatch: jax.Array, payload: Any) -> tuple:
             share = self._head_share(payload)
@@ -280,7 +282,7 @@ class Microbatches:
         )
         stages = RankStages(
             seams=seams,
-            known=self._known,
+            scope_arrays=self._scope_arrays,
             keeps_input=keeps_stage_input(self.functions.remat),
         )
         if self.schedule.num_ranks == 1 or self.functions.keeps_together is not None:
@@ -294,13 +296,13 @@ class Microbatches:
     @cached_property
     def _streams(self) -> list[Any]:
         """Shapes of each group's stream of one microbatch."""
-        known, enters = self._known(0), self.functions.enters()
+        arrays, enters = self._scope_arrays(0), self.functions.enters()
 
         def streams() -> list[Stream]:
-            streams = [self.functions.embed(self.weights, known, None)]
+            streams = [self.functions.embed(self.weights, arrays, None)]
             for enter in enters[1:]:
                 before = streams[-1]
-                streams.append(enter(self.weights, before, known) if enter else before)
+                streams.append(enter(self.weights, before, arrays) if enter else before)
             return streams
 
         return jax.eval_shape(streams)
@@ -312,9 +314,9 @@ class Microbatches:
             for group, stream in enumerate(self._streams)
         ]
 
-    def _known(self, microbatch: jax.Array | int) -> Known:
-        here = {"microbatch": jnp.asarray(microbatch)}
-        return {**part(self.cut, microbatch), **self.fixed, **here}
+    def _scope_arrays(self, microbatch: jax.Array | int) -> ScopeArrays:
+        arrays = part(self.cut, microbatch)
+        return arrays._replace(microbatch=jnp.asarray(microbatch), random=self.random)
 
     def _stage_gradient(
         self, stages: RankStages, *given: Any
@@ -326,20 +328,20 @@ class Microbatches:
         return dx, totals, of_ends
 
     def _embed(self, microbatch: jax.Array) -> Any:
-        shares, known = self.embed_shares, self._known(microbatch)
-        share = self.functions.embed(self.weights, known, shares)
+        shares, arrays = self.embed_shares, self._scope_arrays(microbatch)
+        share = self.functions.embed(self.weights, arrays, shares)
         return self._payloads.holding(0, shares.gather(share, "embed_gather"))
 
     def _embed_gradient(
         self, microbatch: jax.Array, of_payload: Any
     ) -> tuple[Params, Any]:
-        shares, known = self.embed_shares, self._known(microbatch)
+        shares, arrays = self.embed_shares, self._scope_arrays(microbatch)
         dx = self._payloads.stream(0, of_payload)
         dx = shares.scatter(dx, "embed_scatter")
-        floats, filled = split_floats(self.functions.differentiated(known))
+        floats, filled = split_floats(self.functions.differentiated(arrays))
 
         def embed(weights: Params, floats: list) -> Stream:
-            given = self.functions.with_differentiated(known, filled(floats))
+            given = self.functions.with_differentiated(arrays, filled(floats))
             return self.functions.embed(weights, given, shares)
 
         _, vjp = jax.vjp(embed, self.weights, floats)
@@ -355,9 +357,9 @@ class Microbatches:
         self, of_loss: jax.Array | float, microbatch: jax.Array, payload: Any
     ) -> tuple:
         last, shares = len(self._streams) - 1, self.head_shares
-        share, known = self._head_share(payload), self._known(microbatch)
+        share, arrays = self._head_share(payload), self._scope_arrays(microbatch)
         sums, vjp = jax.vjp(
-            lambda weights, share: self.functions.head(weights, share, known, shares),
+            lambda weights, share: self.functions.head(weights, share, arrays, shares),
             self.weights,
             share,
         )

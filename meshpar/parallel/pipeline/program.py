@@ -17,7 +17,7 @@ from meshpar.model.contract import BlockGroup, Stream
 from meshpar.model.inputs import split_gradient_inputs
 from meshpar.model.parameter import Params
 from meshpar.model.scope import Scope
-from meshpar.parallel.blocks import Block, Known
+from meshpar.parallel.blocks import Block, ScopeArrays
 from meshpar.parallel.model_state import sum_statistics, updated_state
 from meshpar.parallel.pipeline.crossing import STAGE, Shares
 from meshpar.parallel.pipeline.executor import Executor
@@ -68,26 +68,28 @@ class ModelFunctions:
             return "keys and values are permuted over 'context'"
         return mesh_hindrance(self.placement.mesh.shape, self.platform)
 
-    def embed(self, weights: Params, known: Known, shares: Shares | None) -> Stream:
+    def embed(
+        self, weights: Params, arrays: ScopeArrays, shares: Shares | None
+    ) -> Stream:
         """Return `Model.embed` of a share."""
-        scope = self._scope(known, shares)
+        scope = self._scope(arrays, shares)
         return self.placement.model.embed(weights, scope.batch, scope)
 
     def head(
-        self, weights: Params, stream: Stream, known: Known, shares: Shares
+        self, weights: Params, stream: Stream, arrays: ScopeArrays, shares: Shares
     ) -> tuple[jax.Array, jax.Array]:
         """Return the loss sums of `Model.head` of a share."""
-        scope = self._scope(self._without_inputs(known), shares)
+        scope = self._scope(self._without_inputs(arrays), shares)
         return self.placement.model.loss_sums(weights, stream, scope.batch, scope)
 
     def outputs(
-        self, weights: Params, stream: Stream, known: Known, shares: Shares
+        self, weights: Params, stream: Stream, arrays: ScopeArrays, shares: Shares
     ) -> Any:
         """Return `Model.logits` of a share."""
         # `TrainStep.logits` refuses a model without.
         logits = cast(Callable[..., Any], self.placement.model.logits)
-        known = self._without_inputs(known)
-        return logits(weights, stream, self._scope(known, shares))
+        arrays = self._without_inputs(arrays)
+        return logits(weights, stream, self._scope(arrays, shares))
 
     def blocks(self, arrangement: Arrangement) -> Sequence[Block]:
         """Return a layer of each group, under the layout's remat."""
@@ -98,7 +100,7 @@ class ModelFunctions:
                 group,
                 stored=one_layer(stored[at]),
                 remat=self.remat,
-                make_scope=lambda known: self.scopes(self._without_inputs(known)),
+                make_scope=lambda arrays: self.scopes(self._without_inputs(arrays)),
                 padded=arrangement.padded(at),
             )
             for at, group in enumerate(model.groups)
@@ -122,13 +124,13 @@ class ModelFunctions:
             return ()
         return (1, 0) if self.placement.model.per_token else (0,)
 
-    def differentiated(self, known: Known) -> Any:
+    def differentiated(self, arrays: ScopeArrays) -> Any:
         """Return the inputs that have a gradient."""
-        return split_gradient_inputs(self.placement.model.inputs, known["batch"])[1]
+        return split_gradient_inputs(self.placement.model.inputs, arrays.batch)[1]
 
-    def with_differentiated(self, known: Known, part: Any) -> Known:
+    def with_differentiated(self, arrays: ScopeArrays, part: Any) -> ScopeArrays:
         """Return a microbatch with other values of them."""
-        return {**known, "batch": {**known["batch"], **part}}
+        return arrays._replace(batch={**arrays.batch, **part})
 
     def scatter_ends(self, gradients: Params) -> Params:
         """Return the ends' gradients scattered as ZeRO adds them up."""
@@ -138,38 +140,38 @@ class ModelFunctions:
         enter = group.enter
         if enter is None:
             return None
-        return lambda weights, stream, known: enter(
-            weights, stream, self._scope(self._without_inputs(known), None)
+        return lambda weights, stream, arrays: enter(
+            weights, stream, self._scope(self._without_inputs(arrays), None)
         )
 
-    def _without_inputs(self, known: Known) -> Known:
+    def _without_inputs(self, arrays: ScopeArrays) -> ScopeArrays:
         """Return the microbatch as all functions but `embed` see it."""
-        batch, _ = split_gradient_inputs(self.placement.model.inputs, known["batch"])
-        return {**known, "batch": batch}
+        batch, _ = split_gradient_inputs(self.placement.model.inputs, arrays.batch)
+        return arrays._replace(batch=batch)
 
-    def _scope(self, known: Known, shares: Shares | None) -> Scope:
+    def _scope(self, arrays: ScopeArrays, shares: Shares | None) -> Scope:
         """Return the scope outside the blocks, of this rank's share."""
-        known = {**known, "state": self.end_state}
+        arrays = arrays._replace(state=self.end_state)
         if shares is None or shares.dim is None:
-            return self.scopes(known)
-        batch, model = known["batch"], self.placement.model
+            return self.scopes(arrays)
+        batch, model = arrays.batch, self.placement.model
         if shares.dim == 0:
             share = {
                 name: shares.own_part(array, 0, f"batch[{name!r}]")
                 for name, array in batch.items()
             }
-            examples = shares.own_part(known["examples"], 0, "examples")
+            examples = shares.own_part(arrays.examples, 0, "examples")
             axes = (*self.scopes.batch_axes, STAGE)
-            own = {**known, "batch": share, "examples": examples}
+            own = arrays._replace(batch=share, examples=examples)
             return self.scopes(own, batch_axes=axes)
-        outside, share = self.scopes(known), {}
+        outside, share = self.scopes(arrays), {}
         for name, array in batch.items():
             dim = model.seq_dim(name) if array.ndim > 1 else None
             if dim is not None:
                 array = shares.own_part(array, dim, f"batch[{name!r}]")
             share[name] = array
         return self.scopes(
-            {**known, "batch": share},
+            arrays._replace(batch=share),
             token_positions=outside.positions(shares.size)[shares.positions()],
             full_seq=outside.seq_length(shares.size),
         )
@@ -266,7 +268,7 @@ class PipelineProgram:
         weights, groups = placement.gather_before_loop(params)
         ends, shapes = placement.gradient_shapes(weights, groups)
         end_state, states = placement.model.split(state)
-        differs = {"batch": own, "examples": scopes.examples(batch)}
+        arrays = ScopeArrays(batch=own, examples=scopes.examples(batch))
         return Microbatches(
             functions=ModelFunctions(
                 placement=placement, scopes=scopes, end_state=end_state
@@ -278,6 +280,6 @@ class PipelineProgram:
             states=cut(states, chunks),
             end_gradients=ends,
             gradients=jax.eval_shape(lambda tree: cut(tree, chunks), shapes),
-            cut=cut(differs, schedule.num_microbatches),
-            fixed={"random": random_key(seed, step)},
+            cut=cut(arrays, schedule.num_microbatches),
+            random=random_key(seed, step),
         )

@@ -30,7 +30,14 @@ from meshpar.hardware.platforms import platform_named
 from meshpar.layout import MANUAL_AXES
 from meshpar.model.block_run import Sums
 from meshpar.model.contract import Stream
-from meshpar.parallel.blocks import BACKWARD, FORWARD, Block, Known, Stack, over_layers
+from meshpar.parallel.blocks import (
+    BACKWARD,
+    FORWARD,
+    Block,
+    ScopeArrays,
+    Stack,
+    over_layers,
+)
 from meshpar.parallel.pipeline.crossing import STAGE
 from meshpar.parallel.pipeline.executor import At
 from meshpar.parallel.pipeline.stages import NO_LAYER, Arrangement, part
@@ -129,12 +136,12 @@ class Saved(NamedTuple):
 
 
 def run_layers(
-    stack: Stack, x: Stream, known: Known, num_layers: jax.Array
+    stack: Stack, x: Stream, arrays: ScopeArrays, num_layers: jax.Array
 ) -> tuple[Stream, Sums]:
     """Run `run_blocks` on the first `num_layers` places; sums of the others are 0."""
 
     def forward(x: Stream, place: jax.Array | int) -> tuple:
-        weights, layer, of_layer = _layer(stack, known, place)
+        weights, layer, of_layer = _layer(stack, arrays, place)
         return stack.block.forward(weights, x, layer, of_layer), ()
 
     x, sums, _ = _forwards(stack, x, num_layers, forward, [], jnp.int32(0))
@@ -144,7 +151,7 @@ def run_layers(
 def keep_layers(
     stack: Stack,
     x: Stream,
-    known: Known,
+    arrays: ScopeArrays,
     num_layers: jax.Array,
     saved: list[jax.Array],
     slot: jax.Array,
@@ -155,7 +162,7 @@ def keep_layers(
     """
 
     def forward(x: Stream, place: jax.Array | int) -> tuple:
-        weights, layer, of_layer = _layer(stack, known, place)
+        weights, layer, of_layer = _layer(stack, arrays, place)
         return stack.block.forward_keeping(weights, x, layer, of_layer)
 
     with jax.named_scope(FORWARD):
@@ -167,7 +174,7 @@ def backward_layers(
     stack: Stack,
     saved: Saved,
     dx: Stream,
-    known: Known,
+    arrays: ScopeArrays,
     num_layers: jax.Array,
     totals: Any,
     add: Callable[[Any, Any, jax.Array], Any],
@@ -179,7 +186,7 @@ def backward_layers(
     def one(carry: tuple, done: jax.Array) -> tuple:
         dx, totals = carry
         place = num_layers - 1 - done
-        weights, layer, of_layer = _layer(stack, known, place)
+        weights, layer, of_layer = _layer(stack, arrays, place)
         kept = [_read(buffer, saved.slot, place) for buffer in saved.buffers]
         residuals = jax.tree.unflatten(saved.treedef, kept)
         gradients, dx = stack.block.backward(
@@ -192,11 +199,11 @@ def backward_layers(
 
 
 def _layer(
-    stack: Stack, known: Known, place: jax.Array | int
-) -> tuple[Any, jax.Array, Known]:
+    stack: Stack, arrays: ScopeArrays, place: jax.Array | int
+) -> tuple[Any, jax.Array, ScopeArrays]:
     """Return a layer's gathered parameters, its index, and its scope's arrays."""
     shard, state, layer = part(stack.xs, place)
-    return stack.block.gather(shard), layer, {**known, "state": state}
+    return stack.block.gather(shard), layer, arrays._replace(state=state)
 
 
 def _forwards(
@@ -283,21 +290,21 @@ def mesh_hindrance(mesh_shape: Mapping[str, int], platform: str) -> str | None:
     return None
 
 
-def layers_hindrance(stack: Stack, x: Any, known: Known) -> str | None:
+def layers_hindrance(stack: Stack, x: Any, arrays: ScopeArrays) -> str | None:
     """Return the collective of these layers that idle ranks cannot skip, or None.
 
     Args:
         stack: The layers.
         x: Shapes of the stream that they take.
-        known: What scopes are made of.
+        arrays: What scopes are made of.
     """
 
     def one_layer(x: Any, dx: Any) -> Any:
         shard, state, layer = jax.tree.map(lambda value: value[0], stack.xs)
-        known_here = {**known, "state": state}
+        layer_arrays = arrays._replace(state=state)
         block, weights = stack.block, stack.block.gather(shard)
-        forward, residuals = block.forward_keeping(weights, x, layer, known_here)
-        gradients, dx = block.backward(weights, residuals, dx, 1.0, layer, known_here)
+        forward, residuals = block.forward_keeping(weights, x, layer, layer_arrays)
+        gradients, dx = block.backward(weights, residuals, dx, 1.0, layer, layer_arrays)
         return forward, block.scatter(gradients), dx
 
     for equation in equations(jax.make_jaxpr(one_layer)(x, x).jaxpr):

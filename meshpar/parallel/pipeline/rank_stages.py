@@ -19,8 +19,8 @@ from meshpar.model.block_run import Sums
 from meshpar.model.contract import Stream
 from meshpar.model.parameter import Params
 from meshpar.parallel.blocks import (
-    Known,
     Residuals,
+    ScopeArrays,
     Stack,
     check_names,
     restore_vjp,
@@ -49,7 +49,7 @@ from meshpar.parallel.pipeline.rank_layers import (
     warn_idle_ranks,
 )
 
-Enter = Callable[[Params, Stream, Known], Stream]
+Enter = Callable[[Params, Stream, ScopeArrays], Stream]
 """(ends' parameters, stream of the group before, what scopes are made of) -> stream."""
 
 
@@ -70,7 +70,12 @@ class GroupSeams:
     layers: RankLayers
 
     def entered(
-        self, group: int, chunk: jax.Array, x: Stream, before: tuple, known: Known
+        self,
+        group: int,
+        chunk: jax.Array,
+        x: Stream,
+        before: tuple,
+        arrays: ScopeArrays,
     ) -> tuple[Stream, Residuals | None]:
         """Return the input of a group's first layer here, and residuals of `enter`.
 
@@ -79,7 +84,7 @@ class GroupSeams:
             chunk: Index among the rank's stages.
             x: The group's stream in the payload.
             before: The payload, and this rank's stream of the group before.
-            known: What scopes are made of.
+            arrays: What scopes are made of.
         """
         if group == 0:
             return x, None
@@ -90,9 +95,9 @@ class GroupSeams:
         enter = self.enters[group]
         if enter is not None:
             entered, residuals = vjp_without(
-                lambda weights, y: enter(weights, y, known),
+                lambda weights, y: enter(weights, y, arrays),
                 (self.weights, previous),
-                known=(self.weights, known),
+                known=(self.weights, arrays),
             )
         begins = self.layers.begins(group, chunk)
         return _where(begins, entered, x), residuals
@@ -118,7 +123,7 @@ class GroupSeams:
         dx: Stream,
         of_payload: Payload,
         residuals: Residuals | None,
-        known: Known,
+        arrays: ScopeArrays,
     ) -> tuple[Any, Payload, Any]:
         """Take a group's gradient back through its seam.
 
@@ -132,7 +137,7 @@ class GroupSeams:
         of_payload = self.payloads.added(of_payload, group, _where(_not(begins), dx))
         previous, more = _where(begins, dx), None
         if residuals is not None:
-            vjp = restore_vjp(residuals, (self.weights, known))
+            vjp = restore_vjp(residuals, (self.weights, arrays))
             more, previous = _where(begins, vjp(previous))
         held = self.layers.holds(group - 1, chunk)
         of_payload = self.payloads.added(
@@ -160,7 +165,7 @@ class RankStages:
 
     Args:
         seams: The seams between groups.
-        known: Microbatch -> arrays without gradient that scopes are made of.
+        scope_arrays: Microbatch -> arrays without gradient that scopes are made of.
         keeps_input: True to keep only a stage's input for its backward.
         skips: True if an idle rank skips its layers (`rank_layers`); else it computes
             them on zeros.
@@ -168,7 +173,7 @@ class RankStages:
     """
 
     seams: GroupSeams
-    known: Callable[[jax.Array], Known]
+    scope_arrays: Callable[[jax.Array], ScopeArrays]
     keeps_input: bool = False
     skips: bool = False
     of_loss: jax.Array | float = 1.0
@@ -185,11 +190,11 @@ class RankStages:
 
     def may_skip(self) -> bool:
         """Return True if an idle rank may skip its layers; else warn why not."""
-        known, first = self.known(jnp.int32(0)), jnp.int32(0)
+        arrays, first = self.scope_arrays(jnp.int32(0)), jnp.int32(0)
         for group, block in enumerate(self.layers.blocks):
             stream = self.payloads.streams[group]
             stack = self.layers.stack(group, first)
-            hindrance = layers_hindrance(stack, stream, known)
+            hindrance = layers_hindrance(stack, stream, arrays)
             if hindrance is not None:
                 warn_idle_ranks(block.group.name, hindrance)
                 return False
@@ -197,15 +202,15 @@ class RankStages:
 
     def run(self, at: At, payload: Payload) -> tuple[Payload, tuple]:
         """Run a microbatch through a stage; return the payload and its blocks' sums."""
-        known = self.known(at.microbatch)
+        arrays = self.scope_arrays(at.microbatch)
 
         def through(group: int, stack: Stack, x: Stream) -> tuple[Stream, Sums, None]:
             if self.skips:
                 num_layers = self.layers.num_layers(group, at)
-                return *run_layers(stack, x, known, num_layers), None
-            return *run_blocks(stack, x, known), None
+                return *run_layers(stack, x, arrays, num_layers), None
+            return *run_blocks(stack, x, arrays), None
 
-        return self._through(at.chunk, known, payload, through)[:2]
+        return self._through(at.chunk, arrays, payload, through)[:2]
 
     def kept(self, payload: Payload) -> Any:
         """Return the shapes of what `gradient` needs of a run: trees of plain lists."""
@@ -224,10 +229,10 @@ class RankStages:
         """
         if self.keeps_input:
             return *self.run(at, payload), write(buffers, slot, payload)
-        known = self.known(at.microbatch)
+        arrays = self.scope_arrays(at.microbatch)
         if self.skips:
-            return self._run_keeping_in(at, known, payload, buffers, slot)
-        y, sums, kept = self._run_keeping(at.chunk, known, payload)
+            return self._run_keeping_in(at, arrays, payload, buffers, slot)
+        y, sums, kept = self._run_keeping(at.chunk, arrays, payload)
         return y, sums, write(buffers, slot, _plain(kept))
 
     def gradient(
@@ -251,8 +256,8 @@ class RankStages:
             Gradient of its input, the totals, and gradients of the ends' parameters in
             `enter`; () if no group has it.
         """
-        known, totals = self.known(at.microbatch), list(totals)
-        kept = self._restored(at, known, buffers, slot)
+        arrays, totals = self.scope_arrays(at.microbatch), list(totals)
+        kept = self._restored(at, arrays, buffers, slot)
         of_input = zero_arrays(self.payloads.shapes)
         of_ends: Any = ()
         of_next: Any = None
@@ -260,38 +265,45 @@ class RankStages:
             entered, residuals = kept[group]
             dy = self.seams.gradient_out(group, at.chunk, of_payload, of_next)
             dx, totals[group] = self._backward(
-                group, at, residuals, dy, known, totals[group]
+                group, at, residuals, dy, arrays, totals[group]
             )
             of_next, of_input, more = self.seams.gradient_in(
-                group, at.chunk, dx, of_input, entered, known
+                group, at.chunk, dx, of_input, entered, arrays
             )
             if more is not None:
                 of_ends = more if not of_ends else jax.tree.map(jnp.add, of_ends, more)
         return of_input, totals, of_ends
 
     def _run_keeping(
-        self, chunk: jax.Array, known: Known, payload: Payload
+        self, chunk: jax.Array, arrays: ScopeArrays, payload: Payload
     ) -> tuple[Payload, tuple, Any]:
         checked = []
 
         def through(_: int, stack: Stack, x: Stream) -> tuple[Stream, Sums, Any]:
             checked.append((stack, x))
-            return run_keeping(stack, x, known)
+            return run_keeping(stack, x, arrays)
 
-        results = self._through(chunk, known, payload, through)
-        check_names(checked, known)
+        results = self._through(chunk, arrays, payload, through)
+        check_names(checked, arrays)
         return results
 
     def _run_keeping_in(
-        self, at: At, known: Known, payload: Payload, buffers: Any, slot: jax.Array
+        self,
+        at: At,
+        arrays: ScopeArrays,
+        payload: Payload,
+        buffers: Any,
+        slot: jax.Array,
     ) -> tuple[Payload, tuple, Any]:
         """Run a stage, each layer's residuals written straight into the buffers."""
 
         def through(group: int, stack: Stack, x: Stream) -> tuple[Stream, Sums, list]:
             num_layers, (_, saved) = self.layers.num_layers(group, at), buffers[group]
-            return keep_layers(stack, x, known, num_layers, saved, jnp.maximum(slot, 0))
+            return keep_layers(
+                stack, x, arrays, num_layers, saved, jnp.maximum(slot, 0)
+            )
 
-        y, sums, kept = self._through(at.chunk, known, payload, through)
+        y, sums, kept = self._through(at.chunk, arrays, payload, through)
         written = [
             [write(of_enter, slot, jax.tree.leaves(entered)), of_layers]
             for (of_enter, _), (entered, of_layers) in zip(buffers, kept, strict=True)
@@ -302,23 +314,23 @@ class RankStages:
         """Return shapes of each group's residuals: of `enter`, and of its layers."""
         first = jnp.int32(0)
         return jax.eval_shape(
-            lambda x: self._run_keeping(first, self.known(first), x)[2], payload
+            lambda x: self._run_keeping(first, self.scope_arrays(first), x)[2], payload
         )
 
     def _restored(
-        self, at: At, known: Known, buffers: Any, slot: jax.Array
+        self, at: At, arrays: ScopeArrays, buffers: Any, slot: jax.Array
     ) -> list[tuple[Residuals | None, Any]]:
         """Return each group's residuals of `enter`, and those for `_backward`."""
         payload = self.payloads.shapes
         if self.keeps_input and not self.skips:
-            return self._run_keeping(at.chunk, known, read(buffers, slot))[2]
+            return self._run_keeping(at.chunk, arrays, read(buffers, slot))[2]
         shapes = self._kept(payload)
         if self.keeps_input:
             taken, slot = read(buffers, slot), jnp.int32(0)
             buffers = jax.tree.map(
                 lambda one: jnp.zeros((1, *one.shape), one.dtype), _plain(shapes)
             )
-            buffers = self._run_keeping_in(at, known, taken, buffers, slot)[2]
+            buffers = self._run_keeping_in(at, arrays, taken, buffers, slot)[2]
         if not self.skips:
             kept = jax.tree.leaves(read(buffers, slot))
             return jax.tree.unflatten(jax.tree.structure(shapes), kept)
@@ -338,7 +350,7 @@ class RankStages:
         at: At,
         kept: Any,
         dx: Stream,
-        known: Known,
+        arrays: ScopeArrays,
         totals: Any,
     ) -> tuple[Stream, Any]:
         """Run a group's layers backward, their gradients added to the totals."""
@@ -353,7 +365,7 @@ class RankStages:
 
             return jax.tree.map(one, totals, gradients)
 
-        given = (stack, kept, dx, known)
+        given = (stack, kept, dx, arrays)
         if not self.skips:
             return run_backward(*given, totals, add, of_loss=self.of_loss)
         num_layers = self.layers.num_layers(group, at)
@@ -362,7 +374,7 @@ class RankStages:
     def _through(
         self,
         chunk: jax.Array,
-        known: Known,
+        arrays: ScopeArrays,
         payload: Payload,
         through: Callable[[int, Stack, Stream], tuple[Stream, Sums, Any]],
     ) -> tuple[Payload, tuple, list]:
@@ -375,7 +387,7 @@ class RankStages:
         out, y, auxiliary, statistics, kept = None, None, [], [], []
         for group, block in enumerate(self.layers.blocks):
             x = self.payloads.stream(group, payload)
-            x, entered = self.seams.entered(group, chunk, x, (payload, y), known)
+            x, entered = self.seams.entered(group, chunk, x, (payload, y), arrays)
             y, sums, of_layers = through(group, self.layers.stack(group, chunk), x)
             names = block.group.auxiliary
             auxiliary.append({name: sums[name] for name in names})

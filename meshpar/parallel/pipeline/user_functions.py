@@ -16,7 +16,7 @@ from meshpar.errors import InputError
 from meshpar.layout import BATCH_AXES, MANUAL_AXES
 from meshpar.machine.mesh import mesh_platform
 from meshpar.model.contract import BlockGroup, Stream
-from meshpar.parallel.blocks import Block, Known
+from meshpar.parallel.blocks import Block, ScopeArrays
 from meshpar.parallel.pipeline.crossing import STAGE, Shares, is_spec
 from meshpar.parallel.pipeline.rank_layers import mesh_hindrance
 from meshpar.parallel.pipeline.rank_stages import Enter
@@ -88,22 +88,22 @@ class UserFunctions:
         """Why idle ranks compute on zeros, or None (`mesh_hindrance`)."""
         return mesh_hindrance(self.mesh.shape, self.platform)
 
-    def embed(self, weights: Any, known: Known, shares: Shares | None) -> Stream:
+    def embed(self, weights: Any, arrays: ScopeArrays, shares: Shares | None) -> Stream:
         """Return the first block's input, of a share."""
-        inputs = self._share(known["inputs"], 0, "inputs", shares)
+        inputs = self._share(arrays.batch["inputs"], 0, "inputs", shares)
         return (
             inputs if self.embed_inputs is None else self.embed_inputs(weights, inputs)
         )
 
     def head(
-        self, weights: Any, stream: Stream, known: Known, shares: Shares
+        self, weights: Any, stream: Stream, arrays: ScopeArrays, shares: Shares
     ) -> tuple[jax.Array, jax.Array]:
         """Return summed loss and summed weights of a share, fp32.
 
         Raises:
             InputError: The head returns neither two scalars nor one.
         """
-        targets = self._share(known["targets"], 1, "targets", shares)
+        targets = self._share(arrays.batch["targets"], 1, "targets", shares)
         found = self.head_sums(weights, stream, targets)
         pair = tuple(found) if isinstance(found, tuple | list) else (found,)
         shapes = [jnp.shape(value) for value in pair]
@@ -122,9 +122,9 @@ class UserFunctions:
     def blocks(self, arrangement: Arrangement) -> Sequence[Block]:
         """Return the only group's layer; its scope is an `At`."""
 
-        def place(known: Known) -> At:
-            layer = jnp.maximum(known["layer"], 0)
-            return At(layer, known["microbatch"], known["inputs"])
+        def place(arrays: ScopeArrays) -> At:
+            layer = jnp.maximum(arrays.layer, 0)
+            return At(layer, arrays.microbatch, arrays.batch["inputs"])
 
         stored = jax.tree.map(Stored.without_layers, self.block_stored)
         return [
@@ -154,13 +154,13 @@ class UserFunctions:
         is_x = of_embed and self.embed_inputs is None  # on every rank anyway
         return () if self.token_arrays is None or is_x else (1,)
 
-    def differentiated(self, known: Known) -> Any:
+    def differentiated(self, arrays: ScopeArrays) -> Any:
         """Return the inputs."""
-        return known["inputs"]
+        return arrays.batch["inputs"]
 
-    def with_differentiated(self, known: Known, part: Any) -> Known:
+    def with_differentiated(self, arrays: ScopeArrays, part: Any) -> ScopeArrays:
         """Return a microbatch with other inputs."""
-        return {**known, "inputs": part}
+        return arrays._replace(batch={**arrays.batch, "inputs": part})
 
     def scatter_ends(self, gradients: Any) -> Any:
         """Return them as they are: whole on every device."""

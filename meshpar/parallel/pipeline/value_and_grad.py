@@ -15,6 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 from meshpar.collectives import asked
 from meshpar.errors import InputError, nearest
 from meshpar.layout import REMATS
+from meshpar.parallel.blocks import ScopeArrays
 from meshpar.parallel.pipeline.crossing import STAGE
 from meshpar.parallel.pipeline.executor import Executor, Results
 from meshpar.parallel.pipeline.microbatches import Microbatches, differentiable
@@ -235,6 +236,7 @@ def _run(
 
     def local(blocks: Any, ends: Any, inputs: Any, targets: Any) -> tuple:
         blocks = cut(blocks, schedule.num_chunks)
+        arrays = ScopeArrays(batch={"inputs": inputs, "targets": targets})
         microbatches = Microbatches(
             functions=functions,
             schedule=schedule,
@@ -244,8 +246,8 @@ def _run(
             states=[{}],
             end_gradients=_gradient_sums(ends),
             gradients=[_gradient_sums(blocks)],
-            cut=cut({"inputs": inputs, "targets": targets}, schedule.num_microbatches),
-            fixed={},
+            cut=cut(arrays, schedule.num_microbatches),
+            random=None,
         )
         split_axes = tuple(axis for axis in (*axes, STAGE) if mesh.shape[axis] > 1)
         with asked("loss_sum"):
