@@ -121,7 +121,7 @@ _HOMES = {
     "initial_key": "meshpar.model.parameter",
     "lint": "meshpar.lint.lint",
     "make_mesh": "meshpar.machine.mesh",
-    "make_train_step": "meshpar.train.step",
+    "make_train_step": "meshpar.train.make_step",
     "memory_report": "meshpar.train.memory_report",
     "nnx_shardings": "meshpar.rules.sharding",
     "pipeline_value_and_grad": "meshpar.parallel.pipeline.value_and_grad",
@@ -159,10 +159,11 @@ if TYPE_CHECKING:
     from meshpar.rules.rules import Rules
     from meshpar.rules.sharding import born_sharded, nnx_shardings, tree_shardings
     from meshpar.tables.tables import embedding_tables
+    from meshpar.train.make_step import make_train_step
     from meshpar.train.memory_report import MemoryReport, memory_report
     from meshpar.train.refusals import IdleMeshAxisWarning
     from meshpar.train.state import TrainState
-    from meshpar.train.step import TrainStep, make_train_step
+    from meshpar.train.step import TrainStep
 
     __version__: str
 else:

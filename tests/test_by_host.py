@@ -91,7 +91,7 @@ def two_hosts(monkeypatch):
     def mesh_hosts(mesh):
         return tuple(device.id // 4 for device in mesh.devices.flat)
 
-    monkeypatch.setattr("meshpar.train.step.mesh_hosts", mesh_hosts)
+    monkeypatch.setattr("meshpar.train.step_programs.mesh_hosts", mesh_hosts)
     monkeypatch.setattr("meshpar.train.refusals.mesh_hosts", mesh_hosts)
 
 

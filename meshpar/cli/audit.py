@@ -210,7 +210,7 @@ def adamw_step(
     """Return the default step to audit: AdamW, gradients clipped to a norm of 1."""
     import optax
 
-    from meshpar.train.step import make_train_step
+    from meshpar.train.make_step import make_train_step
 
     optimizer = optax.adamw(1e-3)
     return make_train_step(

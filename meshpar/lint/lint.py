@@ -46,6 +46,7 @@ from meshpar.rules.rules import (
     shadowed_message,
     spec_axes,
 )
+from meshpar.train.make_step import make_train_step
 from meshpar.train.optimizer_state import StateSpec, whole_state_message
 from meshpar.train.refusals import (
     batch_refusal,
@@ -53,7 +54,6 @@ from meshpar.train.refusals import (
     inputs_refusal,
     rule_refusals,
 )
-from meshpar.train.step import make_train_step
 
 
 @dataclass(frozen=True, kw_only=True)

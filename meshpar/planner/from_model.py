@@ -52,7 +52,8 @@ from meshpar.trace.costs import Operand, matmul_flops
 from meshpar.trace.live_bytes import most_room
 from meshpar.trace.operations import Operation, operations
 from meshpar.trace.walk import array_shape, equations
-from meshpar.train.step import Batch, TrainStep, make_train_step
+from meshpar.train.make_step import make_train_step
+from meshpar.train.step import Batch, TrainStep
 
 _POLICIES = ("none", "selective", "dots", "full")
 

@@ -32,7 +32,7 @@ from meshpar.tables.table import Table
 from meshpar.tables.tables import embedding_tables
 from meshpar.tables.traffic import table_traffic
 from meshpar.trace.operations import operations
-from meshpar.train.step import make_train_step
+from meshpar.train.make_step import make_train_step
 
 _VALUE_BYTES, _GRADIENT_BYTES, _UPDATE_BYTES = 4, 4, 28
 """Bytes of a value, of a parameter's gradient, and moved by Adam's update of it."""

@@ -1,70 +1,43 @@
-"""The sharded training step: from a model and a layout to one compiled program.
+"""The sharded training step, and its path from a batch to an update.
 
-`make_train_step` checks its arguments and keeps them as `StepOptions`; `TrainStep` says
-where everything is placed, and calls the programs of `StepPrograms`, which are the
-functions of `step_functions.StepFunctions` under `jax.jit`.
+`make_step.make_train_step` checks its arguments and makes a `TrainStep` of them. One
+step, `step(state, batch)`, then goes through these files:
+
+1. Here the state is checked, and `batch_placement` checks the batch and puts its rows
+   on the devices.
+2. `step_programs` has the plan of the step and its compiled program, which runs.
+3. `step_functions` has what the program was traced from: `update` takes loss and
+   gradients from `meshpar.parallel` (`program`, or `pipeline.program` with stages),
+   scales them, calls the optimizer, and stores the parameters as they lie at rest.
+4. `state` has the arrays that come back. With local steps `local_steps` averages the
+   replicas after the last step of an interval.
 """
 
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property, partial
-from numbers import Real
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import jax
 import numpy as np
-import optax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from meshpar.audit.subject import Subject
-from meshpar.checks.sequence_lengths import check_sequences
-from meshpar.checks.sequences import check_context, check_per_token
 from meshpar.errors import InputError
-from meshpar.hardware.compiler_options import compiler_options_for
-from meshpar.layout import BATCH_AXES, Layout
-from meshpar.machine.mesh import absent_mesh, make_mesh, mesh_hosts, mesh_platform
-from meshpar.model.contract import Model, check_model
-from meshpar.parallel.grids.space import check_space
-from meshpar.parallel.pipeline.program import PipelineProgram
-from meshpar.parallel.pipeline.stages import in_layer_order, pipeline_for, with_costs
-from meshpar.parallel.placement import DTYPES, Placement
-from meshpar.parallel.prefetch import prefetch_notes, prefetches
-from meshpar.parallel.program import LocalProgram
-from meshpar.parallel.remat import check_residual_names
-from meshpar.rules.presets import default_rules
-from meshpar.rules.rules import Rules, check_rules
-from meshpar.schedules import OwnSchedule
+from meshpar.parallel.pipeline.stages import in_layer_order
+from meshpar.parallel.prefetch import prefetch_notes
 from meshpar.train.batch_placement import BatchPlacement, batch_structs
 from meshpar.train.layer_order import placed_start
 from meshpar.train.local_steps import (
-    REPLICA_AXES,
     LocalStepFunctions,
     StepCount,
     SyncPrograms,
-    nesterov,
     sync_notes,
 )
-from meshpar.train.optimizer.by_layer import by_layer
-from meshpar.train.optimizer.unrolled import unrolled
-from meshpar.train.optimizer_state import (
-    StateSharding,
-    StateSpec,
-    WholeStateWarning,
-    whole_state_message,
-)
-from meshpar.train.refusals import (
-    check_logits,
-    experts_refusal,
-    inputs_refusal,
-    refuse,
-    refuse_by_host,
-    refuse_schedule,
-    warn_idle_tensor,
-)
+from meshpar.train.refusals import check_logits
 from meshpar.train.replica_metrics import local_replica_metrics
 from meshpar.train.state import (
     TrainState,
@@ -72,262 +45,10 @@ from meshpar.train.state import (
     check_state,
     checked_without_optimizer,
 )
-from meshpar.train.step_functions import (
-    Batch,
-    Metrics,
-    StepFunctions,
-    StepPrograms,
-)
+from meshpar.train.step_functions import Batch, Metrics
+from meshpar.train.step_programs import AuditedProgram, StepOptions, StepPlan
 
-__all__ = ["Batch", "Metrics", "StepOptions", "TrainStep", "make_train_step"]
-
-
-@dataclass(frozen=True)
-class AuditedProgram:
-    """One program of a step to audit: `audit(step.gradient_program, batch)`."""
-
-    audit_subject: Callable[..., Subject]
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepOptions:
-    """The arguments of `make_train_step`, which explains each, once they are checked.
-
-    The layout's -1 is resolved; `platform` is that of the mesh: `cpu`, `gpu` or `tpu`.
-    `outer_optimizer` is None without local steps.
-    """
-
-    model: Model
-    optimizer: optax.GradientTransformation
-    layout: Layout
-    rules: Rules
-    mesh: Mesh | AbstractMesh
-    platform: str
-    max_grad_norm: float | None = None
-    gradient_dtype: str = "fp32"
-    compiler_options: Mapping[str, Any] | None = None
-    schedule: OwnSchedule | None = None
-    outer_optimizer: optax.GradientTransformation | None = None
-    gradient_reduction: str = "flat"
-    state_spec: StateSpec | None = None
-    unroll_optimizer: bool = False
-    check: bool = True
-
-    def without_devices(self, platform: str) -> StepOptions:
-        """Return the same options for absent devices of another platform.
-
-        Compiler options are for the mesh's own compiler, which without devices is this
-        platform's.
-        """
-        is_absent = isinstance(self.mesh, AbstractMesh)
-        return replace(
-            self,
-            mesh=absent_mesh(self.layout),
-            platform=platform,
-            compiler_options=self.compiler_options if is_absent else None,
-            gradient_reduction="flat",  # Hosts are absent too.
-        )
-
-
-def make_train_step(
-    model: Model,
-    optimizer: optax.GradientTransformation,
-    layout: Layout | str,
-    *,
-    rules: Rules | None = None,
-    devices: Sequence[jax.Device] | None = None,
-    mesh: Mesh | AbstractMesh | None = None,
-    max_grad_norm: float | None = None,
-    gradient_dtype: Literal["fp32", "bf16"] = "fp32",
-    compiler_options: Mapping[str, Any] | None = None,
-    schedule: OwnSchedule | None = None,
-    layer_costs: Sequence[float] | None = None,
-    outer_optimizer: optax.GradientTransformation | None = None,
-    gradient_reduction: Literal["flat", "by_host"] = "flat",
-    state_spec: StateSpec | None = None,
-    unroll_optimizer: bool = False,
-    check: bool = True,
-) -> TrainStep:
-    """Return the training step of `model` under `layout`.
-
-    Args:
-        model: A model under the contract (`meshpar.model.contract`).
-        optimizer: An optax optimizer. It sees each layer's parameters by themselves,
-            of the layer's own shape, whatever stacks them; its state of a parameter
-            that has the parameter's dims, all (Adam) or some of them (Adafactor), is
-            sharded as they are. It gets the loss as `value`, for
-            `optax.contrib.reduce_on_plateau`. One that raises on a layer's shapes, as
-            it closes over a mask of all layers, gets the stacked arrays where they
-            hold the layers first to last.
-        layout: The layout or its text form; a -1 absorbs the remaining devices.
-        rules: Logical axis -> mesh axes; `default_rules(layout)` when absent.
-        devices: Devices to use; JAX's by default: the first of them, with a warning,
-            where the layout needs fewer.
-        mesh: A mesh with meshpar's six axes, instead of `devices`. On an
-            `absent_mesh` the step can be audited for an absent target, not run.
-        max_grad_norm: Scale gradients down to this global norm; None for no limit.
-        gradient_dtype: Dtype of gradients, in which they are added up over
-            microbatches and devices; bf16 halves memory and traffic, and loses small
-            contributions.
-        compiler_options: XLA's options for every program of the step, as `jax.jit`
-            takes them, over those of the platform
-            (`meshpar.hardware.compiler_options`); None as a value leaves one out.
-        schedule: Schedule of the pipeline, instead of one that the layout names: a
-            `meshpar.schedules.Schedule`, one order a rank such as `["0F0", "0B0"]`,
-            or a CSV file with one row a rank.
-        layer_costs: Cost of each layer, in any unit, for `splits=cost`; the model's
-            own (`BlockGroup.costs`) or its matmul FLOPs when absent.
-        outer_optimizer: With local steps (`sync_every`), an optax optimizer of the
-            parameters that all replicas have in common; it gets start less the mean
-            of the replicas as its gradient, each layer by itself as `optimizer`, and
-            no loss (`value` is NaN). SGD of rate 0.7 with Nesterov momentum 0.9 when
-            absent (`meshpar.train.local_steps`).
-        gradient_reduction: On CPUs of several processes `by_host` sums gradients inside
-            each host, then across, which sends less between hosts and more in all
-            (`meshpar.parallel.reduction`); GPUs and TPUs do so by themselves.
-        state_spec: Sharding of optimizer state that has other dims than its parameter,
-            such as a preconditioner or blocks of 8-bit values: (path in the optimizer's
-            state, shape for one layer) -> PartitionSpec over mesh axes, or None for the
-            default. By default such state is whole on every device, with a warning if
-            it is large while the layout splits states.
-        unroll_optimizer: Give the optimizer each layer as a parameter of its own, at
-            paths such as `blocks.up.0`: for one that looks at several parameters at
-            once or counts them (distributed Shampoo, noise). Its program grows with
-            the number of layers.
-        check: Whether a model that may join the examples of a batch is refused where
-            devices or microbatches have some each. Where its trace leaves that open, a
-            small instance runs once, which takes some seconds
-            (`meshpar.checks.examples`).
-
-    Raises:
-        RuleError: A parameter cannot be laid out, or a rule for activations uses `data`
-            or `fsdp` for anything but the batch, or the layout splits experts that the
-            model does not have.
-        InputError: `model` or `optimizer` is something else, or the layout does not
-            fit the devices, or asks for what is not supported, or `max_grad_norm` is
-            not positive, or the optimizer has large state of no parameter while the
-            layout splits states, or its effect on each layer cannot be told
-            (`optax.flatten`, noise), or the layout
-            splits or averages what an input with a gradient needs whole (`context`,
-            `sync_every`), or `schedule` is wrong (who waits for what, which
-            work is missing or doubled) or made for other sizes.
-
-    Example:
-        >>> import jax.numpy as jnp, numpy as np, optax
-        >>> from flax import nnx
-        >>> from meshpar import Input, from_nnx
-        >>> class Ends(nnx.Module):
-        ...     def __init__(self, rngs):
-        ...         self.out = nnx.Linear(8, 1, rngs=rngs)
-        ...     def embed(self, batch, scope):
-        ...         return batch["x"]
-        ...     def head(self, stream, batch, scope):
-        ...         losses = (self.out(stream)[:, 0] - batch["y"]) ** 2
-        ...         return losses.sum(), jnp.float32(losses.size)
-        >>> class Block(nnx.Module):
-        ...     def __init__(self, rngs):
-        ...         axes = {"out_sharding": ("embed", "mlp")}
-        ...         self.up = nnx.Linear(8, 8, kernel_metadata=axes, rngs=rngs)
-        ...     def __call__(self, stream, scope):
-        ...         return jnp.tanh(self.up(stream))
-        >>> x = Input(("batch", None), shape=(None, 8))
-        >>> inputs = {"x": x, "y": Input(("batch",))}
-        >>> model = from_nnx(ends=Ends, block=Block, num_layers=2, inputs=inputs)
-        >>> step = make_train_step(model, optax.adam(1e-3), "data=-1")
-        >>> state = step.init(seed=0)
-        >>> state, metrics = step(state, dict(x=np.ones((8, 8)), y=np.ones(8)))
-        >>> sorted(metrics)
-        ['grad_norm', 'loss', 'skipped', 'weight_sum']
-    """
-    check_model(model)
-    _check_optimizer(optimizer)
-    layout = Layout.of(layout)
-    if mesh is None:
-        mesh = make_mesh(layout, devices)
-    if not isinstance(mesh, Mesh | AbstractMesh):
-        raise InputError(
-            f"mesh is a {type(mesh).__name__}; give one of make_mesh(layout)",
-            key="mesh.not_a_mesh",
-        )
-    layout = layout.resolve(mesh.size)
-    if schedule is not None:
-        refuse_schedule(layout)
-    if layer_costs is not None:
-        model = with_costs(model, layer_costs, layout)
-    check_residual_names(model, layout.remat)
-    rules = default_rules(layout) if rules is None else rules
-    check_rules(rules)
-    options = StepOptions(
-        model=model,
-        optimizer=optimizer,
-        layout=layout,
-        rules=rules,
-        mesh=mesh,
-        platform=mesh_platform(mesh),
-        max_grad_norm=max_grad_norm,
-        gradient_dtype=gradient_dtype,
-        compiler_options=compiler_options,
-        schedule=schedule,
-        gradient_reduction=gradient_reduction,
-        state_spec=state_spec,
-        unroll_optimizer=unroll_optimizer,
-        check=check,
-    )
-    refuse(layout, rules, mesh, options.platform)
-    _check_options(options)
-    for refused in (experts_refusal(model, layout), inputs_refusal(model, layout)):
-        if refused is not None:
-            raise refused
-    outer_optimizer = _outer_optimizer(layout, outer_optimizer)
-    refuse_by_host(gradient_reduction, layout, mesh, options.platform)
-    step = TrainStep(replace(options, outer_optimizer=outer_optimizer))
-    warn_idle_tensor(model, step.placement)
-    for path, num_bytes in step.whole_states():
-        message = whole_state_message(path, num_bytes)
-        warnings.warn(message, WholeStateWarning, stacklevel=2)
-    return step
-
-
-def _check_options(options: StepOptions) -> None:
-    if options.gradient_dtype not in DTYPES:
-        raise InputError(
-            f"gradient_dtype={options.gradient_dtype!r}: must be one of "
-            f"{', '.join(DTYPES)}",
-            key="step.unknown_gradient_dtype",
-        )
-    norm = options.max_grad_norm
-    if norm is not None and not (isinstance(norm, Real) and norm > 0):
-        raise InputError(
-            f"max_grad_norm={norm!r}: must be positive, or None for no limit",
-            key="value.not_positive",
-        )
-
-
-def _check_optimizer(optimizer: Any, name: str = "optimizer") -> None:
-    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-        raise InputError(
-            f"{name} is {optimizer!r}; give an optax optimizer, such as "
-            "optax.adamw(1e-3)",
-            key="optimizer.not_an_optimizer",
-        )
-
-
-def _outer_optimizer(
-    layout: Layout, outer_optimizer: optax.GradientTransformation | None
-) -> optax.GradientTransformation | None:
-    """Return the outer optimizer of a layout's local steps; None without any."""
-    if outer_optimizer is not None:
-        _check_optimizer(outer_optimizer, "outer_optimizer")
-    if layout.sync_every > 1:
-        return outer_optimizer or nesterov()
-    if outer_optimizer is not None:
-        raise InputError(
-            f"layout {str(layout)!r} has sync_every=1: it averages the gradients of "
-            "every step, and no outer optimizer runs; leave outer_optimizer out, or "
-            "set sync_every to 2 or more",
-            key="optimizer.outer_without_local_steps",
-        )
-    return None
+__all__ = ["Batch", "Metrics", "TrainStep"]
 
 
 class TrainStep:
@@ -351,87 +72,28 @@ class TrainStep:
     """
 
     def __init__(self, options: StepOptions) -> None:
-        self.options = options
-        self.model_as_given, self.layout = options.model, options.layout
-        self.rules, self.mesh = options.rules, options.mesh
-        self.platform = options.platform
-        model, layout = options.model, options.layout
-        check_space(model, layout, options.rules)
-        check_context(model, layout, options.rules)
-        check_per_token(model, layout)
-        self._devices_mesh = cast(Mesh, self.mesh)  # `jax.set_mesh` refuses any other
-        pipeline = None
-        if layout.runs_in_ticks:
-            pipeline = pipeline_for(model, layout, options.schedule)
+        plan = StepPlan(options)
+        pipeline = plan.pipeline
+        self.options, self.model_as_given = options, options.model
+        self.layout, self.rules = options.layout, options.rules
+        self.mesh, self.platform = options.mesh, options.platform
         self.schedule = pipeline.schedule if pipeline else None
         self.layers_of_stages = pipeline.stage_layers if pipeline else None
-        self.model = pipeline.model if pipeline else model
-        by_host = options.gradient_reduction == "by_host"
-        placement = self.placement = Placement(
-            model=self.model,
-            layout=layout,
-            rules=self.rules,
-            mesh=self.mesh,
-            platform=self.platform,
-            gradient_dtype=DTYPES[options.gradient_dtype],
-            hosts=mesh_hosts(self._devices_mesh) if by_host else None,
-        )
-        self.batch_sharding = NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
-        self._batches = BatchPlacement(
-            inputs=self.model.inputs or {},
-            check_sequences=partial(check_sequences, self.model, layout, self.rules),
-            layout=layout,
-            sharding=self.batch_sharding,
-            sharding_of=placement.batch_sharding if placement.splits_space else None,
-        )
-        self.compiler_options = compiler_options_for(
-            self.platform,
-            options.compiler_options,
-            prefetching=prefetches(placement),
-            sequence_parallel=layout.sequence_parallel and layout.tensor > 1,
-        )
-        make = unrolled if options.unroll_optimizer else by_layer
-        optimizer = make(options.optimizer, self.model, layout)
-
-        def functions(placement: Placement) -> StepFunctions:
-            return StepFunctions(
-                model_as_given=model,
-                placement=placement,
-                program=PipelineProgram(placement=placement, pipeline=pipeline)
-                if pipeline
-                else LocalProgram(placement=placement),
-                optimizer=optimizer,
-                max_grad_norm=options.max_grad_norm,
-                state_sharding=StateSharding(
-                    options.state_spec, options.unroll_optimizer
-                ),
-                check=options.check,
-            )
-
-        self.functions: StepFunctions | LocalStepFunctions
-        self.functions = whole = functions(placement)
-        if options.outer_optimizer is not None:
-            self._step_count = StepCount()
-            self.functions = LocalStepFunctions(
-                replica=functions(replace(placement, replica_axes=REPLICA_AXES)),
-                whole=whole,
-                outer_optimizer=by_layer(options.outer_optimizer, self.model, layout),
-            )
-        self._programs = StepPrograms(
-            functions=self.functions,
-            reading=whole,
-            batch_sharding=self.batch_sharding,
-            split_space=placement if placement.splits_space else None,
-            compiler_options=self.compiler_options,
-        )
-        self.state_shapes = self.functions.state_shapes
-        self.shardings = self.functions.shardings
+        self.model, self.placement = plan.model, plan.placement
+        self.batch_sharding = plan.batches.sharding
+        self.compiler_options = plan.compiler_options
+        self.functions = plan.functions
+        self.state_shapes = plan.functions.state_shapes
+        self.shardings = plan.functions.shardings
+        self._batches, self._programs = plan.batches, plan.programs
+        self._step_count = StepCount()
+        self._devices_mesh = cast(Mesh, self.mesh)  # `jax.set_mesh` refuses any other
 
     def with_functions(self, functions: Any, inputs: Mapping[str, Any]) -> TrainStep:
         """Return a step of other functions on this step's mesh, such as with tables.
 
         Args:
-            functions: `born`, `update`, `evaluated` and `logits`, which may call those
+            functions: `initial_state`, `update`, `evaluated` and `logits`, which may call those
                 of this step's `functions`; `state_shapes` and `shardings` of their
                 state. Local steps refuse them.
             inputs: Arrays of a batch, `meshpar.Input` by name.
@@ -550,12 +212,7 @@ class TrainStep:
         Raises:
             InputError: The layout has no local steps, or the state is gone.
         """
-        if not self.is_local:
-            raise InputError(
-                f"layout {str(self.layout)!r} has sync_every=1: there are no replicas "
-                "to average; set it to 2 or more",
-                key="step.no_replicas_to_average",
-            )
+        self._check_local()
         check_state(state, self.state_shapes, self._devices_mesh)
         with jax.set_mesh(self._devices_mesh):
             return self._sync_programs.sync(state)
@@ -646,10 +303,9 @@ class TrainStep:
 
     def for_absent(self, platform: str) -> TrainStep:
         """Return the same step for absent devices of another platform."""
+        options = self.options.without_devices(platform)
         schedule = self.schedule if self.layout.stage > 1 else None
-        return TrainStep(
-            replace(self.options.without_devices(platform), schedule=schedule)
-        )
+        return TrainStep(replace(options, schedule=schedule))
 
     @property
     def gradient_program(self) -> AuditedProgram:
@@ -685,40 +341,25 @@ class TrainStep:
         Raises:
             InputError: `sync_only` of a step without local steps.
         """
-        if sync_only and not self.is_local:
-            raise InputError(
-                f"layout {str(self.layout)!r} has sync_every=1 and averages nothing "
-                "but gradients; set it to 2 or more",
-                key="step.no_replicas_to_average",
-            )
-        step = self if platform is None else self.for_absent(platform)
-        # JAX does not trace a jit with options of its own inside another.
-        programs = replace(step._programs, compiler_options={})
-        state, batch = step._argument_shapes(arguments[-1])
-        given: tuple[Any, ...] = (state, batch)
-        function = programs.update
-        if gradients_only:
-            function, given = programs.gradients, (programs.reading_shapes, batch)
-        notes = prefetch_notes(step.placement)
         if sync_only:
-            averages = replace(step._sync_programs, compiler_options={})
-            function, given = averages.sync, (state,)
-        elif self.is_local and not gradients_only:
-            notes += sync_notes(step._sync_programs.functions, self.layout)
+            self._check_local()
+        step = self if platform is None else self.for_absent(platform)
+        function, given, notes = step._audited(
+            arguments[-1], gradients_only=gradients_only, sync_only=sync_only
+        )
+        splits_sequence = "residual_seq" in self.rules.table
+        parameters = self.model.flat_parameters()
         return Subject(
             function=function,
             arguments=given,
             mesh=step.mesh,
             platform=step.platform,
-            weights={
-                path: parameter.shape
-                for path, parameter in self.model.flat_parameters().items()
-            },
+            weights={path: one.shape for path, one in parameters.items()},
             layout=self.layout,
             compiler_options=step.compiler_options,
             notes=notes,
             sequence_axes=self.rules.mesh_axes("residual_seq")
-            if "residual_seq" in self.rules.table
+            if splits_sequence
             else (),
         )
 
@@ -782,3 +423,28 @@ class TrainStep:
     def _argument_shapes(self, batch: Batch) -> tuple[TrainState, Batch]:
         self._batches.check(batch)
         return self.state_shapes, batch_structs(batch)
+
+    def _audited(
+        self, batch: Batch, *, gradients_only: bool, sync_only: bool
+    ) -> tuple[Any, tuple[Any, ...], tuple[str, ...]]:
+        """Return a program, shapes of its arguments, and notes on it, for an audit."""
+        # JAX does not trace a jit with options of its own inside another.
+        programs = replace(self._programs, compiler_options={})
+        state, batch = self._argument_shapes(batch)
+        notes = prefetch_notes(self.placement)
+        if sync_only:
+            averages = replace(self._sync_programs, compiler_options={})
+            return averages.sync, (state,), notes
+        if gradients_only:
+            return programs.gradients, (programs.reading_shapes, batch), notes
+        if self.is_local:
+            notes += sync_notes(self._sync_programs.functions, self.layout)
+        return programs.update, (state, batch), notes
+
+    def _check_local(self) -> None:
+        if not self.is_local:
+            raise InputError(
+                f"layout {str(self.layout)!r} has sync_every=1: there are no replicas "
+                "to average; set it to 2 or more",
+                key="step.no_replicas_to_average",
+            )

@@ -1,8 +1,8 @@
-"""Functions of a training step on global arrays, and their programs under `jax.jit`."""
+"""Functions of a training step on global arrays, from which programs are traced."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
@@ -14,17 +14,14 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar.audit.hazards import PlainConvolutions
 from meshpar.checks.examples import check_examples_apart, check_examples_first
 from meshpar.checks.sequences import check_logits_tokens
 from meshpar.collectives import asked
 from meshpar.layout import BATCH_AXES
 from meshpar.model.contract import Model
 from meshpar.model.parameter import Params, is_parameter
-from meshpar.parallel.grids.space import space_axes, space_dims
 from meshpar.parallel.placement import Placement
 from meshpar.parallel.reduction import global_norm, scaled
-from meshpar.rules.sharding import born_sharded
 from meshpar.train.layer_order import layer_orders
 from meshpar.train.optimizer_state import (
     StateSharding,
@@ -41,7 +38,6 @@ from meshpar.train.state import (
     initial_state,
     join_constants,
     split_constants,
-    without_optimizer,
 )
 
 Batch = Mapping[str, Any]
@@ -298,156 +294,3 @@ class StepFunctions:
         return jax.tree.map(
             lambda spec: NamedSharding(self.placement.mesh, spec), specs
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepPrograms:
-    """One program for each function; none is compiled before its first call.
-
-    Args:
-        functions: Functions that make and update a state (`initial_state`, `update`,
-            `shardings`): `StepFunctions`, local steps', or those of a step with tables.
-        reading: Functions that update nothing: the same, or, of local steps, those of
-            the common parameters.
-        batch_sharding: Sharding of batch arrays without split space.
-        split_space: Placement of batch arrays with split space; None without any.
-        compiler_options: XLA's options for every program.
-    """
-
-    functions: Any
-    reading: Any
-    batch_sharding: NamedSharding
-    split_space: Placement | None
-    compiler_options: dict[str, Any]
-
-    @cached_property
-    def init(self) -> Callable[..., Any]:
-        """Seed -> the first state."""
-        return born_sharded(
-            self.functions.initial_state,
-            self.functions.shardings,
-            compiler_options=self.compiler_options,
-        )
-
-    @cached_property
-    def init_from(self) -> Callable[..., Any]:
-        """(seed, (parameters, state)) -> the first state; those given are donated."""
-        return jax.jit(
-            self.functions.initial_state,
-            out_shardings=self.functions.shardings,
-            donate_argnums=1,
-            compiler_options=self.compiler_options,
-        )
-
-    @cached_property
-    def update(self) -> Any:
-        """(state, batch) -> the next state and metrics; the state is donated."""
-        shardings = self.functions.shardings
-        # Metrics are sharded as `skipped`, which is one of them.
-        results = shardings, shardings.skipped
-        return self._program(
-            self.functions.update, shardings, results, donated=0, trains=True
-        )
-
-    @cached_property
-    def gradients(self) -> Any:
-        """(state without the optimizer's, batch) -> loss, metrics, gradients.
-
-        Only of a model alone: a step with tables updates their rows in place.
-        """
-        whole = self.reading.shardings.step
-        return self._program(
-            self.reading.loss_and_gradients,
-            without_optimizer(self.reading.shardings),
-            (whole, whole, self.reading.gradient_shardings),
-            trains=True,
-        )
-
-    @cached_property
-    def evaluate(self) -> Any:
-        """(state without the optimizer's, batch) -> summed loss and weights."""
-        shardings = without_optimizer(self.reading.shardings)
-        return self._program(self.reading.evaluated, shardings, shardings.step)
-
-    @cached_property
-    def logits(self) -> Any:
-        """(state without the optimizer's, batch) -> logits."""
-        # The model shards those of volumes; nothing gathers them.
-        results = self.batch_sharding if self.split_space is None else None
-        shardings = without_optimizer(self.reading.shardings)
-        return self._program(self.reading.logits, shardings, results)
-
-    @property
-    def reading_shapes(self) -> TrainState:
-        """Shape and dtype of the state for programs that update nothing."""
-        return without_optimizer(self.reading.state_shapes)
-
-    def _program(
-        self,
-        function: Callable[..., Any],
-        state: TrainState,
-        results: Any,
-        *,
-        donated: int | tuple[int, ...] = (),
-        trains: bool = False,
-    ) -> Any:
-        """Return a function of (state, batch) under `jax.jit`, with these shardings."""
-
-        def program(batch: Any) -> Any:
-            return jax.jit(
-                function,
-                in_shardings=(state, batch),
-                out_shardings=results,
-                donate_argnums=donated,
-                compiler_options=self.compiler_options,
-            )
-
-        space = self.split_space
-        if space is None:
-            return program(self.batch_sharding)
-        plain = PlainConvolutions(
-            layout=space.layout,
-            space_axes=space_axes(space.model, space.rules),
-            space_dims=space_dims(space.model),
-        )
-        check = plain.check if trains else None
-        return _BatchProgram(program, space.batch_sharding, check)
-
-
-class _BatchProgram:
-    """`jax.jit` of (state, batch) for batches whose arrays are sharded one by one.
-
-    Args:
-        make: Shardings of a batch's arrays -> the jitted function.
-        sharding_of: (name, array or its shape) -> its sharding.
-        check: Refuses the trace of a program before it first runs; None for no check.
-    """
-
-    def __init__(
-        self,
-        make: Callable[[Any], Any],
-        sharding_of: Callable[[str, Any], Any],
-        check: Callable[[Any], None] | None = None,
-    ) -> None:
-        self._make, self._sharding_of, self._check = make, sharding_of, check
-        self._checked: set[tuple] = set()
-        self._made: dict[tuple, Any] = {}
-
-    def __call__(self, state: Any, batch: Mapping[str, Any]) -> Any:
-        return self._program(state, batch)(state, batch)
-
-    def lower(self, state: Any, batch: Mapping[str, Any]) -> jax.stages.Lowered:
-        """Return the lowered program for these shapes."""
-        return self._program(state, batch).lower(state, batch)
-
-    def _program(self, state: Any, batch: Mapping[str, Any]) -> Any:
-        shardings = {name: self._sharding_of(name, it) for name, it in batch.items()}
-        key = tuple(sorted(shardings.items(), key=lambda item: item[0]))
-        if key not in self._made:
-            self._made[key] = self._make(shardings)
-        program = self._made[key]
-        shapes = tuple(sorted((name, array.shape) for name, array in batch.items()))
-        if self._check is not None and (key, shapes) not in self._checked:
-            self._check(program.trace(state, batch))
-            self._checked.add((key, shapes))
-        return program

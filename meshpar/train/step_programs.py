@@ -1,0 +1,360 @@
+"""From the options of a step to its programs, before anything is traced.
+
+`StepOptions` holds the checked arguments of `make_train_step`. `StepPlan` derives from
+them, each once and in this order: the stages and the model in their order, the
+placement of every array, the functions (`step_functions`), and `StepPrograms`, which
+are these functions under `jax.jit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, cast
+
+import jax
+import optax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from meshpar.audit.hazards import PlainConvolutions
+from meshpar.audit.subject import Subject
+from meshpar.checks.sequence_lengths import check_sequences
+from meshpar.hardware.compiler_options import compiler_options_for
+from meshpar.layout import BATCH_AXES, Layout
+from meshpar.machine.mesh import absent_mesh, mesh_hosts
+from meshpar.model.contract import Model
+from meshpar.parallel.grids.space import space_axes, space_dims
+from meshpar.parallel.pipeline.program import PipelineProgram
+from meshpar.parallel.pipeline.stages import Pipeline, pipeline_for
+from meshpar.parallel.placement import DTYPES, Placement
+from meshpar.parallel.prefetch import prefetches
+from meshpar.parallel.program import LocalProgram
+from meshpar.rules.rules import Rules
+from meshpar.rules.sharding import born_sharded
+from meshpar.schedules import OwnSchedule
+from meshpar.train.batch_placement import BatchPlacement
+from meshpar.train.local_steps import REPLICA_AXES, LocalStepFunctions
+from meshpar.train.optimizer.by_layer import by_layer
+from meshpar.train.optimizer.unrolled import unrolled
+from meshpar.train.optimizer_state import StateSharding, StateSpec
+from meshpar.train.state import TrainState, without_optimizer
+from meshpar.train.step_functions import StepFunctions
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """The arguments of `make_train_step`, which explains each, once they are checked.
+
+    The layout's -1 is resolved; `platform` is that of the mesh: `cpu`, `gpu` or `tpu`.
+    `outer_optimizer` is None without local steps.
+    """
+
+    model: Model
+    optimizer: optax.GradientTransformation
+    layout: Layout
+    rules: Rules
+    mesh: Mesh | AbstractMesh
+    platform: str
+    max_grad_norm: float | None = None
+    gradient_dtype: str = "fp32"
+    compiler_options: Mapping[str, Any] | None = None
+    schedule: OwnSchedule | None = None
+    outer_optimizer: optax.GradientTransformation | None = None
+    gradient_reduction: str = "flat"
+    state_spec: StateSpec | None = None
+    unroll_optimizer: bool = False
+    check: bool = True
+
+    def without_devices(self, platform: str) -> StepOptions:
+        """Return the same options for absent devices of another platform.
+
+        Compiler options are for the mesh's own compiler, which without devices is this
+        platform's.
+        """
+        is_absent = isinstance(self.mesh, AbstractMesh)
+        return replace(
+            self,
+            mesh=absent_mesh(self.layout),
+            platform=platform,
+            compiler_options=self.compiler_options if is_absent else None,
+            gradient_reduction="flat",  # Hosts are absent too.
+        )
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The decisions of a step before it is traced.
+
+    Args:
+        options: The checked arguments of `make_train_step`.
+    """
+
+    options: StepOptions
+
+    @cached_property
+    def pipeline(self) -> Pipeline | None:
+        """The stages, their schedule and the model in their order.
+
+        None without stages and microbatches: the step then runs the model once.
+        """
+        options = self.options
+        if not options.layout.runs_in_ticks:
+            return None
+        return pipeline_for(options.model, options.layout, options.schedule)
+
+    @property
+    def model(self) -> Model:
+        """The model, its layers arranged for the stages."""
+        return self.pipeline.model if self.pipeline else self.options.model
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Specs of every parameter, gradient and state, and a step's collectives."""
+        options = self.options
+        by_host = options.gradient_reduction == "by_host"
+        return Placement(
+            model=self.model,
+            layout=options.layout,
+            rules=options.rules,
+            mesh=options.mesh,
+            platform=options.platform,
+            gradient_dtype=DTYPES[options.gradient_dtype],
+            hosts=mesh_hosts(cast(Mesh, options.mesh)) if by_host else None,
+        )
+
+    @cached_property
+    def batches(self) -> BatchPlacement:
+        """Checks of batches, and their sharding over the batch axes."""
+        model, placement, options = self.model, self.placement, self.options
+        return BatchPlacement(
+            inputs=model.inputs or {},
+            check_sequences=partial(
+                check_sequences, model, options.layout, options.rules
+            ),
+            layout=options.layout,
+            sharding=NamedSharding(options.mesh, PartitionSpec(BATCH_AXES)),
+            sharding_of=placement.batch_sharding if placement.splits_space else None,
+        )
+
+    @cached_property
+    def whole(self) -> StepFunctions:
+        """Functions of a step in which all devices train one set of parameters."""
+        return self._functions(self.placement)
+
+    @cached_property
+    def functions(self) -> StepFunctions | LocalStepFunctions:
+        """The functions that update a state: `whole`, or those of local steps."""
+        if self.options.outer_optimizer is None:
+            return self.whole
+        replicas = replace(self.placement, replica_axes=REPLICA_AXES)
+        return LocalStepFunctions(
+            replica=self._functions(replicas),
+            whole=self.whole,
+            outer_optimizer=by_layer(
+                self.options.outer_optimizer, self.model, self.options.layout
+            ),
+        )
+
+    @cached_property
+    def compiler_options(self) -> dict[str, Any]:
+        """XLA's options for every program of the step."""
+        layout = self.options.layout
+        return compiler_options_for(
+            self.options.platform,
+            self.options.compiler_options,
+            prefetching=prefetches(self.placement),
+            sequence_parallel=layout.sequence_parallel and layout.tensor > 1,
+        )
+
+    @cached_property
+    def programs(self) -> StepPrograms:
+        """The functions under `jax.jit`; none is compiled before its first call."""
+        placement = self.placement
+        return StepPrograms(
+            functions=self.functions,
+            reading=self.whole,
+            batch_sharding=self.batches.sharding,
+            split_space=placement if placement.splits_space else None,
+            compiler_options=self.compiler_options,
+        )
+
+    @cached_property
+    def _optimizer(self) -> optax.GradientTransformationExtraArgs:
+        """The optimizer of the stacked parameters."""
+        make = unrolled if self.options.unroll_optimizer else by_layer
+        return make(self.options.optimizer, self.model, self.options.layout)
+
+    def _functions(self, placement: Placement) -> StepFunctions:
+        options, pipeline = self.options, self.pipeline
+        return StepFunctions(
+            model_as_given=options.model,
+            placement=placement,
+            program=PipelineProgram(placement=placement, pipeline=pipeline)
+            if pipeline
+            else LocalProgram(placement=placement),
+            optimizer=self._optimizer,
+            max_grad_norm=options.max_grad_norm,
+            state_sharding=StateSharding(options.state_spec, options.unroll_optimizer),
+            check=options.check,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPrograms:
+    """One program for each function; none is compiled before its first call.
+
+    Args:
+        functions: Functions that make and update a state (`initial_state`, `update`,
+            `shardings`): `StepFunctions`, local steps', or those of a step with tables.
+        reading: Functions that update nothing: the same, or, of local steps, those of
+            the common parameters.
+        batch_sharding: Sharding of batch arrays without split space.
+        split_space: Placement of batch arrays with split space; None without any.
+        compiler_options: XLA's options for every program.
+    """
+
+    functions: Any
+    reading: Any
+    batch_sharding: NamedSharding
+    split_space: Placement | None
+    compiler_options: dict[str, Any]
+
+    @cached_property
+    def init(self) -> Callable[..., Any]:
+        """Seed -> the first state."""
+        return born_sharded(
+            self.functions.initial_state,
+            self.functions.shardings,
+            compiler_options=self.compiler_options,
+        )
+
+    @cached_property
+    def init_from(self) -> Callable[..., Any]:
+        """(seed, (parameters, state)) -> the first state; those given are donated."""
+        return jax.jit(
+            self.functions.initial_state,
+            out_shardings=self.functions.shardings,
+            donate_argnums=1,
+            compiler_options=self.compiler_options,
+        )
+
+    @cached_property
+    def update(self) -> Any:
+        """(state, batch) -> the next state and metrics; the state is donated."""
+        shardings = self.functions.shardings
+        # Metrics are sharded as `skipped`, which is one of them.
+        results = shardings, shardings.skipped
+        return self._program(
+            self.functions.update, shardings, results, donated=0, trains=True
+        )
+
+    @cached_property
+    def gradients(self) -> Any:
+        """(state without the optimizer's, batch) -> loss, metrics, gradients.
+
+        Only of a model alone: a step with tables updates their rows in place.
+        """
+        whole = self.reading.shardings.step
+        return self._program(
+            self.reading.loss_and_gradients,
+            without_optimizer(self.reading.shardings),
+            (whole, whole, self.reading.gradient_shardings),
+            trains=True,
+        )
+
+    @cached_property
+    def evaluate(self) -> Any:
+        """(state without the optimizer's, batch) -> summed loss and weights."""
+        shardings = without_optimizer(self.reading.shardings)
+        return self._program(self.reading.evaluated, shardings, shardings.step)
+
+    @cached_property
+    def logits(self) -> Any:
+        """(state without the optimizer's, batch) -> logits."""
+        # The model shards those of volumes; nothing gathers them.
+        results = self.batch_sharding if self.split_space is None else None
+        shardings = without_optimizer(self.reading.shardings)
+        return self._program(self.reading.logits, shardings, results)
+
+    @property
+    def reading_shapes(self) -> TrainState:
+        """Shape and dtype of the state for programs that update nothing."""
+        return without_optimizer(self.reading.state_shapes)
+
+    def _program(
+        self,
+        function: Callable[..., Any],
+        state: TrainState,
+        results: Any,
+        *,
+        donated: int | tuple[int, ...] = (),
+        trains: bool = False,
+    ) -> Any:
+        """Return a function of (state, batch) under `jax.jit`, with these shardings."""
+
+        def program(batch: Any) -> Any:
+            return jax.jit(
+                function,
+                in_shardings=(state, batch),
+                out_shardings=results,
+                donate_argnums=donated,
+                compiler_options=self.compiler_options,
+            )
+
+        space = self.split_space
+        if space is None:
+            return program(self.batch_sharding)
+        plain = PlainConvolutions(
+            layout=space.layout,
+            space_axes=space_axes(space.model, space.rules),
+            space_dims=space_dims(space.model),
+        )
+        check = plain.check if trains else None
+        return _BatchProgram(program, space.batch_sharding, check)
+
+
+@dataclass(frozen=True)
+class AuditedProgram:
+    """One program of a step to audit: `audit(step.gradient_program, batch)`."""
+
+    audit_subject: Callable[..., Subject]
+
+
+class _BatchProgram:
+    """`jax.jit` of (state, batch) for batches whose arrays are sharded one by one.
+
+    Args:
+        make: Shardings of a batch's arrays -> the jitted function.
+        sharding_of: (name, array or its shape) -> its sharding.
+        check: Refuses the trace of a program before it first runs; None for no check.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Any], Any],
+        sharding_of: Callable[[str, Any], Any],
+        check: Callable[[Any], None] | None = None,
+    ) -> None:
+        self._make, self._sharding_of, self._check = make, sharding_of, check
+        self._checked: set[tuple] = set()
+        self._made: dict[tuple, Any] = {}
+
+    def __call__(self, state: Any, batch: Mapping[str, Any]) -> Any:
+        return self._program(state, batch)(state, batch)
+
+    def lower(self, state: Any, batch: Mapping[str, Any]) -> jax.stages.Lowered:
+        """Return the lowered program for these shapes."""
+        return self._program(state, batch).lower(state, batch)
+
+    def _program(self, state: Any, batch: Mapping[str, Any]) -> Any:
+        shardings = {name: self._sharding_of(name, it) for name, it in batch.items()}
+        key = tuple(sorted(shardings.items(), key=lambda item: item[0]))
+        if key not in self._made:
+            self._made[key] = self._make(shardings)
+        program = self._made[key]
+        shapes = tuple(sorted((name, array.shape) for name, array in batch.items()))
+        if self._check is not None and (key, shapes) not in self._checked:
+            self._check(program.trace(state, batch))
+            self._checked.add((key, shapes))
+        return program
