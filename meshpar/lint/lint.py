@@ -21,7 +21,14 @@ from meshpar.lint.findings import (
     large_and_replicated,
     shadowing_overrides,
 )
-from meshpar.lint.rows import ParameterRow, parameter_row, replicated_row
+from meshpar.lint.rows import (
+    ParameterRow,
+    moved_because,
+    parameter_row,
+    replicated_row,
+    unsplit_axes,
+    unsplit_message,
+)
 from meshpar.machine.mesh import absent_mesh
 from meshpar.model.contract import Model, check_model
 from meshpar.model.tracing import Activation, traced_activations
@@ -29,12 +36,7 @@ from meshpar.parallel.grids.space import space_errors, splits_tokens
 from meshpar.parallel.pipeline.stages import arranged_for
 from meshpar.parallel.remat import check_residual_names
 from meshpar.parallel.sequence import token_order
-from meshpar.parallel.zero import (
-    moved_because,
-    parameter_specs,
-    unsplit_axes,
-    unsplit_message,
-)
+from meshpar.parallel.zero import parameter_specs
 from meshpar.rules.presets import default_rules
 from meshpar.rules.rules import (
     MeshAxes,

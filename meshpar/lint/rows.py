@@ -1,4 +1,4 @@
-"""Parameters under a layout: what each device holds, and which shard it is."""
+"""Parameters under a layout: what a device holds, which shard, and why no other."""
 
 from __future__ import annotations
 
@@ -15,9 +15,14 @@ from meshpar.model.contract import Model
 from meshpar.model.parameter import Parameter
 from meshpar.parallel.pipeline.stages import arranged_for
 from meshpar.parallel.placement import PARAM_DTYPES
-from meshpar.parallel.zero import parameter_specs
+from meshpar.parallel.zero import (
+    parameter_specs,
+    ruled_dims,
+    zero_axes_in,
+    zero_split_axes,
+)
 from meshpar.rules.presets import default_rules
-from meshpar.rules.rules import LogicalAxes, Rules, entry_axes
+from meshpar.rules.rules import LogicalAxes, Rules, entry_axes, spec_axes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +49,44 @@ def replicated_row(path: str, parameter: Parameter, param_dtype: str) -> Paramet
     """Return the row of a parameter that is whole on every device."""
     whole = PartitionSpec(*(None for _ in parameter.stacked_shape))
     return _row(path, parameter, whole, {}, param_dtype)
+
+
+def unsplit_axes(layout: Layout, rules: Rules, spec: PartitionSpec) -> tuple[str, ...]:
+    """Return the axes of ZeRO that do not split optimizer states with this spec."""
+    wanted = zero_split_axes(layout, rules)
+    return tuple(axis for axis in wanted if axis not in spec_axes(spec))
+
+
+def unsplit_message(
+    path: str, parameter: Parameter, layout: Layout, mesh_axes: tuple[str, ...]
+) -> str:
+    """Return why a parameter's states are whole on the devices of some mesh axes."""
+    sizes = " and ".join(f"{axis}={layout.mesh_shape[axis]}" for axis in mesh_axes)
+    return (
+        f"{path}: shape {parameter.stacked_shape} has no dim left that divides over "
+        f"{sizes}, so its states are whole on each of those devices; pad a dim, or "
+        "take other sizes"
+    )
+
+
+def moved_because(
+    parameter: Parameter, layout: Layout, rules: Rules, spec: PartitionSpec
+) -> str | None:
+    """Return why ZeRO splits another dim than a rule says; None if it does not."""
+    ruled = ruled_dims(parameter, rules)
+    split = [
+        dim
+        for dim, entry in enumerate(spec)
+        if zero_axes_in(parameter.stacked_axes[dim], entry_axes(entry))
+    ]
+    if not split or set(ruled) & set(split):
+        return None
+    if ruled:
+        return f"{parameter.stacked_axes[ruled[0]]!r} does not divide"
+    if layout.zero != 3:  # no rule is for states alone
+        return None
+    axes = sorted({axis for dim in split for axis in entry_axes(spec[dim])})
+    return f"no rule maps one of its dims to {' or '.join(map(repr, axes))}, ZeRO does"
 
 
 def _row(

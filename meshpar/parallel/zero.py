@@ -365,44 +365,6 @@ def whole_spec(
     )
 
 
-def unsplit_axes(layout: Layout, rules: Rules, spec: PartitionSpec) -> tuple[str, ...]:
-    """Return the axes of ZeRO that do not split optimizer states with this spec."""
-    wanted = zero_split_axes(layout, rules)
-    return tuple(axis for axis in wanted if axis not in spec_axes(spec))
-
-
-def unsplit_message(
-    path: str, parameter: Parameter, layout: Layout, mesh_axes: tuple[str, ...]
-) -> str:
-    """Return why a parameter's states are whole on the devices of some mesh axes."""
-    sizes = " and ".join(f"{axis}={layout.mesh_shape[axis]}" for axis in mesh_axes)
-    return (
-        f"{path}: shape {parameter.stacked_shape} has no dim left that divides over "
-        f"{sizes}, so its states are whole on each of those devices; pad a dim, or "
-        "take other sizes"
-    )
-
-
-def moved_because(
-    parameter: Parameter, layout: Layout, rules: Rules, spec: PartitionSpec
-) -> str | None:
-    """Return why ZeRO splits another dim than a rule says; None if it does not."""
-    ruled = _ruled_dims(parameter, rules)
-    split = [
-        dim
-        for dim, entry in enumerate(spec)
-        if zero_axes_in(parameter.stacked_axes[dim], entry_axes(entry))
-    ]
-    if not split or set(ruled) & set(split):
-        return None
-    if ruled:
-        return f"{parameter.stacked_axes[ruled[0]]!r} does not divide"
-    if layout.zero != 3:  # no rule is for states alone
-        return None
-    axes = sorted({axis for dim in split for axis in entry_axes(spec[dim])})
-    return f"no rule maps one of its dims to {' or '.join(map(repr, axes))}, ZeRO does"
-
-
 def _without_zero_axes(rules: Rules) -> Rules:
     stored = rules.stored
     table = {
@@ -456,14 +418,14 @@ def _dims(
         for dim, entry in enumerate(entries)
         if entry is None and not (stacked and dim == 0)
     ]
-    ruled = [dim for dim in _ruled_dims(parameter, rules) if dim in free]
+    ruled = [dim for dim in ruled_dims(parameter, rules) if dim in free]
     yield from ruled
     yield from sorted(set(free) - set(ruled), key=lambda dim: (-shape[dim], dim))
     if stacked and layout.zero != 3:
         yield 0
 
 
-def _ruled_dims(parameter: Parameter, rules: Rules) -> list[int]:
+def ruled_dims(parameter: Parameter, rules: Rules) -> list[int]:
     """Return the dims that rules split over batch axes."""
     table = rules.stored.table
     return [

@@ -93,9 +93,9 @@ class TrainStep:
         """Return a step of other functions on this step's mesh, such as with tables.
 
         Args:
-            functions: `initial_state`, `update`, `evaluated` and `logits`, which may call those
-                of this step's `functions`; `state_shapes` and `shardings` of their
-                state. Local steps refuse them.
+            functions: `initial_state`, `update`, `evaluated` and `logits`, which may
+                call those of this step's `functions`; `state_shapes` and `shardings`
+                of their state. Local steps refuse them.
             inputs: Arrays of a batch, `meshpar.Input` by name.
         """
         step = copy.copy(self)

@@ -234,21 +234,9 @@ def _run(
     # The first layer also lies where there is none, so that no place is zero.
     at_places = np.maximum(placed.order(0), 0)
 
-    def local(blocks: Any, ends: Any, inputs: Any, targets: Any) -> tuple:
+    def local(blocks: Any, *others: Any) -> tuple:
         blocks = cut(blocks, schedule.num_chunks)
-        arrays = ScopeArrays(batch={"inputs": inputs, "targets": targets})
-        microbatches = Microbatches(
-            functions=functions,
-            schedule=schedule,
-            arrangement=placed,
-            weights=ends,
-            params=[blocks],
-            states=[{}],
-            end_gradients=_gradient_sums(ends),
-            gradients=[_gradient_sums(blocks)],
-            cut=cut(arrays, schedule.num_microbatches),
-            random=None,
-        )
+        microbatches = _microbatches(functions, placed, blocks, *others)
         split_axes = tuple(axis for axis in (*axes, STAGE) if mesh.shape[axis] > 1)
         with asked("loss_sum"):
             weight_sum = lax.psum(microbatches.weight_sum(), split_axes)
@@ -270,6 +258,30 @@ def _run(
     )
     gradients = _taken(placed.places(0), of_blocks), of_ends, of_inputs
     return loss, _typed_as((blocks, ends, inputs), gradients)
+
+
+def _microbatches(
+    functions: UserFunctions,
+    placed: Arrangement,
+    blocks: Any,
+    ends: Any,
+    inputs: Any,
+    targets: Any,
+) -> Microbatches:
+    """Return the microbatches of this device's arrays, the blocks' cut into chunks."""
+    arrays = ScopeArrays(batch={"inputs": inputs, "targets": targets})
+    return Microbatches(
+        functions=functions,
+        schedule=functions.schedule,
+        arrangement=placed,
+        weights=ends,
+        params=[blocks],
+        states=[{}],
+        end_gradients=_gradient_sums(ends),
+        gradients=[_gradient_sums(blocks)],
+        cut=cut(arrays, functions.schedule.num_microbatches),
+        random=None,
+    )
 
 
 def _gradient_sums(tree: Any) -> Any:

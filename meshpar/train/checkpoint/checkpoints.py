@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
-import threading
-import traceback
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -24,10 +20,10 @@ from meshpar.train.checkpoint.choice import (
     Choice,
     error_reason,
     explained,
-    hide_late_answers,
 )
-from meshpar.train.checkpoint.files import read_run, remove_parts, write_checksums
+from meshpar.train.checkpoint.files import read_run, remove_parts
 from meshpar.train.checkpoint.portable import portable, unported
+from meshpar.train.checkpoint.saving import Saving
 from meshpar.train.checkpoint.stored_arrays import (
     handler,
     read,
@@ -86,32 +82,7 @@ class Checkpoints:
         self._writer, self._is_open = ThreadPoolExecutor(max_workers=1), True
         self._has_saved = False
         self._layer_orders = layer_orders
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._manager = ocp.CheckpointManager(
-                self.directory,
-                options=options,
-                # Named here, so that the shapes in a checkpoint can be asked for.
-                item_handlers={
-                    "state": handler(),
-                    "run": ocp.JsonCheckpointHandler(),
-                },
-            )
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot make the checkpoint folder {str(directory)!r}: "
-                f"{error.strerror}",
-                key="checkpoint.folder_not_made",
-            ) from error
-        except (
-            Exception
-        ) as error:  # Of files that Orbax reads here, and has not written.
-            raise CheckpointError(
-                f"the checkpoints in {str(directory)!r} cannot be listed: "
-                f"{error_reason(error, self.directory)}; move the one away whose "
-                "_CHECKPOINT_METADATA was changed",
-                key="checkpoint.unreadable",
-            ) from error
+        self._manager = _manager(self.directory, directory, options)
         self._choice = Choice(self._manager, self.directory, self._processes)
 
     @property
@@ -373,115 +344,33 @@ class Checkpoints:
                 warnings.warn(str(failed), stacklevel=2)
 
 
-class Saving:
-    """One checkpoint while it is written to the disk.
+def _manager(
+    folder: Path, named: Path, options: ocp.CheckpointManagerOptions
+) -> ocp.CheckpointManager:
+    """Return Orbax's manager of a folder, which is made when absent.
 
     Args:
-        manager: Orbax's manager, which writes it.
-        directory: Folder of the checkpoints.
-        step: Step of its state.
-        processes: Processes of the run; each notes checksums of its share of files.
+        folder: The folder, absolute.
+        named: The folder as the user named it, for errors.
+        options: Which checkpoints to keep.
+
+    Raises:
+        CheckpointError: The folder cannot be made, or its checkpoints be listed.
     """
-
-    def __init__(
-        self,
-        manager: ocp.CheckpointManager,
-        directory: Path,
-        step: int,
-        processes: Processes,
-    ) -> None:
-        self.step = step
-        self._processes = processes
-        self._manager, self._folder = manager, directory / str(step)
-        self._is_begun = threading.Event()
-        self._save: Callable[[], bool] | None = None
-        self._log = _Withheld()
-
-    def begin(self, args: Any, writer: Executor) -> None:
-        """Start to save; `end` returns errors.
-
-        Args:
-            args: Orbax's arguments. The arrays must not change before
-                `wait_until_begun`.
-            writer: One thread for all saves and for closing the manager: Orbax tells
-                each thread that waits for a save once what it failed of.
-        """
-        self._save = functools.partial(self._manager.save, self.step, args=args)
-        logging.getLogger("absl").addFilter(self._log)
-        hide_late_answers()
-        self._written = writer.submit(self._write)
-
-    def wait_until_begun(self) -> None:
-        """Wait until Orbax has taken the arrays, or has failed."""
-        self._is_begun.wait()
-
-    def end(self) -> Exception | None:
-        """Wait until all is written, and return the error, if any."""
-        error = cast(Exception | None, self._written.exception())
-        logging.getLogger("absl").removeFilter(self._log)
-        if error is None:
-            self._log.tell()
-        else:
-            # What is left of it would fill the disk for those that follow.
-            remove_parts(self._folder.parent, str(self.step))
-        return error
-
-    def _write(self) -> None:
-        try:
-            self._write_whole()
-        except Exception as error:
-            _clear_frames(error)
-            raise
-
-    def _write_whole(self) -> None:
-        try:
-            is_taken = self._start()
-        finally:
-            self._is_begun.set()
-        if not is_taken:
-            newest = self._manager.latest_step()
-            raise RuntimeError(f"skipped, as there is one of step {newest}")
-        self._manager.wait_until_finished()
-        if self._folder.is_dir():
-            self._seal()
-
-    def _start(self) -> bool:
-        """Start the save and keep no array: Orbax holds those that it needs."""
-        save, self._save = self._save, None
-        return save is not None and save() is not False
-
-    def _seal(self) -> None:
-        with contextlib.suppress(OSError):  # It is as good as one without checksums.
-            write_checksums(
-                self._folder,
-                part=self._processes.process_id,
-                num_parts=self._processes.num_processes,
-            )
-
-
-def _clear_frames(error: BaseException | None) -> None:
-    """Release the arrays in the frames of an error and of its causes."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
-
-
-class _Withheld(logging.Filter):
-    """Withhold the tracebacks that Orbax's threads log.
-
-    They log what ends them before their error reaches the thread that waits for them.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._records: list[logging.LogRecord] = []
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.exc_info:
-            self._records.append(record)
-        return not record.exc_info
-
-    def tell(self) -> None:
-        """Log them, if no error was raised that tells the same."""
-        for record in self._records:
-            logging.getLogger("absl").handle(record)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Handlers are named here, so that the shapes in a checkpoint can be asked for.
+        handlers = {"state": handler(), "run": ocp.JsonCheckpointHandler()}
+        return ocp.CheckpointManager(folder, options=options, item_handlers=handlers)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot make the checkpoint folder {str(named)!r}: {error.strerror}",
+            key="checkpoint.folder_not_made",
+        ) from error
+    except Exception as error:  # Of files that Orbax reads here, and has not written.
+        raise CheckpointError(
+            f"the checkpoints in {str(named)!r} cannot be listed: "
+            f"{error_reason(error, folder)}; move the one away whose "
+            "_CHECKPOINT_METADATA was changed",
+            key="checkpoint.unreadable",
+        ) from error
