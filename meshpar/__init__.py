@@ -33,8 +33,10 @@ _FORMER_MODULES = {
     "meshpar.data.row_sources": "meshpar.data.rows",
     "meshpar.data.token_file": "meshpar.data.token_files",
     "meshpar.data.token_stream": "meshpar.data.token_files",
+    "meshpar.layout.residual_names": "meshpar.layout.layout",
+    "meshpar.machine.mesh_order": "meshpar.machine.mesh",
     "meshpar.mesh": "meshpar.machine.mesh",
-    "meshpar.mesh_order": "meshpar.machine.mesh_order",
+    "meshpar.mesh_order": "meshpar.machine.mesh",
     "meshpar.parallel.convolution_gradients": (
         "meshpar.parallel.grids.convolution_gradients"
     ),

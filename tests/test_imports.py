@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     ("meshpar.errors",),
     ("meshpar.foreign_files",),
-    ("meshpar.layout.residual_names", "meshpar.collective_kinds", "meshpar.schedules"),
+    ("meshpar.collective_kinds", "meshpar.schedules"),
     ("meshpar.layout", "meshpar.hardware", "meshpar.machine"),
     ("meshpar.collectives", "meshpar.distributed"),
     ("meshpar.rules",),

@@ -13,8 +13,13 @@ import pytest
 
 from meshpar import MESH_AXES, Layout, Topology, TopologyWarning, make_mesh
 from meshpar.audit.report import _slow_axes
-from meshpar.machine.mesh import _arrange, slow_mesh_axes
-from meshpar.machine.mesh_order import full_order, in_order, slow_axes
+from meshpar.machine.mesh import (
+    _arrange,
+    full_order,
+    in_order,
+    slow_axes,
+    slow_mesh_axes,
+)
 from meshpar.machine.topology import device_domains
 
 H100 = "NVIDIA H100 80GB HBM3"

@@ -11,7 +11,7 @@ import pytest
 
 from meshpar import Input, Layout, Parameter, Scope, lint, make_train_step
 from meshpar.audit.report import audit
-from meshpar.layout.residual_names import ResidualNames
+from meshpar.layout.layout import ResidualNames
 from meshpar.machine.mesh import absent_mesh
 from meshpar.model.contract import BlockGroup
 from meshpar.model.single import loss

@@ -35,8 +35,7 @@ from meshpar.errors import InputError
 from meshpar.hardware.attention_choice import obstacle_words
 from meshpar.hardware.platforms import platform_named
 from meshpar.layout import MESH_AXES
-from meshpar.machine.mesh import slow_mesh_axes
-from meshpar.machine.mesh_order import SlowAxis, slow_axes
+from meshpar.machine.mesh import SlowAxis, slow_axes, slow_mesh_axes
 from meshpar.machine.topology import Topology
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.trace.operations import Operation, operations

@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 from meshpar.errors import InputError, RuleError
 from meshpar.hardware.platforms import platform_named
-from meshpar.layout.layout import STAGE_REMATS, Layout
-from meshpar.layout.residual_names import ResidualNames
+from meshpar.layout.layout import STAGE_REMATS, Layout, ResidualNames
 
 PLAIN = Layout()
 """The layout with every option at its default."""

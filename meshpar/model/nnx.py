@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, cast
 
-import jax
 from flax import nnx
 
 from meshpar.errors import InputError, whole_number
-from meshpar.model.block_run import check_head
 from meshpar.model.contract import BlockGroup, Model
 from meshpar.model.inputs import Input
 from meshpar.model.nnx_builds import check_untied
@@ -125,13 +124,9 @@ def from_nnx(
 
     return Model(
         parameters={**end.parameters(None), **params},
-        embed=lambda params, batch, scope: _stream(
-            end, "embed", end.run(params, scope, "embed", batch, scope)
-        ),
+        embed=functools.partial(end.run_stream, "embed"),
         groups=tuple(_group(name, chosen[name], made[name], end) for name in chosen),
-        head=lambda params, x, batch, scope: check_head(
-            end.run(params, scope, "head", x, batch, scope), f"{end.what}: head"
-        ),
+        head=end.run_head,
         logits=logits if end.has("logits") else None,
         inputs=inputs,
         per_token=per_token,
@@ -208,24 +203,6 @@ def _check_methods(
         made[name].check_parameters()
 
 
-def _stream(end: Functional, method: str, stream: Any) -> Any:
-    leaves = jax.tree.leaves(stream, is_leaf=lambda leaf: leaf is None)
-    if not leaves or not all(getattr(leaf, "ndim", 0) for leaf in leaves):
-        raise InputError(
-            f"{end.what}: {method} returns {stream!r}; it must return the stream: an "
-            "array, or a tree of arrays, with the example first in each",
-            key="model.not_a_stream",
-        )
-    if len({leaf.shape[0] for leaf in leaves}) > 1:
-        shapes = jax.tree.map(lambda leaf: leaf.shape, stream)
-        raise InputError(
-            f"{end.what}: {method} returns a stream of shapes {shapes}; the example is "
-            "first in each array of it: broadcast what is the same for all examples",
-            key="model.stream_examples_differ",
-        )
-    return stream
-
-
 def _check_names(end: Functional, groups: Mapping[str, Functional]) -> None:
     paths = {
         f"{name}.{leaf.name}"
@@ -243,15 +220,11 @@ def _check_names(end: Functional, groups: Mapping[str, Functional]) -> None:
 
 
 def _group(name: str, given: Blocks, block: Functional, end: Functional) -> BlockGroup:
-    def enter(params: Params, stream: Any, scope: Scope) -> Any:
-        method = given.enter or ""
-        return _stream(end, method, end.run(params, scope, method, stream, scope))
-
     return BlockGroup(
         name=name,
         num_layers=given.num_layers,
         block=block.run_block,
-        enter=enter if given.enter else None,
+        enter=functools.partial(end.run_stream, given.enter) if given.enter else None,
         stream=given.stream,
         auxiliary=dict(given.auxiliary),
         update_from=block.update_state if block.changes_state else None,

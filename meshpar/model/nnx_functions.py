@@ -12,7 +12,7 @@ from flax import nnx
 from jax import lax
 
 from meshpar.errors import InputError
-from meshpar.model.block_run import is_pair
+from meshpar.model.block_run import check_head, is_pair
 from meshpar.model.nnx_builds import build, built, in_full, leaf_value
 from meshpar.model.nnx_checks import (
     TRACED_NUMBER,
@@ -116,6 +116,35 @@ class Functional:
                 key="model.ends_assign_state",
             )
         return result
+
+    def run_stream(self, method: str, params: Params, given: Any, scope: Scope) -> Any:
+        """Call a method of the ends that makes a stream: `embed`, or one to enter.
+
+        Raises:
+            InputError: It returns no stream, or one of different numbers of examples.
+        """
+        stream = self.run(params, scope, method, given, scope)
+        leaves = jax.tree.leaves(stream, is_leaf=lambda leaf: leaf is None)
+        if not leaves or not all(getattr(leaf, "ndim", 0) for leaf in leaves):
+            raise InputError(
+                f"{self.what}: {method} returns {stream!r}; it must return the stream: "
+                "an array, or a tree of arrays, with the example first in each",
+                key="model.not_a_stream",
+            )
+        if len({leaf.shape[0] for leaf in leaves}) > 1:
+            shapes = jax.tree.map(lambda leaf: leaf.shape, stream)
+            raise InputError(
+                f"{self.what}: {method} returns a stream of shapes {shapes}; the "
+                "example is first in each array of it: broadcast what is the same for "
+                "all examples",
+                key="model.stream_examples_differ",
+            )
+        return stream
+
+    def run_head(self, params: Params, stream: Any, batch: Any, scope: Scope) -> Any:
+        """Call `head` of the ends, and check the sums that it returns."""
+        sums = self.run(params, scope, "head", stream, batch, scope)
+        return check_head(sums, f"{self.what}: head")
 
     def run_block(self, params: Params, stream: Any, scope: Scope) -> Any:
         """Call the module as a block; statistics of `nnx.BatchNorm` are among its sums.

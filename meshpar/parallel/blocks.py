@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar.layout.residual_names import is_named
+from meshpar.layout.layout import is_named
 from meshpar.model.block_run import Sums
 from meshpar.model.contract import BlockGroup, Stream
 from meshpar.parallel.remat import names_in, refuse_unknown, rematerialised

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshpar.errors import InputError, nearest
 from meshpar.layout import STAGE_REMATS
-from meshpar.layout.residual_names import BLOCK_INPUT, ResidualNames, is_named
+from meshpar.layout.layout import BLOCK_INPUT, ResidualNames, is_named
 from meshpar.model.contract import Model
 from meshpar.model.scope import SAVED_PREFIX, Scope
 from meshpar.model.tracing import traced_batch, traced_forward, tracing

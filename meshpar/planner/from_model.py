@@ -23,8 +23,13 @@ from meshpar.errors import InputError
 from meshpar.hardware.devices import DEVICES
 from meshpar.hardware.platforms import platform_named
 from meshpar.layout import Layout
-from meshpar.machine.mesh import absent_mesh, mesh_hosts, mesh_platform, slow_mesh_axes
-from meshpar.machine.mesh_order import SlowAxis
+from meshpar.machine.mesh import (
+    SlowAxis,
+    absent_mesh,
+    mesh_hosts,
+    mesh_platform,
+    slow_mesh_axes,
+)
 from meshpar.model.contract import Model
 from meshpar.model.inputs import input_shapes, open_size
 from meshpar.model.parameter import is_parameter

@@ -26,7 +26,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from meshpar.layout import STAGE_REMATS
-from meshpar.layout.residual_names import BLOCK_INPUT, ResidualNames
+from meshpar.layout.layout import BLOCK_INPUT, ResidualNames
 from meshpar.planner.cost.run import Run
 
 

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from meshpar.errors import nearest
 from meshpar.layout import BY_COST, Layout
+from meshpar.layout.layout import BLOCK_INPUT
 from meshpar.layout.requirements import (
     ATTENTION,
     BATCH,
@@ -17,7 +18,6 @@ from meshpar.layout.requirements import (
     Problem,
     problems,
 )
-from meshpar.layout.residual_names import BLOCK_INPUT
 from meshpar.planner.cost.activations import NAMED, OF_EXPERTS
 from meshpar.planner.machine.execution import MESHPAR, Execution
 from meshpar.planner.workload.workload import Workload
