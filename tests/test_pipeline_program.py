@@ -21,8 +21,7 @@ from meshpar.audit.flow import may_end_early, places, trip_count
 from meshpar.audit.hlo import parse_program, shape_arrays
 from meshpar.machine.mesh import absent_mesh
 from meshpar.models.presets import build
-from meshpar.parallel.pipeline.crossing import Shares
-from meshpar.parallel.placement import stream_specs
+from meshpar.parallel.pipeline.crossing import Shares, stream_specs
 from meshpar.schedules import make_schedule, tick_table
 from meshpar.trace.walk import equations
 from tests.marks import slow

@@ -43,21 +43,19 @@ _TRACED_TOKENS = (16, 8, 4, 2)
 
 
 def check_context(model: Model, layout: Layout, rules: Rules) -> None:
-    """Raise if a layout cannot split a model along its sequences.
+    """Raise if a layout that splits sequences cannot split a model along them.
 
     Raises:
         InputError: A function mixes tokens, no input has any, or the heads do not
             divide over what Ulysses splits them over.
     """
-    if not splits_tokens(model, layout, rules):
-        return
     if layout.attention_method.heads > 1:
         _check_heads(model, layout, rules)
     check_token_wise(model)
 
 
 def check_per_token(model: Model, layout: Layout) -> None:
-    """Raise if a model declares `per_token` and its ends mix tokens.
+    """Raise if a model under stages declares `per_token` and its ends mix tokens.
 
     Inputs with a dim that has neither a name nor a size cannot be traced before there
     is a batch; such a model is not checked.
@@ -66,7 +64,7 @@ def check_per_token(model: Model, layout: Layout) -> None:
         InputError: `Model.per_token` is set, the ranks of a pipeline share the tokens
             of embed and head, and one of the two mixes them.
     """
-    if layout.stage == 1 or not model.per_token or not _has_shapes(model):
+    if not model.per_token or not _has_shapes(model):
         return
     try:
         found = tokens_joined(model, ends_only=True)

@@ -20,10 +20,9 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshpar.collectives import asked, sum_dtype
-from meshpar.errors import InputError
 from meshpar.hardware.platforms import platform_named
 from meshpar.layout import BATCH_AXES, MANUAL_AXES, TOKEN_AXES, Layout
-from meshpar.model.contract import RESIDUAL, Model, Stream
+from meshpar.model.contract import Model
 from meshpar.model.inputs import Batch
 from meshpar.model.parameter import Params
 from meshpar.model.scope import Scope
@@ -46,7 +45,7 @@ from meshpar.parallel.zero import (
     stored_parameters,
     whole_spec,
 )
-from meshpar.rules.rules import Rules, auto_mesh_shape, is_axes
+from meshpar.rules.rules import Rules
 from meshpar.rules.sharding import path_name
 
 BATCH = PartitionSpec(BATCH_AXES)
@@ -299,6 +298,21 @@ class Placement:
         """True if `context` splits sequences, each device with its own tokens."""
         return splits_tokens(self.model, self.layout, self.rules)
 
+    @cached_property
+    def communicates_in_loop(self) -> bool:
+        """True if a block's parameters or gradients cross batch axes in the loop."""
+        blocks = jax.tree.leaves(self.model.split(self.stored)[1])
+        return any(in_loop(stored) or gradient_in_loop(stored) for stored in blocks)
+
+    @property
+    def prefetches(self) -> bool:
+        """True if the blocks prefetch (`parallel.prefetch`), as they communicate."""
+        choice = self.layout.fsdp_prefetch
+        if self.layout.runs_in_ticks or choice == "off":
+            return False
+        overlaps = platform_named(self.platform).overlaps_collectives
+        return (choice == "on" or overlaps) and self.communicates_in_loop
+
     @property
     def manual_axes(self) -> tuple[str, ...]:
         """Return the mesh axes that `on_shards` makes manual."""
@@ -399,52 +413,3 @@ class Scopes:
         rows = jax.tree.leaves(batch)[0].shape[0]
         first = shard_index((*self.replica_axes, *self.batch_axes)) * rows
         return (first + jnp.arange(rows)).astype(jnp.uint32)
-
-
-def stream_specs(axes: Any, stream: Stream, rules: Rules) -> Any:
-    """Return the spec of each array of a group's stream over automatic mesh axes.
-
-    The spec of an array without logical axes is empty; others are as long as its dims.
-
-    Args:
-        axes: Tree of logical axes (`BlockGroup.stream`), or None.
-        stream: The arrays of this device's examples, or their shapes.
-        rules: Logical axis -> mesh axes.
-
-    Raises:
-        InputError: The stream is not the declared tree.
-        RuleError: An array of it cannot be laid out.
-    """
-    _check_real(stream)
-
-    def spec(names: tuple[str | None, ...], x: Any) -> PartitionSpec:
-        if not names:
-            return PartitionSpec()
-        return rules.spec(names, x.shape, mesh_shape=auto_mesh_shape(), path="stream")
-
-    def default_spec(x: Any) -> PartitionSpec:
-        is_residual = len(x.shape) == 3 and "residual_seq" in rules.table
-        return spec(RESIDUAL if is_residual else (), x)
-
-    if axes is None:
-        return jax.tree.map(default_spec, stream)
-    declared = jax.tree.structure(axes, is_leaf=is_axes)
-    if declared != jax.tree.structure(stream):
-        raise InputError(
-            f"the stream is declared as {axes}, but the functions make "
-            f"{jax.tree.map(jnp.shape, stream)}; declare a tuple of logical axes for "
-            "each of its arrays",
-            key="model.stream_of_other_tree",
-        )
-    return jax.tree.map(spec, axes, stream, is_leaf=is_axes)
-
-
-def _check_real(stream: Stream) -> None:
-    for path, x in jax.tree.leaves_with_path(stream):
-        if not jnp.issubdtype(x.dtype, jnp.inexact):
-            raise InputError(
-                f"the stream holds {x.dtype}{x.shape} at "
-                f"{jax.tree_util.keystr(path) or 'its root'}, but what flows between "
-                "blocks has gradients; read integers from scope.batch",
-                key="model.integer_stream",
-            )

@@ -25,12 +25,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar.hardware.platforms import platform_named
 from meshpar.model.block_run import Sums
 from meshpar.model.contract import Stream
 from meshpar.parallel.blocks import BACKWARD, FORWARD, ScopeArrays, Stack, over_layers
 from meshpar.parallel.placement import Placement
-from meshpar.parallel.zero import gradient_in_loop, in_loop
 
 
 @jax.tree_util.register_dataclass
@@ -198,25 +196,16 @@ def _joined(others: Sums | None, last: Sums) -> Sums:
     return jax.tree.map(lambda *of: jnp.concatenate(of), others, last)
 
 
-def prefetches(placement: Placement) -> bool:
-    """Return True if the blocks prefetch, and have something to communicate."""
-    choice = placement.layout.fsdp_prefetch
-    if placement.layout.runs_in_ticks or choice == "off":
-        return False
-    overlaps = platform_named(placement.platform).overlaps_collectives
-    return (choice == "on" or overlaps) and _communicates(placement)
-
-
 def prefetch_notes(placement: Placement) -> tuple[str, ...]:
     """Return a line for each prefetch that the layout's defaults leave out."""
-    if not _communicates(placement) or placement.layout.fsdp_prefetch == "off":
+    if not placement.communicates_in_loop or placement.layout.fsdp_prefetch == "off":
         return ()
     if placement.layout.runs_in_ticks:
         return (
             "fsdp_prefetch: not where a step runs in ticks (stages or microbatches); "
             "each block's parameters are gathered when it begins",
         )
-    if not prefetches(placement):
+    if not placement.prefetches:
         return (
             "fsdp_prefetch: not on cpu, whose compiler starts no collective ahead; "
             "fsdp_prefetch=on takes the loop of GPUs and TPUs",
@@ -227,9 +216,3 @@ def prefetch_notes(placement: Placement) -> tuple[str, ...]:
             "first block, because a later group of blocks has an `enter`",
         )
     return ()
-
-
-def _communicates(placement: Placement) -> bool:
-    """True if a block's parameters or gradients cross batch axes in the loop."""
-    blocks = jax.tree.leaves(placement.model.split(placement.stored)[1])
-    return any(in_loop(stored) or gradient_in_loop(stored) for stored in blocks)

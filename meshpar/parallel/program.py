@@ -39,7 +39,6 @@ from meshpar.parallel.model_state import (
     updated_state,
 )
 from meshpar.parallel.placement import REPLICATED, Placement, Scopes
-from meshpar.parallel.prefetch import prefetches
 from meshpar.parallel.reduction import loss_metrics, random_key, safe_inverse
 from meshpar.parallel.sequence import outputs_in_order, own_tokens
 from meshpar.parallel.zero import (
@@ -263,7 +262,7 @@ class _Pass:
         def embed(weights: Params) -> Stream:
             return model.embed(weights, outside.batch, outside)
 
-        late = prefetches(placement) and not any(group.enter for group in model.groups)
+        late = placement.prefetches and not any(group.enter for group in model.groups)
         ends = Ends.from_shards(
             model.split(placement.stored)[0],
             model.split(params)[0],
@@ -401,7 +400,7 @@ class _Pass:
                 shards=self.groups[at],
                 state=state[at],
                 layers=first + jnp.arange(group.num_layers, dtype=jnp.int32),
-                prefetch=prefetches(self.placement),
+                prefetch=self.placement.prefetches,
             )
             for at, (group, first) in enumerate(
                 zip(model.groups, model.first_layers, strict=True)

@@ -28,7 +28,7 @@ class BatchPlacement:
     Args:
         inputs: The inputs that the model declares.
         check_sequences: Refuses sequences of a batch, whole or `partly`, that cannot be
-            split.
+            split; None if none are.
         layout: The layout, over whose batch axes and microbatches a batch divides.
         sharding: Sharding of examples.
         sharding_of: (name, global array or its shape) -> sharding, where arrays differ
@@ -36,7 +36,7 @@ class BatchPlacement:
     """
 
     inputs: Mapping[str, Input]
-    check_sequences: Callable[..., None]
+    check_sequences: Callable[..., None] | None
     layout: Layout
     sharding: NamedSharding
     sharding_of: Callable[[str, Any], NamedSharding] | None = None
@@ -99,7 +99,8 @@ class BatchPlacement:
         if partly:
             inputs = {name: one for name, one in inputs.items() if name in batch}
         num_rows, name = check_batch(inputs, batch), next(iter(batch))
-        self.check_sequences(batch, partly=partly)
+        if self.check_sequences is not None:
+            self.check_sequences(batch, partly=partly)
         num_examples = self._num_examples(name, batch[name], num_rows)
         self.check_examples(num_examples, name, microbatches)
 

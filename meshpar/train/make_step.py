@@ -17,7 +17,7 @@ from meshpar.errors import InputError
 from meshpar.layout import Layout
 from meshpar.machine.mesh import make_mesh, mesh_platform
 from meshpar.model.contract import Model, check_model
-from meshpar.parallel.grids.space import check_space
+from meshpar.parallel.grids.space import check_space, splits_tokens
 from meshpar.parallel.pipeline.stages import with_costs
 from meshpar.parallel.placement import DTYPES
 from meshpar.parallel.remat import check_residual_names
@@ -216,8 +216,10 @@ def _checked(options: StepOptions) -> StepOptions:
     outer_optimizer = _outer_optimizer(layout, options.outer_optimizer)
     refuse_by_host(options.gradient_reduction, layout, options.mesh, options.platform)
     check_space(model, layout, rules)
-    check_context(model, layout, rules)
-    check_per_token(model, layout)
+    if splits_tokens(model, layout, rules):
+        check_context(model, layout, rules)
+    if layout.stage > 1:
+        check_per_token(model, layout)
     return replace(options, outer_optimizer=outer_optimizer)
 
 

@@ -103,7 +103,7 @@ class TrainStep:
         step.state_shapes, step.shardings = functions.state_shapes, functions.shardings
         step._batches = BatchPlacement(
             inputs=inputs,
-            check_sequences=lambda batch, partly: None,
+            check_sequences=None,
             layout=self.layout,
             sharding=self.batch_sharding,
         )

@@ -28,7 +28,6 @@ from meshpar.parallel.grids.space import space_axes, space_dims
 from meshpar.parallel.pipeline.program import PipelineProgram
 from meshpar.parallel.pipeline.stages import Pipeline, pipeline_for
 from meshpar.parallel.placement import DTYPES, Placement
-from meshpar.parallel.prefetch import prefetches
 from meshpar.parallel.program import LocalProgram
 from meshpar.rules.rules import Rules
 from meshpar.rules.sharding import born_sharded
@@ -131,7 +130,9 @@ class StepPlan:
             inputs=model.inputs or {},
             check_sequences=partial(
                 check_sequences, model, options.layout, options.rules
-            ),
+            )
+            if placement.splits_tokens
+            else None,
             layout=options.layout,
             sharding=NamedSharding(options.mesh, PartitionSpec(BATCH_AXES)),
             sharding_of=placement.batch_sharding if placement.splits_space else None,
@@ -163,7 +164,7 @@ class StepPlan:
         return compiler_options_for(
             self.options.platform,
             self.options.compiler_options,
-            prefetching=prefetches(self.placement),
+            prefetching=self.placement.prefetches,
             sequence_parallel=layout.sequence_parallel and layout.tensor > 1,
         )
 

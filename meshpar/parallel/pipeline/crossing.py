@@ -31,9 +31,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.collectives import asked, on_parts, sum_dtype
 from meshpar.errors import InputError
-from meshpar.model.contract import Stream
+from meshpar.model.contract import RESIDUAL, Stream
 from meshpar.parallel.pipeline.stages import part
-from meshpar.rules.rules import auto_mesh_shape, entry_axes, spec_axes
+from meshpar.rules.rules import (
+    Rules,
+    auto_mesh_shape,
+    entry_axes,
+    is_axes,
+    spec_axes,
+)
 
 STAGE = "stage"
 
@@ -183,6 +189,55 @@ def shareable_parts(stream: Any, specs: Any) -> dict[int, int]:
     (spec,) = jax.tree.leaves(specs, is_leaf=is_spec)
     axes = entry_axes(spec[1]) if len(spec) > 1 else ()
     return {0: 1, 1: math.prod(sizes[axis] for axis in axes)}
+
+
+def stream_specs(axes: Any, stream: Stream, rules: Rules) -> Any:
+    """Return the spec of each array of a group's stream over automatic mesh axes.
+
+    The spec of an array without logical axes is empty; others are as long as its dims.
+
+    Args:
+        axes: Tree of logical axes (`BlockGroup.stream`), or None.
+        stream: The arrays of this device's examples, or their shapes.
+        rules: Logical axis -> mesh axes.
+
+    Raises:
+        InputError: The stream is not the declared tree.
+        RuleError: An array of it cannot be laid out.
+    """
+    _check_real(stream)
+
+    def spec(names: tuple[str | None, ...], x: Any) -> PartitionSpec:
+        if not names:
+            return PartitionSpec()
+        return rules.spec(names, x.shape, mesh_shape=auto_mesh_shape(), path="stream")
+
+    def default_spec(x: Any) -> PartitionSpec:
+        is_residual = len(x.shape) == 3 and "residual_seq" in rules.table
+        return spec(RESIDUAL if is_residual else (), x)
+
+    if axes is None:
+        return jax.tree.map(default_spec, stream)
+    declared = jax.tree.structure(axes, is_leaf=is_axes)
+    if declared != jax.tree.structure(stream):
+        raise InputError(
+            f"the stream is declared as {axes}, but the functions make "
+            f"{jax.tree.map(jnp.shape, stream)}; declare a tuple of logical axes for "
+            "each of its arrays",
+            key="model.stream_of_other_tree",
+        )
+    return jax.tree.map(spec, axes, stream, is_leaf=is_axes)
+
+
+def _check_real(stream: Stream) -> None:
+    for path, x in jax.tree.leaves_with_path(stream):
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            raise InputError(
+                f"the stream holds {x.dtype}{x.shape} at "
+                f"{jax.tree_util.keystr(path) or 'its root'}, but what flows between "
+                "blocks has gradients; read integers from scope.batch",
+                key="model.integer_stream",
+            )
 
 
 def is_spec(node: Any) -> bool:

@@ -19,14 +19,14 @@ from meshpar.model.parameter import Params
 from meshpar.model.scope import Scope
 from meshpar.parallel.blocks import Block, ScopeArrays
 from meshpar.parallel.model_state import sum_statistics, updated_state
-from meshpar.parallel.pipeline.crossing import STAGE, Shares
+from meshpar.parallel.pipeline.crossing import STAGE, Shares, stream_specs
 from meshpar.parallel.pipeline.executor import Executor
 from meshpar.parallel.pipeline.microbatches import Microbatches
 from meshpar.parallel.pipeline.rank_layers import mesh_hindrance
 from meshpar.parallel.pipeline.rank_stages import Enter
 from meshpar.parallel.pipeline.reduction import reduce_in_slices, summed_inputs
 from meshpar.parallel.pipeline.stages import Arrangement, Pipeline, cut, merge
-from meshpar.parallel.placement import REPLICATED, Placement, Scopes, stream_specs
+from meshpar.parallel.placement import REPLICATED, Placement, Scopes
 from meshpar.parallel.program import LossAndGradients, one_layer, sums_by_name
 from meshpar.parallel.reduction import (
     loss_metrics,
