@@ -295,7 +295,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for name, (default, words) in sizes.items():
         add(f"--{name.replace('_', '-')}", type=int, default=default, help=words)
     add("--learning-rate", type=float, default=3e-3, help="peak learning rate")
-    add("--prediction", choices=PATHS, default="flow", help="what is predicted")
+    add("--prediction", choices=PATHS, default="flow", help="kind of prediction")
     add("--method", choices=METHODS, default="heun", help="method of sampling")
     add("--guidance", type=float, default=2.0, help="guidance; 1: none")
     add("--out", type=Path, default=Path("runs/diffusion"), help="folder of samples")

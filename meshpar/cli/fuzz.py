@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--mask",
         choices=MASKS,
-        help="which tokens count (default: drawn, or full with --layout)",
+        help="mask of the tokens (default: drawn, or full with --layout)",
     )
     add(
         "--devices",

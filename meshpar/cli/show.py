@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--html",
         type=output_file,
         metavar="FILE",
-        help="where the page goes, one file (default: no page; needs meshpar[plots])",
+        help="write the page, one file (default: no page; needs meshpar[plots])",
     )
 
 

@@ -172,7 +172,7 @@ def _arguments() -> argparse.Namespace:
         nargs="*",
         choices=("bf16", "int8"),
         default=(),
-        help="of ours besides: computed with in bf16, or kept in int8 (none)",
+        help="further dtypes of our weights to measure (none)",
     )
     return parser.parse_args()
 
