@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 # Lowest first; a module may import its own layer and those before it. The longest
 # matching name counts. `meshpar` alone is the public API, which those above it use.
 LAYERS = (
-    ("meshpar.errors",),
+    ("meshpar.errors", "meshpar.html"),
     ("meshpar.foreign_files",),
     ("meshpar.collective_kinds", "meshpar.schedules"),
     ("meshpar.layout", "meshpar.hardware", "meshpar.machine"),

@@ -28,6 +28,7 @@ from meshpar.audit.overlap import (
     target_cluster,
 )
 from meshpar.audit.reasons import Explained, explain
+from meshpar.audit.report_html import report_html
 from meshpar.audit.subject import Subject, make_subject
 from meshpar.audit.target import Target
 from meshpar.audit.targets import CompiledProgram, TargetError, compile_for
@@ -84,6 +85,9 @@ class AuditReport:
     notes: tuple[str, ...] = ()
     slow_axes: tuple[SlowAxis, ...] = ()
     compile_s: float = 0.0
+
+    def _repr_html_(self) -> str:
+        return report_html(self)
 
     @property
     def compiled_memory(self) -> MemoryUse:

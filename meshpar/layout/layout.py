@@ -9,6 +9,7 @@ from typing import Any, Final, Literal
 
 from meshpar.errors import InputError, key_values, nearest, whole_number
 from meshpar.layout.context_method import CONTEXT_METHODS, ContextAttention
+from meshpar.layout.device_grid import layout_html
 from meshpar.schedules import schedule_method
 
 MESH_AXES = ("data", "fsdp", "stage", "context", "expert", "tensor")
@@ -223,6 +224,9 @@ class Layout:
             if getattr(self, name) != default
         ]
         return ",".join(parts) or "data=1"
+
+    def _repr_html_(self) -> str:
+        return layout_html(self)
 
     @property
     def is_open(self) -> bool:

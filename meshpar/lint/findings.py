@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec
 
+from meshpar.html import table
 from meshpar.layout import BATCH_AXES, Layout
 from meshpar.layout.requirements import layout_errors
 from meshpar.lint.rows import ParameterRow
@@ -32,6 +34,12 @@ class Finding:
     message: str
     bytes: int = 0
     key: str = ""
+
+
+def findings_html(findings: Sequence[Finding]) -> str:
+    """Return a table of findings."""
+    rows = [(finding.kind, finding.path, finding.message) for finding in findings]
+    return table(["kind", "about", "finding and ways out"], rows)
 
 
 def shadowing_overrides(rules: Rules) -> list[Finding]:

@@ -11,12 +11,14 @@ import optax
 
 from meshpar.checks.sequences import context_errors
 from meshpar.errors import InputError, whole_number
+from meshpar.html import details, element
 from meshpar.layout import Layout
 from meshpar.layout.requirements import layout_errors
 from meshpar.lint import LARGE_BYTES
 from meshpar.lint.findings import (
     Finding,
     dead_rules,
+    findings_html,
     idle_mesh_axes,
     large_and_replicated,
     shadowing_overrides,
@@ -26,6 +28,7 @@ from meshpar.lint.rows import (
     moved_because,
     parameter_row,
     replicated_row,
+    rows_html,
     unsplit_axes,
     unsplit_message,
 )
@@ -37,6 +40,7 @@ from meshpar.parallel.pipeline.stages import arranged_for
 from meshpar.parallel.remat import check_residual_names
 from meshpar.parallel.sequence import token_order
 from meshpar.parallel.zero import parameter_specs
+from meshpar.planner.cost.estimate import gigabytes
 from meshpar.rules.presets import default_rules
 from meshpar.rules.rules import (
     MeshAxes,
@@ -72,6 +76,16 @@ class LintReport:
     findings: tuple[Finding, ...]
     parameters: tuple[ParameterRow, ...]
     notes: tuple[Finding, ...] = ()
+
+    def _repr_html_(self) -> str:
+        number, each = len(self.findings), sum(row.bytes for row in self.parameters)
+        title = f"Lint: {number} finding{'' if number == 1 else 's'}"
+        parts = [findings_html(self.findings)] if self.findings else []
+        if self.notes:
+            parts.append(details(f"{len(self.notes)} notes", findings_html(self.notes)))
+        count = f"{len(self.parameters)} parameters, {gigabytes(each)} on a device"
+        parts.append(details(count, rows_html(self.parameters)))
+        return element(title, parts)
 
 
 def lint(

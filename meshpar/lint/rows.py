@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from meshpar.html import table
 from meshpar.layout import Layout
 from meshpar.model.contract import Model
 from meshpar.model.parameter import Parameter
@@ -21,6 +22,7 @@ from meshpar.parallel.zero import (
     zero_axes_in,
     zero_split_axes,
 )
+from meshpar.planner.cost.estimate import gigabytes
 from meshpar.rules.presets import default_rules
 from meshpar.rules.rules import LogicalAxes, Rules, entry_axes, spec_axes
 
@@ -35,6 +37,21 @@ class ParameterRow:
     mesh_axes: tuple[str | tuple[str, ...] | None, ...]
     local_shape: tuple[int, ...]
     bytes: int
+
+    def split_text(self, mesh_axes: tuple[str | tuple[str, ...] | None, ...]) -> str:
+        """Return the dims that mesh axes split, such as `embed: fsdp, heads: tensor`.
+
+        Args:
+            mesh_axes: Mesh axes of each dim: the parameter's, or those of its state.
+        """
+        named = [
+            f"{name or dim}: {'+'.join(entry_axes(entry))}"
+            for dim, (name, entry) in enumerate(
+                zip(self.logical_axes, mesh_axes, strict=True)
+            )
+            if entry
+        ]
+        return ", ".join(named) or "nothing"
 
 
 def parameter_row(
@@ -107,6 +124,23 @@ def _row(
         mesh_axes=tuple(spec),
         local_shape=local,
         bytes=math.prod(local) * jnp.dtype(PARAM_DTYPES[param_dtype]).itemsize,
+    )
+
+
+def rows_html(rows: Sequence[ParameterRow]) -> str:
+    """Return a table of parameters: shape, dims that are split, a device's shard."""
+    return table(
+        ["parameter", "shape", "split over", "shard", "on a device"],
+        [
+            (
+                row.path,
+                " x ".join(map(str, row.shape)),
+                row.split_text(row.mesh_axes),
+                " x ".join(map(str, row.local_shape)),
+                gigabytes(row.bytes),
+            )
+            for row in rows
+        ],
     )
 
 

@@ -29,6 +29,15 @@ class Op(enum.StrEnum):
     W = "W"  # backward for the weights
 
 
+OP_WORDS = {
+    Op.F: "forward",
+    Op.B: "backward",
+    Op.W: "weight grad",
+    Op.I: "input grad",
+}
+"""Names in a legend, in the order of their colours."""
+
+
 class Action(NamedTuple):
     """One microbatch's forward or backward through one stage.
 

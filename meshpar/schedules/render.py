@@ -1,11 +1,18 @@
-"""A timeline as lines of text, a row a rank, or as Chrome trace events."""
+"""A timeline as lines of text, a row a rank, as HTML, or as Chrome trace events."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from meshpar.schedules.base import Op
-from meshpar.schedules.simulate import Event, Timeline
+from meshpar.html import Bar, element, lanes
+from meshpar.schedules.base import OP_WORDS
+
+if TYPE_CHECKING:
+    from meshpar.schedules.simulate import Event, Timeline
+
+_MOST_DRAWN = 500
+"""Actions of a rank that `timeline_html` draws, the first."""
 
 _IDLE = "."
 
@@ -69,12 +76,23 @@ def _row(events: Sequence[Event], num_columns: int, end_s: float) -> str:
     return "".join(row)
 
 
-_CATEGORIES = {
-    Op.F: "forward",
-    Op.B: "backward",
-    Op.I: "input_grad",
-    Op.W: "weight_grad",
-}
+def timeline_html(timeline: Timeline) -> str:
+    """Return lanes of bars, one a rank; numbers are microbatches."""
+    rows = {
+        f"rank {rank}": [
+            Bar(
+                start=float(start_s),
+                end=float(end_s),
+                text=str(action.microbatch),
+                kind=OP_WORDS[action.op],
+                hover=f"{action}: {float(start_s):.4g} to {float(end_s):.4g} s",
+            )
+            for action, start_s, end_s in events[:_MOST_DRAWN]
+        ]
+        for rank, events in enumerate(timeline.events)
+    }
+    drawn = lanes(rows, [*OP_WORDS.values()], "s")
+    return element(f"Timeline of {summary(timeline)}", [drawn])
 
 
 def trace_events(timeline: Timeline) -> dict:
@@ -95,7 +113,7 @@ def trace_events(timeline: Timeline) -> dict:
     events = [
         {
             "name": str(action),
-            "cat": _CATEGORIES[action.op],
+            "cat": OP_WORDS[action.op].replace(" ", "_"),
             "ph": "X",
             "pid": 0,
             "tid": rank,

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from meshpar.errors import InputError, renamed
 from meshpar.schedules.base import Action, Op, Schedule
 from meshpar.schedules.check import check_schedule
+from meshpar.schedules.render import timeline_html
 
 Hop = Callable[[Action, Action], float]
 """Seconds from the end of an action on one rank until an action on another can read
@@ -135,6 +136,9 @@ class Timeline:
         return idle_fraction(
             self.span_s, self.all_ranks_work_s, self.schedule.num_ranks
         )
+
+    def _repr_html_(self) -> str:
+        return timeline_html(self)
 
 
 def idle_fraction(span_s: float, all_ranks_work_s: float, num_ranks: int) -> float:

@@ -15,6 +15,7 @@ from meshpar.audit.memory import MemoryUse
 from meshpar.audit.report import audit
 from meshpar.audit.target import Target
 from meshpar.errors import InputError
+from meshpar.html import element, stacked_bar, table
 from meshpar.layout import STAGE_REMATS
 from meshpar.parallel.grids.space import has_space, space_degree
 from meshpar.planner.cost.activations import kept_bytes, stage_input_bytes
@@ -66,6 +67,27 @@ class MemoryReport:
         return {**asdict(self), **sums}
 
     def __str__(self) -> str:
+        lines = [f"layout {self.layout}; MiB per device: formula, compiled"]
+        lines += [
+            f"{name:20}{formula:>12}{compiled:>12}  {how}"
+            for name, formula, compiled, how in self._rows()
+        ]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        on_device = {
+            part.name: float(part.formula_bytes)
+            for part in self.parts
+            if part.compiled_bytes is not None and part.memory == "device"
+        }
+        sizes = {**on_device, "temporaries": float(self.at_once_bytes)}
+        bar = stacked_bar(sizes, lambda size: f"{size / 2**20:.2f} MiB")
+        head = ["part", "MiB by formula", "MiB compiled", "how"]
+        title = f"Memory of a device under {self.layout}"
+        return element(title, [bar, table(head, self._rows())])
+
+    def _rows(self) -> list[tuple[str, str, str, str]]:
+        """Return name, formula and compiled size in MiB, and how, of each part."""
         rows = [
             (part.name, part.formula_bytes, part.compiled_bytes, part.how)
             for part in self.parts
@@ -75,11 +97,14 @@ class MemoryReport:
             ("temporaries", self.at_once_bytes, self.temp_bytes, at_once),
             ("peak", self.formula_bytes, self.peak_bytes, f"{self.difference:+.1%}"),
         ]
-        lines = [f"layout {self.layout}; MiB per device: formula, compiled"]
-        for name, formula, compiled, how in rows:
-            found = "-" if compiled is None else f"{compiled / 2**20:.2f}"
-            lines.append(f"{name:20}{formula / 2**20:12.2f}{found:>12}  {how}")
-        return "\n".join(lines)
+
+        def mebibytes(size: int | None) -> str:
+            return "-" if size is None else f"{size / 2**20:.2f}"
+
+        return [
+            (name, mebibytes(formula), mebibytes(compiled), how)
+            for name, formula, compiled, how in rows
+        ]
 
 
 def memory_report(

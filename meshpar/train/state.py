@@ -22,6 +22,7 @@ from meshpar.train.optimizer_state import (
     initial_optimizer_state,
     stored,
 )
+from meshpar.train.state_table import state_html, state_text
 
 Leaf = TypeVar("Leaf")
 """Leaf of a state's tree: an array, its shape or its sharding."""
@@ -30,7 +31,7 @@ _OWN = "give one that this step's own init or an earlier call of it returned"
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TrainState(Generic[Leaf]):
     """Step number, seed, parameters and optimizer state, each a global array.
 
@@ -51,6 +52,12 @@ class TrainState(Generic[Leaf]):
     params: Params
     opt_state: Any
     model_state: Any = dataclasses.field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return state_text(self)
+
+    def _repr_html_(self) -> str:
+        return state_html(self)
 
 
 def initial_state(

@@ -45,6 +45,7 @@ from meshpar.train.state import (
     check_state,
     checked_without_optimizer,
 )
+from meshpar.train.state_table import step_html
 from meshpar.train.step_functions import Batch, Metrics
 from meshpar.train.step_programs import AuditedProgram, StepOptions, StepPlan
 
@@ -88,6 +89,8 @@ class TrainStep:
         self._batches, self._programs = plan.batches, plan.programs
         self._step_count = StepCount()
         self._devices_mesh = cast(Mesh, self.mesh)  # `jax.set_mesh` refuses any other
+
+    _repr_html_ = step_html
 
     def with_functions(self, functions: Any, inputs: Mapping[str, Any]) -> TrainStep:
         """Return a step of other functions on this step's mesh, such as with tables.

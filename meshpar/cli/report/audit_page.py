@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from meshpar.audit.collectives import axes_text
 from meshpar.audit.overlap import COMPUTE, BlockTimeline, Span
 from meshpar.audit.report import AuditReport
-from meshpar.cli.report.page import heading, page, paragraph, plot, table
+from meshpar.audit.report_html import collectives_html, overlap_html
+from meshpar.cli.report.page import heading, page, paragraph, plot
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Bar, Figure
@@ -22,8 +22,8 @@ def audit_page(report: AuditReport) -> str:
     """Return the text of the page."""
     parts = [paragraph(line) for line in (*_summary(report), *report.notes)]
     parts += [heading("Over time"), *_timelines(report)]
-    parts += [heading("Hidden behind matmuls"), _overlap(report)]
-    parts += [heading("Collectives"), _collectives(report)]
+    parts += [heading("Hidden behind matmuls"), overlap_html(report)]
+    parts += [heading("Collectives"), collectives_html(report)]
     if report.complaints():
         parts += [heading("To look at"), *map(paragraph, report.complaints())]
     return page(f"{report.layout} compiled for {report.target}", parts)
@@ -62,47 +62,6 @@ def _in_words(one: BlockTimeline) -> str:
         f"{exposed * 1e3:.2f} ms of them waiting for collectives. What is no matmul "
         "takes no time here."
     )
-
-
-def _overlap(report: AuditReport) -> str:
-    head = ["over", "collective", "bytes sent", "hidden", "ms", "ms exposed"]
-    return table(
-        head,
-        [
-            (
-                axes_text(total.mesh_axes),
-                total.kind,
-                f"{total.wire_bytes:,}",
-                f"{total.hidden_share:.0%}",
-                _milliseconds(total.wire_s),
-                _milliseconds(total.exposed_s),
-            )
-            for total in report.overlap()
-        ],
-    )
-
-
-def _collectives(report: AuditReport) -> str:
-    head = ["collective", "over", "bytes sent", "times", "ms hidden", "reason"]
-    rows = []
-    for row in report.rows:
-        one, beside = row.collective, report.overlaps.get(row.collective.line)
-        hidden_s = None if beside is None else beside.hidden_s
-        rows.append(
-            (
-                one.kind,
-                axes_text(one.mesh_axes),
-                f"{one.wire_bytes:,}",
-                f"{one.executions:,}",
-                _milliseconds(hidden_s),
-                row.reason,
-            )
-        )
-    return table(head, rows)
-
-
-def _milliseconds(seconds: float | None) -> str:
-    return "?" if seconds is None else f"{seconds * 1e3:.3f}"
 
 
 def _block_plot(timeline: BlockTimeline) -> Figure:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import cycle
 from typing import TYPE_CHECKING, NamedTuple
 
+from meshpar.html import COLORS
 from meshpar.planner.cost.estimate import gigabytes
 from meshpar.planner.cost.memory import Memory
 
@@ -25,9 +26,7 @@ _LEGEND = {
     "yanchor": "bottom",
 }
 
-# Black text is readable on all of them.
 _PLACES = {"host": "in a host", "torus": "on the torus", "network": "over the network"}
-_COLORS = ("#8ec9f0", "#f7c77a", "#9fdcc4", "#e9b3d3", "#d6d27a", "#c7c7c7", "#e8a088")
 
 
 class Part(NamedTuple):
@@ -64,7 +63,7 @@ def stacked_bars(parts: list[Part], *, title: str, limit: tuple[float, str]) -> 
     figure = Figure(
         [
             _bar([part for part in parts if part.kind == kind], color, size)
-            for kind, color in zip(kinds, cycle(_COLORS), strict=False)
+            for kind, color in zip(kinds, cycle(COLORS), strict=False)
         ]
     )
     if limit[1]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from html import escape
 from typing import TYPE_CHECKING
 
+from meshpar.html import heading, paragraph, table
+
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
+
+__all__ = ["heading", "page", "paragraph", "plot", "table"]
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem;
@@ -44,39 +47,6 @@ def page(title: str, parts: Iterable[str]) -> str:
         f"<script>{get_plotlyjs()}</script>\n</head>\n<body>\n"
         f"<h1>{escape(title)}</h1>\n{body}\n</body>\n</html>\n"
     )
-
-
-def heading(text: str) -> str:
-    """Return a heading below the title."""
-    return f"<h2>{escape(text)}</h2>"
-
-
-def paragraph(text: str) -> str:
-    """Return a paragraph of plain text."""
-    return f"<p>{_breakable(text)}</p>"
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table of plain text; on a narrow screen each row is a card.
-
-    Example:
-        >>> table(["a"], [["<1"]])
-        '<table><tr><th>a</th></tr>\\n<tr><td data-head="a">&lt;1</td></tr></table>'
-    """
-    lines = ["".join(f"<th>{escape(name)}</th>" for name in head)]
-    lines += [
-        "".join(
-            f'<td data-head="{escape(name)}">{_breakable(cell)}</td>'
-            for name, cell in zip(head, row, strict=True)
-        )
-        for row in rows
-    ]
-    return "<table>" + "\n".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
-
-
-def _breakable(text: str) -> str:
-    """Return the text with possible line breaks after a layout's commas."""
-    return re.sub(r",(?=\w+=)", ",<wbr>", escape(text))
 
 
 def plot(figure: Figure, *, min_width: int = 0) -> str:

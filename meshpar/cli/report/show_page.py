@@ -19,7 +19,7 @@ from meshpar.cli.report.grids import (
 from meshpar.cli.report.laid_out import AxisTraffic, LaidOut
 from meshpar.cli.report.page import heading, page, paragraph, plot, table
 from meshpar.cli.report.timeline import HOW_TO_READ, timeline_plot
-from meshpar.lint.rows import ParameterRow, Shards
+from meshpar.lint.rows import Shards
 from meshpar.planner.cost.estimate import estimate_in_words, gigabytes, milliseconds
 from meshpar.schedules.render import summary
 
@@ -106,23 +106,11 @@ def _parameter(shards: Shards) -> tuple[str, ...]:
     return (
         row.path,
         " x ".join(map(str, row.shape)),
-        _axes(row, row.mesh_axes),
+        row.split_text(row.mesh_axes),
         gigabytes(row.bytes),
         f"{shards.number} x {shards.copies}",
-        _axes(row, shards.state_mesh_axes),
+        row.split_text(shards.state_mesh_axes),
     )
-
-
-def _axes(row: ParameterRow, mesh_axes: tuple) -> str:
-    """Return the dims that are split, and the mesh axes of each."""
-    named = [
-        f"{name or dim}: {entry if isinstance(entry, str) else '+'.join(entry)}"
-        for dim, (name, entry) in enumerate(
-            zip(row.logical_axes, mesh_axes, strict=True)
-        )
-        if entry
-    ]
-    return ", ".join(named) or "nothing"
 
 
 def _traffic(found: LaidOut) -> list[str]:

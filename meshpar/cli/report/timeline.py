@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshpar.cli.report.page import page, paragraph, plot
-from meshpar.schedules.base import Op
+from meshpar.schedules.base import OP_WORDS, Op
 from meshpar.schedules.render import summary
 from meshpar.schedules.simulate import Count, Timeline, in_flight, spans
 
@@ -27,8 +27,6 @@ PHASE_ROW = -1
 """The row above rank 0."""
 
 _UNITS = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
-
-_NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "input grad", Op.W: "weight grad"}
 
 # Two shades each, by chunk; black text has a contrast above 7 on all, and colour-blind
 # readers can distinguish them (hues of Okabe and Ito, 2008).
@@ -174,7 +172,7 @@ def _kinds(timeline: Timeline, unit: str, scale: float) -> tuple[Kind, ...]:
     chunks = [", even chunks", ", odd chunks"]
     if schedule.num_chunks <= 2:
         chunks = [", chunk 0", ", chunk 1"] if schedule.num_chunks == 2 else ["", ""]
-    names = {(op, odd): _NAMES[op] + chunks[odd] for op in Op for odd in (0, 1)}
+    names = {(op, odd): OP_WORDS[op] + chunks[odd] for op in Op for odd in (0, 1)}
     bars: dict[tuple[Op, int], list[Bar]] = {key: [] for key in names}
     for rank, events in enumerate(timeline.events):
         for action, start_s, end_s in events:

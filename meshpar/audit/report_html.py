@@ -1,0 +1,95 @@
+"""HTML of an audit: the verdict, complaints, and every collective with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from meshpar.audit.collectives import axes_text
+from meshpar.html import details, element, heading, paragraph, table
+from meshpar.planner.cost.estimate import gigabytes
+
+if TYPE_CHECKING:
+    from meshpar.audit.report import AuditReport
+
+
+def report_html(report: AuditReport) -> str:
+    """Return the HTML that a notebook shows for a report."""
+    name = report.layout or "a program"
+    parts = [paragraph(line) for line in (*_verdict(report), *report.notes)]
+    if not report.problem:
+        parts += [_totals(report)]
+        every = f"All {len(report.rows)} collectives, with the reason of each"
+        parts += [details(every, collectives_html(report))]
+        parts += [details("Hidden behind matmuls", overlap_html(report))]
+    if report.complaints():
+        parts += [heading("To look at"), *map(paragraph, report.complaints())]
+    return element(f"Audit of {name}, compiled for {report.target}", parts)
+
+
+def _verdict(report: AuditReport) -> Iterable[str]:
+    if report.memory is not None:
+        verdict = {True: ": fits", False: ": does not fit", None: ""}[report.fits]
+        known = report.capacity_bytes is not None
+        of = f" of {gigabytes(report.capacity_bytes or 0)}{verdict}" if known else ""
+        peak = gigabytes(report.memory.peak_bytes)
+        yield f"Memory of a device at the peak: {peak}{of}."
+        yield f"FLOPs of its matmuls: {report.flops:.4g}."
+    if not report.problem:
+        yield (
+            f"Collectives: {len(report.rows)}, of which nobody asked for "
+            f"{len(report.surprises)}. Hazards: {len(report.hazards)}."
+        )
+
+
+def _totals(report: AuditReport) -> str:
+    return table(
+        ["over", "collective", "times", "bytes sent"],
+        [
+            (axes, kind, f"{total['executions']:,}", f"{total['wire_bytes']:,}")
+            for (axes, kind), total in report.totals().items()
+        ],
+    )
+
+
+def overlap_html(report: AuditReport) -> str:
+    """Return a table of the communication that matmuls hide."""
+    head = ["over", "collective", "bytes sent", "hidden", "ms", "ms exposed"]
+    return table(
+        head,
+        [
+            (
+                axes_text(total.mesh_axes),
+                total.kind,
+                f"{total.wire_bytes:,}",
+                f"{total.hidden_share:.0%}",
+                _milliseconds(total.wire_s),
+                _milliseconds(total.exposed_s),
+            )
+            for total in report.overlap()
+        ],
+    )
+
+
+def collectives_html(report: AuditReport) -> str:
+    """Return a table of every collective."""
+    head = ["collective", "over", "bytes sent", "times", "ms hidden", "reason"]
+    rows = []
+    for row in report.rows:
+        one, beside = row.collective, report.overlaps.get(row.collective.line)
+        hidden_s = None if beside is None else beside.hidden_s
+        rows.append(
+            (
+                one.kind,
+                axes_text(one.mesh_axes),
+                f"{one.wire_bytes:,}",
+                f"{one.executions:,}",
+                _milliseconds(hidden_s),
+                row.reason,
+            )
+        )
+    return table(head, rows)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "?" if seconds is None else f"{seconds * 1e3:.3f}"

@@ -1,0 +1,223 @@
+"""HTML of results: tables, grids, bars and lanes, for notebooks and for report pages.
+
+Every text is escaped. An `element` needs no script, no file and no network: it takes
+the colours of the page around it, light or dark, and its own colours carry black text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
+from itertools import cycle
+from typing import NamedTuple
+
+COLORS = ("#8ec9f0", "#f7c77a", "#9fdcc4", "#e9b3d3", "#d6d27a", "#c7c7c7", "#e8a088")
+"""Colours of kinds; black text is readable on all of them."""
+
+_STYLE = """
+.meshpar { overflow-x: auto; }
+.meshpar table { border-collapse: collapse; margin: .5em 0; font-size: 90%; }
+.meshpar tr { background: transparent; }
+.meshpar th, .meshpar td { border: 0; border-bottom: 1px solid rgba(128,128,128,.35);
+  padding: .2em .6em; text-align: left; vertical-align: top; color: inherit; }
+.meshpar .grid td { border: 1px solid transparent; background-clip: padding-box;
+  text-align: center; }
+.meshpar p { margin: .4em 0; }
+.meshpar summary { cursor: pointer; }
+"""
+
+_BLACK = "color:#000"
+
+# Units of an SVG.
+_LANE, _BAR, _NAMES, _AXIS, _WIDTH = 24, 19, 70, 18, 900
+_DIGIT = 7
+
+
+def element(title: str, parts: Iterable[str]) -> str:
+    """Return one element with a title, for `_repr_html_`; the parts are HTML."""
+    body = "\n".join(parts)
+    head = f"<p><strong>{breakable(title)}</strong></p>"
+    return f'<div class="meshpar"><style>{_STYLE}</style>\n{head}\n{body}\n</div>'
+
+
+def heading(text: str) -> str:
+    """Return a heading below the title."""
+    return f"<h2>{escape(text)}</h2>"
+
+
+def paragraph(text: str) -> str:
+    """Return a paragraph of plain text."""
+    return f"<p>{breakable(text)}</p>"
+
+
+def details(summary: str, part: str) -> str:
+    """Return a part that a reader opens by its summary."""
+    return f"<details><summary>{breakable(summary)}</summary>\n{part}\n</details>"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table of plain text; each cell knows its column (`data-head`).
+
+    Example:
+        >>> table(["a"], [["<1"]])
+        '<table><tr><th>a</th></tr>\\n<tr><td data-head="a">&lt;1</td></tr></table>'
+    """
+    lines = ["".join(f"<th>{escape(name)}</th>" for name in head)]
+    lines += [
+        "".join(
+            f'<td data-head="{escape(name)}">{breakable(cell)}</td>'
+            for name, cell in zip(head, row, strict=True)
+        )
+        for row in rows
+    ]
+    return "<table>" + "\n".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
+
+
+def breakable(text: str) -> str:
+    """Return escaped text with possible line breaks after a layout's commas."""
+    return re.sub(r",(?=\w+=)", ",<wbr>", escape(text))
+
+
+class Cell(NamedTuple):
+    """Cell of a grid.
+
+    Args:
+        text: Its text.
+        color: Its colour, in CSS.
+        hover: Text on pointing at it.
+    """
+
+    text: str
+    color: str
+    hover: str
+
+
+def grid(head: Sequence[str], rows: Mapping[str, Sequence[Cell]]) -> str:
+    """Return coloured cells: name of a row -> its cells, below the columns' names."""
+    lines = ["<th></th>" + "".join(f"<th>{escape(name)}</th>" for name in head)]
+    lines += [
+        f"<th>{escape(name)}</th>"
+        + "".join(
+            f'<td style="background-color:{escape(cell.color)};{_BLACK}" '
+            f'title="{escape(cell.hover)}">{escape(cell.text)}</td>'
+            for cell in cells
+        )
+        for name, cells in rows.items()
+    ]
+    body = "\n".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<table class="grid">{body}</table>'
+
+
+def shade(index: int, number: int) -> str:
+    """Return one of `number` colours that differ and carry black text."""
+    if number <= len(COLORS):
+        return COLORS[index]
+    return f"hsl({360 * index / number:.0f}, 65%, 78%)"
+
+
+def legend(colors: Mapping[str, str]) -> str:
+    """Return the names of kinds, each on its colour."""
+    names = (
+        f'<span style="background-color:{escape(color)};{_BLACK};padding:0 .4em">'
+        f"{escape(name)}</span>"
+        for name, color in colors.items()
+    )
+    return f"<p>{' '.join(names)}</p>"
+
+
+def stacked_bar(sizes: Mapping[str, float], text: Callable[[float], str]) -> str:
+    """Return one bar of parts side by side, as wide as the page, and its legend.
+
+    Args:
+        sizes: Kind -> its size; one without a size is left out.
+        text: A size in words.
+    """
+    total = sum(sizes.values())
+    named = {
+        f"{kind} {text(size)} ({size / total:.0%})": size
+        for kind, size in sizes.items()
+        if size > 0
+    }
+    colors = dict(zip(named, cycle(COLORS), strict=False))
+    parts = (
+        f'<div title="{escape(name)}" style="background-color:{colors[name]};'
+        f'width:{size / total:.2%};height:1.4em"></div>'
+        for name, size in named.items()
+    )
+    bar = f'<div style="display:flex;max-width:60em">{"".join(parts)}</div>'
+    return f"{bar}\n{legend(colors)}" if named else ""
+
+
+class Bar(NamedTuple):
+    """Bar of a lane.
+
+    Args:
+        start, end: Its place along the lane.
+        text: Text inside, if there is room.
+        kind: Its kind, which has a colour.
+        hover: Text on pointing at it.
+    """
+
+    start: float
+    end: float
+    text: str
+    kind: str
+    hover: str
+
+
+def lanes(
+    rows: Mapping[str, Sequence[Bar]], kinds: Sequence[str], unit: str = ""
+) -> str:
+    """Return lanes of bars to one scale, and the legend of their kinds.
+
+    Args:
+        rows: Name of a lane -> its bars.
+        kinds: All kinds, in the order of their colours; those without a bar are left
+            out of the legend.
+        unit: Unit of the scale.
+    """
+    bars = [bar for row in rows.values() for bar in row]
+    end = max((bar.end for bar in bars), default=0.0) or 1.0
+    colors = dict(zip(kinds, cycle(COLORS), strict=False))
+    height = _LANE * len(rows) + _AXIS
+    parts = [
+        _lane(name, row, at * _LANE, (_WIDTH - _NAMES) / end, colors)
+        for at, (name, row) in enumerate(rows.items())
+    ]
+    parts.append(_scale(end, unit, height))
+    drawn = {bar.kind for bar in bars}
+    shown = {kind: color for kind, color in colors.items() if kind in drawn}
+    return (
+        f'<svg viewBox="0 0 {_WIDTH} {height}" style="width:100%;max-width:{_WIDTH}px;'
+        'font:11px sans-serif" role="img" fill="currentColor">'
+        f"{''.join(parts)}</svg>\n{legend(shown)}"
+    )
+
+
+def _lane(
+    name: str, row: Sequence[Bar], y: float, scale: float, colors: Mapping[str, str]
+) -> str:
+    middle = y + _BAR - 5
+    parts = [f'<text x="0" y="{middle}">{escape(name)}</text>']
+    for bar in row:
+        x, width = _NAMES + bar.start * scale, (bar.end - bar.start) * scale
+        fits = width > _DIGIT * len(bar.text)
+        inside = (
+            f'<text x="{x + width / 2:.1f}" y="{middle}" text-anchor="middle" '
+            f'fill="#000">{escape(bar.text)}</text>'
+        )
+        parts.append(
+            f"<g><title>{escape(bar.hover)}</title>"
+            f'<rect x="{x:.1f}" y="{y}" width="{max(width - 0.7, 0.3):.1f}" '
+            f'height="{_BAR}" fill="{colors[bar.kind]}"/>{inside if fits else ""}</g>'
+        )
+    return "".join(parts)
+
+
+def _scale(end: float, unit: str, height: float) -> str:
+    ends = ((_NAMES, "start", "0"), (_WIDTH, "end", f"{end:.4g} {unit}".strip()))
+    return "".join(
+        f'<text x="{x}" y="{height - 4}" text-anchor="{anchor}">{escape(text)}</text>'
+        for x, anchor, text in ends
+    )
