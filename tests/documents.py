@@ -3,7 +3,8 @@
 A fence names its language. `python` and `bash` run; a fence with a title, such as
 `python title="my_model.py"`, is the file of that name; `text` is output. A comment
 in the line before a block says what is special about it: `<!-- slow -->` is run by
-`make test-full` only, `<!-- not run: why -->` never.
+`make test-full` only, `<!-- not run: why -->` never. A text marked `<!-- output -->` is
+what the programs of its page print.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ RUN = ("python", "bash")
 SHOWN = ("text", "csv", "toml", "yaml", "json", "ini")
 
 _FENCE = re.compile(r'(?P<indent>\s*)```(?P<language>\S*)(?: title="(?P<title>.+)")?$')
-_MARKER = re.compile(r"<!-- (?P<marker>slow|not run: .+) -->$")
+_MARKER = re.compile(r"<!-- (?P<marker>slow|output|not run: .+) -->$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,7 @@ class Block:
         line: Of its first line, counted from 1.
         language: What the fence names.
         title: The file that it is; None where it is none.
-        marker: `slow`, `not run: ...`, or empty.
+        marker: `slow`, `output`, `not run: ...`, or empty.
         text: What is between the fences.
     """
 
