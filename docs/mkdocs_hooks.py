@@ -1,21 +1,48 @@
-"""What `.mkdocs.yml` cannot say: how links and examples of docstrings are read."""
+"""Hooks of the documentation: version, cards, links, and examples of docstrings."""
 
+import html
 import os
 import posixpath
 import re
+import tomllib
 from pathlib import Path
 
 from griffe import Extension
 
+PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+CARD = "images/social.png"
 LINKED_FILE = re.compile(r"(?<=\]\()(?![a-z]+:)[^)\s#]+")
 
 
-def on_page_markdown(markdown, *, page, files, **_):
-    """Links lead to files of the repository: here they become those of the site.
+def on_config(config, **_):
+    """Take the version, and the repository if there is one, from `pyproject.toml`."""
+    project = PROJECT["project"]
+    config.copyright = f"meshpar {project['version']}"
+    config.repo_url = project.get("urls", {}).get("Repository")
+    return config
 
-    A page may be a symbolic link to a file outside `docs/`. Its links start where that
-    file is, and links to it name that file, as a reader of the repository follows them.
-    What the site does not have stays a path that MkDocs warns of.
+
+def on_post_page(output, *, page, config, **_):
+    """Add what a link to the page shows elsewhere: title, description, picture."""
+    depth = "../" * page.url.count("/")
+    card = {
+        "title": page.title,
+        "description": config.site_description,
+        "image": (config.site_url or depth) + CARD,
+    }
+    tags = [
+        f'<meta property="og:{key}" content="{html.escape(str(text))}">'
+        for key, text in card.items()
+    ]
+    return output.replace("</head>", "\n".join([*tags, "</head>"]), 1)
+
+
+def on_page_markdown(markdown, *, page, files, **_):
+    """Turn links to files of the repository into links to pages of the site.
+
+    A page may be a symbolic link to a file outside `docs/`. Its links start at that
+    file, and links to the page name that file, so that they work in the repository too.
+    A link to a file that is not on the site stays as it is, and MkDocs warns of it.
     """
     all_files = [*files.documentation_pages(), *files.media_files()]
     real = {os.path.realpath(file.abs_src_path): file for file in all_files}
@@ -33,10 +60,10 @@ def on_page_markdown(markdown, *, page, files, **_):
 
 
 class Examples(Extension):
-    """Reads a docstring's `Example:` as code, as Griffe reads `Examples:` alone."""
+    """Read `Example:` of a docstring as code; Griffe reads only `Examples:`."""
 
     def on_object(self, *, obj, **_):
-        """Renames the section; lines keep their numbers."""
+        """Rename the section; lines keep their numbers."""
         if obj.docstring:
             value = obj.docstring.value
             obj.docstring.value = re.sub(r"(?m)^Example:$", "Examples:", value)
