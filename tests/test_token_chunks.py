@@ -10,7 +10,7 @@ from meshpar import Layout, Scope, audit, make_train_step
 from meshpar.model.tracing import batch_shapes
 from meshpar.models.presets import build
 from meshpar.parallel import sizes
-from meshpar.parallel.token_chunks import in_token_chunks
+from meshpar.parallel.remat import in_token_chunks
 from meshpar.testing.equivalence import check_layouts
 from tests.pipelined import assert_equal_to_plain
 

@@ -25,7 +25,7 @@ from meshpar.model.token_cache import (
     cached_axes,
     kept_heads,
 )
-from meshpar.parallel.moves import ruled_degree
+from meshpar.rules.rules import ruled_degree
 
 _UNSEEN = -1e30
 _TOKENS_AT_A_TIME = 512

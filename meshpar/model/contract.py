@@ -297,6 +297,11 @@ class Model:
         named = zip([group.name for group in self.groups], groups, strict=True)
         return {**ends, **dict(named)}
 
+    @property
+    def changes_state(self) -> bool:
+        """True if a step may change the state of a group."""
+        return any(group.changes_state for group in self.groups)
+
     def flat_parameters(self) -> dict[str, Parameter]:
         """Path such as `blocks.mlp.down` -> parameter, in tree order."""
         return flat(self.parameters)

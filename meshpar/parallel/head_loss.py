@@ -27,10 +27,10 @@ from jaxtyping import Array, Float, Integer, Shaped
 from meshpar.collectives import asked, on_parts, sum_dtype
 from meshpar.errors import InputError
 from meshpar.model.scope import Scope
-from meshpar.parallel.moves import array_split, degree
+from meshpar.parallel.remat import equal_chunks
 from meshpar.parallel.sizes import LOGITS_BYTES
 from meshpar.parallel.tensor import AnyArray, as_index, in_vocab, shard_index
-from meshpar.parallel.token_chunks import equal_chunks
+from meshpar.rules.rules import array_split, degree
 
 _WHOLE = ("batch", "seq", "embed")
 _RESIDUAL = ("batch", "residual_seq", "embed")
@@ -115,10 +115,10 @@ class _Split:
 def _head_split(x: jax.Array, table: AnyArray, scope: Scope) -> _Split:
     if scope.rules is None:
         return _Split()
-    _, tokens, vocab = array_split(scope, _LOGITS, (*x.shape[:2], table.shape[0]))
+    _, tokens, vocab = array_split(scope.rules, _LOGITS, (*x.shape[:2], table.shape[0]))
     residual = tokens
     if "residual_seq" in scope.rules.table:
-        residual = array_split(scope, _RESIDUAL, x.shape)[1]
+        residual = array_split(scope.rules, _RESIDUAL, x.shape)[1]
     # Otherwise GSPMD gathers the sequence.
     gathered = vocab if residual == (*tokens, *vocab) else ()
     return _Split(tokens=tokens, gathered=gathered, vocab=vocab)

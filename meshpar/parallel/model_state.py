@@ -27,36 +27,26 @@ def state_statistics(stack: Stack, sums: Sums) -> Sums:
     return {name: value for name, value in sums.items() if name not in auxiliary}
 
 
-def sum_statistics(placement: Placement, statistics: list[Sums]) -> list[Sums]:
-    """Sum each group's statistics over the global batch.
-
-    One all-reduce over the mesh axes that split tokens, if there are any.
-    """
-    axes = placement.large(TOKEN_AXES)
-    if not axes or not jax.tree.leaves(statistics):
-        return statistics
-    with asked("batch_sum"):
-        return summed(statistics, axes, placement.platform)
-
-
 def updated_state(
     placement: Placement, params: Params, state: Params, statistics: Sequence[Sums]
 ) -> Params:
     """Return the state after a step, made layer by layer.
 
-    One all-gather over the batch axes for each parameter that a group's `update_from`
-    reads and that is split there at rest: of its P values a device receives the
-    P (n-1)/n that it lacks, a layer at a time, in the dtype at rest.
+    One all-reduce of all sums over the mesh axes that split tokens. One all-gather over
+    the batch axes for each parameter that a group's `update_from` reads and that is
+    split there at rest: of its P values a device receives the P (n-1)/n that it lacks,
+    a layer at a time, in the dtype at rest.
 
     Args:
         placement: The model on its mesh.
         params: This device's shards at rest, before the step.
         state: State before the step, (places, ...) in each group.
-        statistics: Sums of each group over the global batch, (places, ...).
+        statistics: Sums of each group over this device's examples, (places, ...).
 
     Raises:
         InputError: An update reads a parameter that is split over `expert`.
     """
+    statistics = _summed(placement, statistics)
     new: dict[str, Any] = dict(state)
     model = placement.model
     (_, shards), (_, stored) = map(model.split, (params, placement.stored))
@@ -70,6 +60,15 @@ def updated_state(
                 lambda x, like: x.astype(like.dtype), after, before
             )
     return new
+
+
+def _summed(placement: Placement, statistics: Sequence[Sums]) -> Sequence[Sums]:
+    """Sum each group's statistics over the global batch."""
+    axes = placement.large(TOKEN_AXES)
+    if not axes or not jax.tree.leaves(statistics):
+        return statistics
+    with asked("batch_sum"):
+        return summed(statistics, axes, placement.platform)
 
 
 def _updated(

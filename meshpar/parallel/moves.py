@@ -1,4 +1,4 @@
-"""Splits of arrays by a scope's rules, and all-to-alls that move them to other dims.
+"""All-to-alls that move the split of an array from one of its dims to another.
 
 An operation that needs a whole dim, such as a Fourier transform, then runs on the part
 of another dim that each device has. No device ever holds more than its share.
@@ -6,7 +6,6 @@ of another dim that each device has. No device ever holds more than its share.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,11 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from meshpar.collectives import asked, made_manual
-from meshpar.model.scope import Scope
-from meshpar.rules.rules import LogicalAxes, Rules, auto_mesh_shape, entry_axes
-
-Split = tuple[tuple[str, ...], ...]
-"""The mesh axes of each dim of an array, outermost first; empty for a whole dim."""
+from meshpar.rules.rules import Split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,31 +56,6 @@ class Move:
         dims[self.source] = dims[self.source][:kept]
         dims[self.target] += self.mesh_axes
         return tuple(dims)
-
-
-def array_split(scope: Scope, logical_axes: LogicalAxes, shape: Sequence[int]) -> Split:
-    """Return how the rules of a scope split an array over the mesh axes of GSPMD.
-
-    Raises:
-        RuleError: As for `Rules.spec`.
-    """
-    if scope.rules is None:
-        return ((),) * len(shape)
-    sizes = auto_mesh_shape()
-    spec = scope.rules.spec(logical_axes, shape, mesh_shape=sizes)
-    return tuple(entry_axes(entry) for entry in spec)
-
-
-def degree(mesh_axes: Sequence[str]) -> int:
-    """Return the number of devices along some mesh axes of GSPMD."""
-    sizes = auto_mesh_shape()
-    return math.prod(sizes[axis] for axis in mesh_axes)
-
-
-def ruled_degree(rules: Rules, logical_axis: str) -> int:
-    """Return the number of devices that the rules split a logical axis over."""
-    sizes = auto_mesh_shape()
-    return degree([axis for axis in rules.mesh_axes(logical_axis) if axis in sizes])
 
 
 def on_split(

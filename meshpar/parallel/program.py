@@ -23,6 +23,7 @@ from meshpar.model.block_run import Sums
 from meshpar.model.contract import Stream
 from meshpar.model.inputs import split_gradient_inputs
 from meshpar.model.parameter import Params
+from meshpar.model.token_order import TokenOrder
 from meshpar.parallel import prefetch
 from meshpar.parallel.blocks import (
     Block,
@@ -33,11 +34,7 @@ from meshpar.parallel.blocks import (
     run_blocks,
     run_keeping,
 )
-from meshpar.parallel.model_state import (
-    state_statistics,
-    sum_statistics,
-    updated_state,
-)
+from meshpar.parallel.model_state import state_statistics, updated_state
 from meshpar.parallel.placement import REPLICATED, Placement, Scopes
 from meshpar.parallel.reduction import loss_metrics, random_key, safe_inverse
 from meshpar.parallel.sequence import outputs_in_order, own_tokens
@@ -246,7 +243,10 @@ class _Pass:
         natural: bool = False,
     ) -> _Pass:
         """Prepare a pass over this device's examples and tokens."""
-        own, order = own_tokens(placement, batch, natural=natural)
+        order: TokenOrder | None = None
+        own = dict(batch)
+        if placement.splits_tokens:
+            own, order = own_tokens(placement, batch, natural=natural)
         scopes = placement.scopes(training=training, order=order)
         model = placement.model
         own, inputs = split_gradient_inputs(model.inputs, own)
@@ -307,11 +307,11 @@ class _Pass:
             ends = jax.tree.map(jnp.add, ends, more)
             blocks.insert(0, total)
         gradients = placement.reduce(self.ends.scattered(ends, overlapped), blocks)
-        statistics = sum_statistics(
-            placement,
-            [state_statistics(*pair) for pair in zip(stacks, sums, strict=True)],
-        )
-        state = updated_state(placement, self.params, self.state, statistics)
+        state = self.state
+        if placement.model.changes_state:
+            pairs = zip(stacks, sums, strict=True)
+            statistics = [state_statistics(*pair) for pair in pairs]
+            state = updated_state(placement, self.params, state, statistics)
         metrics = loss_metrics(weight_sum, sums_by_name(auxiliary))
         return loss_sum * share, metrics, gradients, state, dx
 

@@ -80,19 +80,18 @@ def is_sequence(logical_axis: str | None) -> bool:
 
 def own_tokens(
     placement: Placement, batch: Mapping[str, jax.Array], *, natural: bool = False
-) -> tuple[dict[str, jax.Array], TokenOrder | None]:
+) -> tuple[dict[str, jax.Array], TokenOrder]:
     """Return this device's tokens of every array, and their order.
 
-    Sequences that do not divide are padded with tokens of weight 0.
+    The layout splits sequences. Those that do not divide are padded with tokens of
+    weight 0.
 
     Args:
         placement: The model on its mesh.
         batch: This device's examples, with whole sequences.
         natural: Keep the order of the sequence, for outputs.
     """
-    order = token_order(placement.layout)
-    if order is None or not placement.splits_tokens:
-        return dict(batch), None
+    order = cast(TokenOrder, token_order(placement.layout))
     if natural:
         order = dataclasses.replace(order, zigzag=False)
     own, lengths = {}, {}

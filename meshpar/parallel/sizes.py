@@ -34,7 +34,7 @@ linear in the sequence."""
 
 HIDDEN_BYTES = 512 * 2**20
 """Most bytes of an MLP's hidden values if its backward recomputes them
-(`meshpar.parallel.token_chunks`): each matmul's gradient is one more array of that
+(`meshpar.parallel.remat`): each matmul's gradient is one more array of that
 size. At a hidden size of 2 x 12,288 in bf16 that is a chunk of 8,192 tokens:
 enough for its matmuls to be bound by arithmetic, not by the weights' fp32 gradient that
 each chunk reads and writes."""

@@ -22,8 +22,7 @@ from jaxtyping import Array, Bool, Float, Int32, Integer, Shaped
 from meshpar.collectives import asked, on_parts, sum_dtype
 from meshpar.errors import InputError
 from meshpar.model.scope import Scope
-from meshpar.parallel.moves import array_split
-from meshpar.rules.rules import LogicalAxes, spec_axes
+from meshpar.rules.rules import LogicalAxes, array_split, spec_axes
 
 AnyArray = Array | np.ndarray
 """An array, which outside of a program may be NumPy's."""
@@ -51,7 +50,7 @@ def vocab_lookup(
     Raises:
         InputError: The rules split `embed` over a mesh axis of GSPMD.
     """
-    split = array_split(scope, ("vocab", "embed"), table.shape)
+    split = array_split(scope.rules, ("vocab", "embed"), table.shape)
     refuse_split_embed(split[1], "embedding rows are looked up")
     wide = sum_dtype(table.dtype, scope.platform)
     return _lookup(table, tokens, PartitionSpec(*split), wide)

@@ -90,6 +90,9 @@ def shadowed_message(
 LogicalAxes = tuple[str | None, ...]
 """A name per dim of an array; a dim of None is replicated."""
 
+Split = tuple[tuple[str, ...], ...]
+"""The mesh axes of each dim of an array, outermost first; empty for a whole dim."""
+
 
 def is_axes(node: Any) -> bool:
     """Return True for logical axes, False for a tree that contains them."""
@@ -343,6 +346,32 @@ def auto_mesh_shape() -> dict[str, int]:
     return {
         axis: size if axis in mesh.auto_axes else 1 for axis, size in mesh.shape.items()
     }
+
+
+def array_split(
+    rules: Rules | None, logical_axes: LogicalAxes, shape: Sequence[int]
+) -> Split:
+    """Return how rules split an array over the mesh axes of GSPMD; whole without any.
+
+    Raises:
+        RuleError: As for `Rules.spec`.
+    """
+    if rules is None:
+        return ((),) * len(shape)
+    spec = rules.spec(logical_axes, shape, mesh_shape=auto_mesh_shape())
+    return tuple(entry_axes(entry) for entry in spec)
+
+
+def degree(mesh_axes: Sequence[str]) -> int:
+    """Return the number of devices along some mesh axes of GSPMD."""
+    sizes = auto_mesh_shape()
+    return math.prod(sizes[axis] for axis in mesh_axes)
+
+
+def ruled_degree(rules: Rules, logical_axis: str) -> int:
+    """Return the number of devices that the rules split a logical axis over."""
+    sizes = auto_mesh_shape()
+    return degree([axis for axis in rules.mesh_axes(logical_axis) if axis in sizes])
 
 
 def _check_rank(

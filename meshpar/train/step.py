@@ -87,7 +87,6 @@ class TrainStep:
         self.state_shapes = plan.functions.state_shapes
         self.shardings = plan.functions.shardings
         self._batches, self._programs = plan.batches, plan.programs
-        self._step_count = StepCount()
         self._devices_mesh = cast(Mesh, self.mesh)  # `jax.set_mesh` refuses any other
 
     _repr_html_ = step_html
@@ -404,6 +403,11 @@ class TrainStep:
             InputError: It does not; both numbers are in the message.
         """
         self._batches.check_examples(num_examples, name, microbatches)
+
+    @cached_property
+    def _step_count(self) -> StepCount:
+        """Number of local steps of a state."""
+        return StepCount()
 
     @cached_property
     def _sync_programs(self) -> SyncPrograms:

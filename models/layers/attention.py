@@ -27,12 +27,8 @@ from meshpar.models.layers.causal_attention import causal_attention, full_attent
 from meshpar.models.layers.norm import RMSNorm
 from meshpar.models.layers.recomputed import recomputed
 from meshpar.models.layers.rope import apply_rope
-from meshpar.parallel.context.attention import (
-    blockwise,
-    kernel_ring,
-    shard_attention,
-)
-from meshpar.parallel.context.mask import Mask
+from meshpar.parallel.context.attention import kernel_ring, shard_attention
+from meshpar.parallel.context.mask import Mask, blockwise
 from meshpar.parallel.context.splash import splash_attention
 from meshpar.parallel.reduction import scaled
 from meshpar.parallel.tensor import AnyArray, column_parallel

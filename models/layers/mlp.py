@@ -12,8 +12,8 @@ from jaxtyping import Float
 
 from meshpar import Scope
 from meshpar.models.layers.recomputed import recomputed
+from meshpar.parallel.remat import in_token_chunks
 from meshpar.parallel.tensor import AnyArray, column_parallel
-from meshpar.parallel.token_chunks import in_token_chunks
 
 # Both operands of the contraction over `mlp` are constrained, the hidden values too:
 # otherwise GSPMD may gather the weight in the backward where it is the smaller one.

@@ -25,8 +25,8 @@ from meshpar.parallel.grids.convolution_gradients import (
     own_convolution,
     split_by_hand,
 )
-from meshpar.parallel.moves import Split
 from meshpar.parallel.tensor import AnyArray
+from meshpar.rules.rules import Split
 
 VOLUME = ("batch", "depth", "height", "width", None)
 """Logical axes of an array of voxels and channels."""

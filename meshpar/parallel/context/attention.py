@@ -28,7 +28,6 @@ from meshpar.parallel.context.shards import sharded_attention
 from meshpar.parallel.context.splash_ring import Ring, splash_ring
 from meshpar.parallel.context.tiles import Known, Plan
 from meshpar.parallel.sizes import (
-    LONGEST_SCORES,
     head_copies,
     head_parts,
     tile_tokens,
@@ -167,21 +166,6 @@ def kernel_ring(
     parts = head_parts(k.shape[2], key_bytes, order.num_ranks, gathers=False)
     ring = Ring(order=order, causal=mask.causal, num_parts=parts)
     return splash_ring(q, k, v, segments, rank=rank, ring=ring)
-
-
-def blockwise(q: jax.Array, k: jax.Array, mask: Mask, *, masked: bool) -> bool:
-    """Return True if attention to whole sequences runs in tiles, which keep no scores.
-
-    For long sequences, and under masks that the forms for short ones do not have.
-
-    Args:
-        q: (batch, tokens, heads, head_dim).
-        k: (batch, keys, kv_heads, head_dim).
-        mask: Which keys a query sees by their places.
-        masked: True if documents separate them.
-    """
-    long = max(q.shape[1], k.shape[1]) > LONGEST_SCORES
-    return masked or mask.window is not None or long
 
 
 def _in_tiles(

@@ -16,6 +16,7 @@ import numpy as np
 
 from meshpar.errors import InputError
 from meshpar.model.token_order import TokenOrder
+from meshpar.parallel.sizes import LONGEST_SCORES
 
 PADDING = -1
 """The position of no token: no query sees it."""
@@ -96,6 +97,21 @@ def seen(
         of_q, of_k = queries.segments[:, :, None], keys.segments[:, None]
         found &= (of_q == of_k) & (of_k >= 0)
     return found
+
+
+def blockwise(q: jax.Array, k: jax.Array, mask: Mask, *, masked: bool) -> bool:
+    """Return True if attention to whole sequences runs in tiles, which keep no scores.
+
+    For long sequences, and under masks that the forms for short ones do not have.
+
+    Args:
+        q: (batch, tokens, heads, head_dim).
+        k: (batch, keys, kv_heads, head_dim).
+        mask: Which keys a query sees by their places.
+        masked: True if documents separate them.
+    """
+    long = max(q.shape[1], k.shape[1]) > LONGEST_SCORES
+    return masked or mask.window is not None or long
 
 
 def _bounds(tiles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

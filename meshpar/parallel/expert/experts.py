@@ -37,10 +37,9 @@ from meshpar.parallel.expert.rounds import (
     run,
     run_backward,
 )
-from meshpar.parallel.moves import array_split
 from meshpar.parallel.sizes import first_room, further_room, most_room
 from meshpar.parallel.tensor import refuse_split_embed
-from meshpar.rules.rules import spec_axes
+from meshpar.rules.rules import array_split, spec_axes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,8 +151,8 @@ def _static(
         room=room,
         platform=scope.platform,
     )
-    gate_up = array_split(scope, (None, "embed", None, "mlp"), shapes[0])
-    down = array_split(scope, (None, "mlp", "embed"), shapes[1])
+    gate_up = array_split(scope.rules, (None, "embed", None, "mlp"), shapes[0])
+    down = array_split(scope.rules, (None, "mlp", "embed"), shapes[1])
     refuse_split_embed(gate_up[1], "experts multiply tokens")
     return _Static(
         first=first,

@@ -17,8 +17,8 @@ from jax import lax
 from meshpar.collectives import asked, sum_dtype
 from meshpar.errors import InputError, nearest
 from meshpar.model.scope import Scope
-from meshpar.parallel.moves import array_split, degree, on_split
-from meshpar.rules.rules import LogicalAxes
+from meshpar.parallel.moves import on_split
+from meshpar.rules.rules import LogicalAxes, array_split, degree
 
 
 def grid_convolution(
@@ -49,7 +49,7 @@ def grid_convolution(
             other dims or channels; channels are split; a periodic dim is unknown.
         RuleError: A dim does not divide over the devices that split it.
     """
-    split = array_split(scope, logical_axes, x.shape)
+    split = array_split(scope.rules, logical_axes, x.shape)
     window = kernel.shape[:-2]
     _check_kernel(logical_axes, x.shape, kernel.shape, split[-1])
     _check_periodic(logical_axes, periodic)

@@ -27,8 +27,8 @@ from meshpar.collectives import asked
 from meshpar.errors import InputError
 from meshpar.model.scope import Scope
 from meshpar.parallel.grids.convolution import check_reach, with_halo
-from meshpar.parallel.moves import Split, array_split, degree, on_split
-from meshpar.rules.rules import LogicalAxes
+from meshpar.parallel.moves import on_split
+from meshpar.rules.rules import LogicalAxes, Split, array_split, degree
 from meshpar.rules.spatial import short_dim
 
 OWN_SCOPE = "meshpar-convolution"
@@ -69,7 +69,7 @@ def split_by_hand(
             stride does not divide that part; or the program has the second or third
             fault above, or the first with a whole input.
     """
-    split = array_split(scope, logical_axes, x.shape)
+    split = array_split(scope.rules, logical_axes, x.shape)
     parts = [size // degree(axes) for size, axes in zip(x.shape, split, strict=True)]
     dims = [dim for dim in (1, 2, 3) if split[dim]]
     if not dims:
@@ -109,7 +109,7 @@ def _check_result(
 ) -> None:
     """Refuse a split result of a whole input if the kernel's gradient is wrong."""
     result = (shape[0], *(-(-size // stride) for size in shape[1:4]), shape[4])
-    split = array_split(scope, logical_axes, result)
+    split = array_split(scope.rules, logical_axes, result)
     parts = [size // degree(axes) for size, axes in zip(result, split, strict=True)]
     dims = [dim for dim in (1, 2, 3) if split[dim]]
     idle = scope.idle_axes(logical_axes, result)

@@ -19,7 +19,8 @@ from jax import lax
 from meshpar.collectives import asked, sum_dtype
 from meshpar.errors import InputError
 from meshpar.model.scope import Scope
-from meshpar.parallel.moves import Move, Split, array_split, degree, on_split
+from meshpar.parallel.moves import Move, on_split
+from meshpar.rules.rules import Split, array_split, degree
 
 PAIRS = ("batch", "pair_rows", "pair_columns", None)
 """Logical axes of a pair representation."""
@@ -55,7 +56,7 @@ def triangle_product(
         InputError: The channels do not divide over all devices that share the pairs.
         RuleError: Rows or columns do not divide over their mesh axes.
     """
-    split = array_split(scope, PAIRS, left.shape)
+    split = array_split(scope.rules, PAIRS, left.shape)
     moves = [
         Move(mesh_axes=split[dim], source=dim, target=CHANNELS)
         for dim in (ROWS, COLUMNS)
@@ -87,14 +88,14 @@ def whole_lines(z: jax.Array, scope: Scope, line: Line) -> jax.Array:
         InputError: The others do not divide over all devices.
         RuleError: Rows or columns do not divide over their mesh axes.
     """
-    split = array_split(scope, PAIRS, z.shape)
+    split = array_split(scope.rules, PAIRS, z.shape)
     move = _whole(split, line, z.shape)
     return z if move is None else _moved(z, split, move)
 
 
 def shared_lines(z: jax.Array, scope: Scope, line: Line) -> jax.Array:
     """Undo `whole_lines`."""
-    split = array_split(scope, PAIRS, z.shape)
+    split = array_split(scope.rules, PAIRS, z.shape)
     move = _whole(split, line, z.shape)
     return z if move is None else _moved(z, move.after(split), move.undone)
 
@@ -136,7 +137,7 @@ def triangle_attention(
     Returns:
         Shaped and laid out as `q`.
     """
-    split = array_split(scope, PAIRS, bias.shape)
+    split = array_split(scope.rules, PAIRS, bias.shape)
     move = _whole(split, line, bias.shape)
     lines = split if move is None else move.after(split)
     mesh_axes = lines[ROWS if line == "row" else COLUMNS]

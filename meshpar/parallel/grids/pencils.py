@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from meshpar.errors import InputError, nearest, whole_number
 from meshpar.model.scope import Scope
-from meshpar.parallel.moves import Move, Split, array_split, degree, on_split
-from meshpar.rules.rules import LogicalAxes
+from meshpar.parallel.moves import Move, on_split
+from meshpar.rules.rules import LogicalAxes, Split, array_split, degree
 
 NORMS = ("backward", "ortho", "forward")
 
@@ -71,7 +71,7 @@ class Pencils:
         return cls(
             shape=tuple(shape),
             logical_axes=tuple(logical_axes),
-            split=array_split(scope, logical_axes, shape),
+            split=array_split(scope.rules, logical_axes, shape),
             dims=named_dims(logical_axes, over),
             norm=norm,
             transposed=transposed,

@@ -17,8 +17,9 @@ from meshpar.model.contract import BlockGroup, Stream
 from meshpar.model.inputs import split_gradient_inputs
 from meshpar.model.parameter import Params
 from meshpar.model.scope import Scope
+from meshpar.model.token_order import TokenOrder
 from meshpar.parallel.blocks import Block, ScopeArrays
-from meshpar.parallel.model_state import sum_statistics, updated_state
+from meshpar.parallel.model_state import updated_state
 from meshpar.parallel.pipeline.crossing import STAGE, Shares, stream_specs
 from meshpar.parallel.pipeline.executor import Executor
 from meshpar.parallel.pipeline.microbatches import Microbatches
@@ -215,8 +216,9 @@ class PipelineProgram:
                 for trees in (results.block_gradients, results.statistics)
             )
             gradients = reduce_in_slices(placement, results.end_gradients, blocks)
-            statistics = sum_statistics(placement, statistics)
-            new_state = updated_state(placement, of[0], of[1], statistics)
+            new_state = of[1]
+            if model.changes_state:
+                new_state = updated_state(placement, *of[:2], statistics)
             metrics = loss_metrics(weight_sum, sums_by_name(auxiliary))
             names = sorted(split_gradient_inputs(model.inputs, of[2])[1])
             of_inputs = merge(dict(zip(names, results.input_gradients, strict=True)))
@@ -263,7 +265,10 @@ class PipelineProgram:
     ) -> Microbatches:
         placement, schedule = self.placement, self.pipeline.schedule
         chunks = schedule.num_chunks
-        own, order = own_tokens(placement, batch, natural=natural)
+        order: TokenOrder | None = None
+        own = dict(batch)
+        if placement.splits_tokens:
+            own, order = own_tokens(placement, batch, natural=natural)
         scopes = placement.scopes(training=training, order=order)
         weights, groups = placement.gather_before_loop(params)
         ends, shapes = placement.gradient_shapes(weights, groups)

@@ -317,7 +317,7 @@ def in_chunks_bytes(run: Run, *, moe: bool) -> float:
     """Return the bytes of an MLP's hidden values that never exist at once.
 
     The backward recomputes them for a chunk of tokens at a time
-    (`meshpar.parallel.token_chunks`). Less the weights, which several chunks read in
+    (`meshpar.parallel.remat`). Less the weights, which several chunks read in
     fp32.
     """
     named = run.layout.residual_names is not None
