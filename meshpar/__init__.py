@@ -33,7 +33,6 @@ _FORMER_MODULES = {
     "meshpar.data.row_sources": "meshpar.data.rows",
     "meshpar.data.token_file": "meshpar.data.token_files",
     "meshpar.data.token_stream": "meshpar.data.token_files",
-    "meshpar.layout.residual_names": "meshpar.layout.layout",
     "meshpar.machine.mesh_order": "meshpar.machine.mesh",
     "meshpar.mesh": "meshpar.machine.mesh",
     "meshpar.mesh_order": "meshpar.machine.mesh",
@@ -41,6 +40,7 @@ _FORMER_MODULES = {
         "meshpar.parallel.grids.convolution_gradients"
     ),
     "meshpar.parallel.grid_convolution": "meshpar.parallel.grids.convolution",
+    "meshpar.parallel.token_chunks": "meshpar.parallel.remat",
     "meshpar.planner.cost.in_words": "meshpar.planner.cost.estimate",
     "meshpar.planner.machine.execution_fields": "meshpar.planner.machine.execution",
     "meshpar.planner.search.constraints": "meshpar.planner.search.space",

@@ -66,7 +66,9 @@ def give_own_channels() -> None:
 def _lowering() -> ModuleType | None:
     """Return JAX's module that lowers; None if it differs from the known one."""
     try:
-        # JAX has no public place between lowering and compiling.
+        # JAX 0.10 to 0.12 has no public way in between lowering and compiling a call:
+        # `jax.interpreters.mlir` has a copy of this function that JAX does not call,
+        # and a lowering rule of its own sees a function's body once, not its calls.
         from jax._src.interpreters import mlir  # noqa: TID251
     except ImportError:
         return None

@@ -157,7 +157,11 @@ def make_train_step(
     layout = Layout.of(layout)
     if mesh is None:
         mesh = make_mesh(layout, devices)
-    _check_mesh(mesh)
+    elif not isinstance(mesh, Mesh | AbstractMesh):
+        raise InputError(
+            f"mesh is a {type(mesh).__name__}; give one of make_mesh(layout)",
+            key="mesh.not_a_mesh",
+        )
     layout = layout.resolve(mesh.size)
     if schedule is not None:
         refuse_schedule(layout)
@@ -189,14 +193,6 @@ def make_train_step(
         message = whole_state_message(path, num_bytes)
         warnings.warn(message, WholeStateWarning, stacklevel=2)
     return step
-
-
-def _check_mesh(mesh: Any) -> None:
-    if not isinstance(mesh, Mesh | AbstractMesh):
-        raise InputError(
-            f"mesh is a {type(mesh).__name__}; give one of make_mesh(layout)",
-            key="mesh.not_a_mesh",
-        )
 
 
 def _checked(options: StepOptions) -> StepOptions:

@@ -139,6 +139,12 @@ class StepPlan:
         )
 
     @cached_property
+    def optimizer(self) -> optax.GradientTransformationExtraArgs:
+        """The optimizer of the stacked parameters."""
+        make = unrolled if self.options.unroll_optimizer else by_layer
+        return make(self.options.optimizer, self.model, self.options.layout)
+
+    @cached_property
     def whole(self) -> StepFunctions:
         """Functions of a step in which all devices train one set of parameters."""
         return self._functions(self.placement)
@@ -180,12 +186,6 @@ class StepPlan:
             compiler_options=self.compiler_options,
         )
 
-    @cached_property
-    def _optimizer(self) -> optax.GradientTransformationExtraArgs:
-        """The optimizer of the stacked parameters."""
-        make = unrolled if self.options.unroll_optimizer else by_layer
-        return make(self.options.optimizer, self.model, self.options.layout)
-
     def _functions(self, placement: Placement) -> StepFunctions:
         options, pipeline = self.options, self.pipeline
         return StepFunctions(
@@ -194,7 +194,7 @@ class StepPlan:
             program=PipelineProgram(placement=placement, pipeline=pipeline)
             if pipeline
             else LocalProgram(placement=placement),
-            optimizer=self._optimizer,
+            optimizer=self.optimizer,
             max_grad_norm=options.max_grad_norm,
             state_sharding=StateSharding(options.state_spec, options.unroll_optimizer),
             check=options.check,
