@@ -10,7 +10,8 @@ ROOT = Path(__file__).parents[1]
 COUNT = """
 import inspect, sys
 import jax, numpy as np, optax
-import meshpar, meshpar.train.step
+import meshpar
+from meshpar import make_train_step
 from meshpar.models.presets import build
 
 meshpar.emulate(8)
@@ -26,7 +27,7 @@ batch = {name: np.zeros((8, 16), np.int32) for name in ("tokens", "targets")}
 batch["weights"] = np.ones((8, 16), np.float32)
 devices = jax.devices()[: layout.num_devices]
 sys.setprofile(note)
-step = meshpar.make_train_step(model, optax.adamw(1e-3), layout, devices=devices)
+step = make_train_step(model, optax.adamw(1e-3), layout, devices=devices)
 step(step.init(0), batch)
 sys.setprofile(None)
 print(*files, sep="\\n")

@@ -36,12 +36,11 @@ from meshpar.model.contract import Model, Stream
 from meshpar.model.inputs import Batch
 from meshpar.model.parameter import Parameter, Params
 from meshpar.model.scope import Scope
-from meshpar.parallel.blocks import Block, ScopeArrays, Stack, where
+from meshpar.parallel.blocks import Block, ScopeArrays, Stack, one_layer, where
 from meshpar.parallel.pipeline.crossing import STAGE, write, zero_arrays
 from meshpar.parallel.pipeline.rank_layers import layers_here
 from meshpar.parallel.pipeline.stages import Arrangement, cut, merge, part
 from meshpar.parallel.placement import BATCH, Placement, Scopes
-from meshpar.parallel.program import one_layer
 from meshpar.parallel.zero import before_loop, gather
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 from meshpar.errors import InputError, key_values, nearest, whole_number
 from meshpar.layout.context_method import CONTEXT_METHODS, ContextAttention
 from meshpar.layout.device_grid import layout_html
-from meshpar.schedules import schedule_method
+from meshpar.schedules import SCHEDULES, schedule_method
 
 MESH_AXES = ("data", "fsdp", "stage", "context", "expert", "tensor")
 """All mesh axes, outermost (slowest link) first."""
@@ -159,11 +159,12 @@ class Layout:
             _check_count(name, getattr(self, name))
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            if name == "attention" and isinstance(value, str):
+            if name == "attention" and value not in choices and isinstance(value, str):
                 ContextAttention.parse(value, self.context)
             elif name != "remat" or self.residual_names is None:
                 _check_choice(name, value, choices)
-        schedule_method(self.schedule)
+        if self.schedule not in tuple(SCHEDULES):
+            schedule_method(self.schedule)  # Which names the nearest.
         for size in () if self.splits == BY_COST else self.splits:
             _check_count("splits", size)
         _check_zero_axes(self.zero_axes)

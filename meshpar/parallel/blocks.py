@@ -20,6 +20,7 @@ from meshpar.model.block_run import Sums
 from meshpar.model.contract import BlockGroup, Stream
 from meshpar.parallel.remat import names_in, refuse_unknown, rematerialised
 from meshpar.parallel.zero import (
+    Stored,
     gather,
     gradient_in_loop,
     in_loop,
@@ -417,3 +418,17 @@ def where(condition: jax.Array, tree: Any, other: Any = None) -> Any:
     if other is None:
         return jax.tree.map(lambda x: jnp.where(condition, x, jnp.zeros_like(x)), tree)
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), tree, other)
+
+
+def one_layer(stored: Any) -> Any:
+    """Return the `Stored` of one layer for each `Stored` of stacked parameters."""
+    return jax.tree.map(Stored.without_layers, stored)
+
+
+def sums_by_name(sums: Sequence[Sums]) -> Sums:
+    """Add up the auxiliary losses of all groups that have the same name."""
+    total: Sums = {}
+    for group_sums in sums:
+        for name, value in group_sums.items():
+            total[name] = total.get(name, 0.0) + value
+    return total

@@ -12,14 +12,13 @@ reduce-scattered once the gradient of the embedding is there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 
-from meshpar.model.block_run import Sums
 from meshpar.model.contract import Stream
 from meshpar.model.inputs import split_gradient_inputs
 from meshpar.model.parameter import Params
@@ -30,9 +29,11 @@ from meshpar.parallel.blocks import (
     ScopeArrays,
     Stack,
     check_names,
+    one_layer,
     run_backward,
     run_blocks,
     run_keeping,
+    sums_by_name,
 )
 from meshpar.parallel.model_state import state_statistics, updated_state
 from meshpar.parallel.placement import REPLICATED, Placement, Scopes
@@ -433,17 +434,3 @@ def _run_backward(
     return *run_backward(
         stack, kept, dx, arrays, totals, put, of_loss=of_loss
     ), overlapped
-
-
-def one_layer(stored: Any) -> Any:
-    """Return the `Stored` of one layer for each `Stored` of stacked parameters."""
-    return jax.tree.map(Stored.without_layers, stored)
-
-
-def sums_by_name(sums: Sequence[Sums]) -> Sums:
-    """Add up the auxiliary losses of all groups that have the same name."""
-    total: Sums = {}
-    for group_sums in sums:
-        for name, value in group_sums.items():
-            total[name] = total.get(name, 0.0) + value
-    return total

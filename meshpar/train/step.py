@@ -31,12 +31,7 @@ from meshpar.parallel.pipeline.stages import in_layer_order
 from meshpar.parallel.prefetch import prefetch_notes
 from meshpar.train.batch_placement import BatchPlacement, batch_structs
 from meshpar.train.layer_order import placed_start
-from meshpar.train.local_steps import (
-    LocalStepFunctions,
-    StepCount,
-    SyncPrograms,
-    sync_notes,
-)
+from meshpar.train.local_steps import StepCount, sync_notes
 from meshpar.train.refusals import check_logits
 from meshpar.train.replica_metrics import local_replica_metrics
 from meshpar.train.state import (
@@ -73,7 +68,7 @@ class TrainStep:
     """
 
     def __init__(self, options: StepOptions) -> None:
-        plan = StepPlan(options)
+        plan = self._plan = StepPlan(options)
         pipeline = plan.pipeline
         self.options, self.model_as_given = options, options.model
         self.layout, self.rules = options.layout, options.rules
@@ -196,7 +191,7 @@ class TrainStep:
             done = self._step_count.steps(state) + 1
             state, metrics = self._programs.update(state, self.place(batch))
             if done % self.layout.sync_every == 0:
-                state = self._sync_programs.sync(state)
+                state = self._plan.sync_programs.sync(state)
             self._step_count.note(state, done)
         return state, local_replica_metrics(metrics)
 
@@ -217,7 +212,7 @@ class TrainStep:
         self._check_local()
         check_state(state, self.state_shapes, self._devices_mesh)
         with jax.set_mesh(self._devices_mesh):
-            return self._sync_programs.sync(state)
+            return self._plan.sync_programs.sync(state)
 
     def parameters(self, state: TrainState) -> Any:
         """Return the parameters: the state's, or those its replicas last had in common.
@@ -409,14 +404,6 @@ class TrainStep:
         """Number of local steps of a state."""
         return StepCount()
 
-    @cached_property
-    def _sync_programs(self) -> SyncPrograms:
-        """Programs that average the replicas of local steps."""
-        return SyncPrograms(
-            functions=cast(LocalStepFunctions, self.functions),
-            compiler_options=self.compiler_options,
-        )
-
     def _reading_state(self, state: TrainState) -> TrainState:
         """Return the state for programs that update nothing."""
         if not self.is_local:
@@ -425,7 +412,7 @@ class TrainStep:
             )
         check_state(state, self.state_shapes, self._devices_mesh)
         with jax.set_mesh(self._devices_mesh):
-            return self._sync_programs.common_reading_state(state)
+            return self._plan.sync_programs.common_reading_state(state)
 
     def _argument_shapes(self, batch: Batch) -> tuple[TrainState, Batch]:
         self._batches.check(batch)
@@ -440,12 +427,12 @@ class TrainStep:
         state, batch = self._argument_shapes(batch)
         notes = prefetch_notes(self.placement)
         if sync_only:
-            averages = replace(self._sync_programs, compiler_options={})
+            averages = replace(self._plan.sync_programs, compiler_options={})
             return averages.sync, (state,), notes
         if gradients_only:
             return programs.gradients, (programs.reading_shapes, batch), notes
         if self.is_local:
-            notes += sync_notes(self._sync_programs.functions, self.layout)
+            notes += sync_notes(self._plan.sync_programs.functions, self.layout)
         return programs.update, (state, batch), notes
 
     def _check_local(self) -> None:

@@ -33,7 +33,11 @@ from meshpar.rules.rules import Rules
 from meshpar.rules.sharding import born_sharded
 from meshpar.schedules import OwnSchedule
 from meshpar.train.batch_placement import BatchPlacement
-from meshpar.train.local_steps import REPLICA_AXES, LocalStepFunctions
+from meshpar.train.local_steps import (
+    REPLICA_AXES,
+    LocalStepFunctions,
+    SyncPrograms,
+)
 from meshpar.train.optimizer.by_layer import by_layer
 from meshpar.train.optimizer.unrolled import unrolled
 from meshpar.train.optimizer_state import StateSharding, StateSpec
@@ -183,6 +187,14 @@ class StepPlan:
             reading=self.whole,
             batch_sharding=self.batches.sharding,
             split_space=placement if placement.splits_space else None,
+            compiler_options=self.compiler_options,
+        )
+
+    @cached_property
+    def sync_programs(self) -> SyncPrograms:
+        """Programs that average the replicas of local steps."""
+        return SyncPrograms(
+            functions=cast(LocalStepFunctions, self.functions),
             compiler_options=self.compiler_options,
         )
 

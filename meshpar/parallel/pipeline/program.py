@@ -18,7 +18,7 @@ from meshpar.model.inputs import split_gradient_inputs
 from meshpar.model.parameter import Params
 from meshpar.model.scope import Scope
 from meshpar.model.token_order import TokenOrder
-from meshpar.parallel.blocks import Block, ScopeArrays
+from meshpar.parallel.blocks import Block, ScopeArrays, one_layer, sums_by_name
 from meshpar.parallel.model_state import updated_state
 from meshpar.parallel.pipeline.crossing import STAGE, Shares, stream_specs
 from meshpar.parallel.pipeline.executor import Executor
@@ -28,7 +28,7 @@ from meshpar.parallel.pipeline.rank_stages import Enter
 from meshpar.parallel.pipeline.reduction import reduce_in_slices, summed_inputs
 from meshpar.parallel.pipeline.stages import Arrangement, Pipeline, cut, merge
 from meshpar.parallel.placement import REPLICATED, Placement, Scopes
-from meshpar.parallel.program import LossAndGradients, one_layer, sums_by_name
+from meshpar.parallel.program import LossAndGradients
 from meshpar.parallel.reduction import (
     loss_metrics,
     random_key,
