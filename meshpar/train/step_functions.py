@@ -223,15 +223,7 @@ class StepFunctions:
             master_values(state.params, state.opt_state),
             self.gradient_shardings,
         )
-        with asked("optimizer"):
-            updates, inner = self.optimizer.update(
-                jax.tree.map(in_full, gradients),
-                inner_state(state.opt_state),
-                values,
-                value=loss,
-            )
-        new_values = optax.apply_updates(values, updates)
-        new_opt_state = with_inner(state.opt_state, inner, new_values)
+        new_values, new_opt_state = self._optimized(state, values, gradients, loss)
         keep = lambda new, old: jnp.where(counts, new, old)  # noqa: E731
         new_state = replace(
             state,
@@ -242,6 +234,20 @@ class StepFunctions:
             model_state=jax.tree.map(keep, model_state, state.model_state),
         )
         return new_state, norm
+
+    def _optimized(
+        self, state: TrainState, values: Any, gradients: Any, loss: jax.Array
+    ) -> tuple[Any, Any]:
+        """Return fp32 parameters and the optimizer's state after its update."""
+        with asked("optimizer"):
+            updates, inner = self.optimizer.update(
+                jax.tree.map(in_full, gradients),
+                inner_state(state.opt_state),
+                values,
+                value=loss,
+            )
+        new_values = optax.apply_updates(values, updates)
+        return new_values, with_inner(state.opt_state, inner, new_values)
 
     def at_rest(self, state: TrainState, values: Any) -> Any:
         """Return parameters as stored between steps, rounded if the layout rounds.
