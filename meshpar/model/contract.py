@@ -222,6 +222,9 @@ class Model:
             `Parameter.initial`.
         modules: Name of a group, or `ends` -> what builds its Flax NNX module, where
             that is where they come from.
+        build_whole: Key -> all parameters and state, layers stacked first to last, in
+            place of `build` (`from_loss`); the key is that of the seed alone.
+        unflatten: (parameters, state) -> the user's own tree with them (`from_loss`).
 
     Raises:
         InputError: There is no group, or one has no parameters; or what is declared of
@@ -242,6 +245,8 @@ class Model:
         default_factory=dict
     )
     modules: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    build_whole: Callable[[jax.Array], tuple[Params, Params]] | None = None
+    unflatten: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         check_inputs(self.inputs)

@@ -192,6 +192,8 @@ def initial_values(
         seed: Seed of the run.
         specs: Their specs over the mesh that is set; None without one.
     """
+    if model.build_whole is not None:
+        return _whole_values(model, model.build_whole, seed, specs)
     params: Params = {}
     state: Params = {}
     for group in model.groups:
@@ -207,6 +209,27 @@ def initial_values(
         {name: params[name] for name in model.parameters},
         {name: state[name] for name in model.state},
     )
+
+
+def _whole_values(
+    model: Model,
+    build: Callable[[jax.Array], tuple[Params, Params]],
+    seed: jax.Array | int,
+    specs: Specs | None,
+) -> tuple[Params, Params]:
+    """Return parameters and state that one function makes, in the stages' order."""
+
+    def placed(value: jax.Array, parameter: Parameter) -> jax.Array:
+        order = parameter.layer_order
+        if order is not None:
+            value = value[jnp.maximum(jnp.asarray(order), 0)]
+        return _without_empty(value.astype(parameter.dtype), parameter)
+
+    def made(key: jax.Array) -> tuple[Params, Params]:
+        values, declared = build(key), (model.parameters, model.state)
+        return jax.tree.map(placed, values, declared)
+
+    return build_one(made, jax.random.key(seed), specs)
 
 
 def _group_values(

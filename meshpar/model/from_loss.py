@@ -1,0 +1,578 @@
+"""Build a model from a function that makes its parameters and one that is its loss.
+
+The second way in, beside `from_nnx`: the model stays as it is, in Flax NNX or Linen,
+Equinox, Haiku or plain dicts. Without `blocks` the whole loss is the head of a model
+with one empty block, and runs under every layout without stages. With `blocks` it is
+cut between equal blocks (`meshpar.model.loss_cut`).
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshpar.errors import InputError, nearest
+from meshpar.model.contract import BlockGroup, Model
+from meshpar.model.example_keys import example_key, key_data
+from meshpar.model.inputs import Input
+from meshpar.model.loss_cut import (
+    Arguments,
+    Cut,
+    Values,
+    cut,
+    from_stream,
+    in_stream,
+    known_batch,
+)
+from meshpar.model.loss_program import STACKED, LossProgram
+from meshpar.model.parameter import Parameter, Params
+from meshpar.model.scope import Scope
+from meshpar.model.user_tree import UserLeaf, UserTree
+from meshpar.rules.rules import LogicalAxes
+from meshpar.rules.sharding import insert
+
+WHOLE = "no_blocks"
+"""Name of the empty block of a model that is not cut."""
+
+Loss = Callable[[Any, Mapping[str, Any], Any], Any]
+"""(parameters, batch, key) -> (loss_sum, weight_sum), or with a dict of sums."""
+
+
+class UnmatchedNameWarning(UserWarning):
+    """A pattern of `from_loss(names=)` matches no parameter, or one has no pattern."""
+
+
+def from_loss(
+    init: Callable[[jax.Array], Any],
+    loss: Loss,
+    *,
+    names: Mapping[str, Sequence[str | None]] | None = None,
+    blocks: str | None = None,
+    inputs: Mapping[str, Input] | None = None,
+) -> Model:
+    """Return a model of a function that makes parameters, and of its loss, unchanged.
+
+    The parameters are any pytree of arrays: a Flax NNX module, Linen variables, an
+    Equinox module, Haiku's or plain dicts. Integers and booleans in it, NNX variables
+    that are no `nnx.Param`, and Linen collections other than `params` are constants.
+    `init(jax.random.key(seed))` gives the initial values, bitwise, on every layout.
+
+    Random numbers of the loss are drawn for each example by itself where the leading
+    dim of the drawn array holds the examples, so that no layout changes them. Streams
+    of an NNX module (`nnx.Rngs`) get keys that derive from `key`. Outside training
+    `key` is None, an NNX module is in `eval()` and an Equinox one in inference mode.
+
+    Args:
+        init: `init(key) -> params`.
+        loss: `loss(params, batch, key) -> (loss_sum, weight_sum)`, two scalars: the sum
+            of the loss over the examples of the batch, and the sum of their weights. A
+            third value, a dict of name -> sum, adds metrics.
+        names: Pattern of a parameter's path -> a logical axis, or None, for each of its
+            dims, without the dim of layers where blocks are stacked. `*` stands for
+            one key of the path, `**` for any number of them: `**/attn/*/kernel`. The
+            first pattern that matches counts; a module's own names (`nnx.Param`
+            metadata, Linen's `with_partitioning`) count where none does.
+        blocks: Path of the repeated blocks: of a list of equal trees (`layers`), of
+            trees named by number (`params/layers_*`), or of parameters stacked over
+            layers that a `lax.scan` runs over. With it the model runs in stages, and
+            layer by layer under `fsdp` and `remat`.
+        inputs: Name -> `Input` of the arrays of a batch (`Model`).
+
+    Raises:
+        InputError: A pattern names too many or too few dims; there is nothing to train;
+            or `blocks` are not equal or not one after another.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, numpy as np, optax
+        >>> from meshpar import Input, from_loss, make_train_step
+        >>> def init(key):
+        ...     return {"up": jax.random.normal(key, (4, 8)), "down": jnp.zeros((8, 1))}
+        >>> def loss(params, batch, key):
+        ...     y = jnp.tanh(batch["x"] @ params["up"]) @ params["down"]
+        ...     losses = (y[:, 0] - batch["y"]) ** 2
+        ...     return losses.sum(), jnp.float32(losses.size)
+        >>> model = from_loss(
+        ...     init,
+        ...     loss,
+        ...     names={"up": ("embed", "mlp"), "down": ("mlp", None)},
+        ...     inputs={
+        ...         "x": Input(("batch", None), shape=(None, 4)), "y": Input(("batch",))
+        ...     },
+        ... )
+        >>> step = make_train_step(model, optax.sgd(0.1), "data=-1")
+        >>> state = step.init(seed=0)
+        >>> state, metrics = step(state, dict(x=np.ones((8, 4)), y=np.ones(8)))
+        >>> float(metrics["loss"])
+        1.0
+    """
+    if not callable(loss):
+        raise InputError(
+            f"loss is a {type(loss).__name__}; give a function of (params, batch, key) "
+            "that returns (loss_sum, weight_sum)",
+            key="model.loss_not_callable",
+        )
+    tree = UserTree(init)
+    found = _find_blocks(tree.leaves, blocks) if blocks is not None else None
+    axes = _logical_axes(tree.leaves, names or {}, found)
+    return _LossModel(tree, loss, found, axes).model(inputs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _BlockLeaves:
+    """Where the arrays of the blocks are among a tree's leaves.
+
+    Args:
+        blocks: The path as the user gave it.
+        name: Name of the group in the parameter tree.
+        paths: Path of each array inside a block.
+        positions: For each layer, the position of each of those arrays among all
+            leaves; once if they are stacked.
+        num_layers: Number of blocks.
+        stacked: Whether each array holds all layers.
+    """
+
+    blocks: str
+    name: str
+    paths: tuple[tuple[str, ...], ...]
+    positions: tuple[tuple[int, ...], ...]
+    num_layers: int
+    stacked: bool
+
+
+def _find_blocks(leaves: Sequence[UserLeaf], blocks: str) -> _BlockLeaves:
+    """Return where the blocks of a path are.
+
+    Raises:
+        InputError: Nothing is there, or blocks have other arrays than the first.
+    """
+    keys = _keys(blocks)
+    inside: dict[str, dict[tuple[str, ...], int]] = {}
+    for position, leaf in enumerate(leaves):
+        index = _block_index(leaf.path, keys)
+        if index is not None and leaf.role != "random":
+            inside.setdefault(index[0], {})[index[1]] = position
+    if not inside:
+        known = {"/".join(leaf.path[: len(keys)]) for leaf in leaves}
+        raise InputError(
+            f"blocks={blocks!r}: no parameter is under that path; "
+            f"{nearest('/'.join(keys), known)}",
+            key="model.no_such_blocks",
+        )
+    numbered = all(index.isdigit() for index in inside)
+    order = sorted(inside, key=int) if numbered else []
+    if not numbered:  # Parameters stacked over layers.
+        inside = {"": {(i, *p): at for i, of in inside.items() for p, at in of.items()}}
+        order = [""]
+    first = inside[order[0]]
+    num_layers = len(order) if numbered else _stacked_layers(leaves, first, blocks)
+    for index in order:
+        _check_equal(leaves, first, inside[index], blocks, order[0], index)
+    return _BlockLeaves(
+        blocks=blocks,
+        name=keys[-1].replace("*", "").strip("_") or "blocks",
+        paths=tuple(first),
+        positions=tuple(
+            tuple(inside[index][path] for path in first) for index in order
+        ),
+        num_layers=num_layers,
+        stacked=not numbered,
+    )
+
+
+def _keys(path: str) -> list[str]:
+    return [key for key in re.split(r"[/.]", path) if key]
+
+
+def _block_index(
+    path: tuple[str, ...], keys: Sequence[str]
+) -> tuple[str, tuple[str, ...]] | None:
+    """Return (number of the block, path inside it) of a leaf; None if it has none."""
+    if len(path) < len(keys) or list(path[: len(keys) - 1]) != list(keys[:-1]):
+        return None
+    own = path[len(keys) - 1]
+    if "*" in keys[-1]:
+        pattern = re.escape(keys[-1]).replace(r"\*", r"(\d+)")
+        match = re.fullmatch(pattern, own)
+        return None if match is None else (match[1], path[len(keys) :])
+    if own != keys[-1] or len(path) == len(keys):
+        return None
+    return path[len(keys)], path[len(keys) + 1 :]
+
+
+def _stacked_layers(
+    leaves: Sequence[UserLeaf], first: Mapping[Any, int], blocks: str
+) -> int:
+    sizes = {leaves[at].shape[:1] for at in first.values()}
+    if len(sizes) != 1 or sizes == {()}:
+        shapes = {leaves[at].name: leaves[at].shape for at in first.values()}
+        raise InputError(
+            f"blocks={blocks!r}: under that path are neither blocks by number nor "
+            f"arrays with one leading dim of layers, but {shapes}",
+            key="model.blocks_not_stacked",
+        )
+    return int(sizes.pop()[0])
+
+
+def _check_equal(
+    leaves: Sequence[UserLeaf],
+    first: Mapping[tuple[str, ...], int],
+    other: Mapping[tuple[str, ...], int],
+    blocks: str,
+    *indices: str,
+) -> None:
+    def arrays(block: Mapping[tuple[str, ...], int]) -> dict[str, str]:
+        return {
+            "/".join(path): f"{leaves[at].dtype}{leaves[at].shape} {leaves[at].role}"
+            for path, at in block.items()
+        }
+
+    one, two = arrays(first), arrays(other)
+    for path in sorted(one.keys() | two.keys()):
+        if one.get(path) != two.get(path):
+            raise InputError(
+                f"blocks={blocks!r}: blocks {indices[0]} and {indices[1]} differ: "
+                f"{path} is {one.get(path, 'absent')} and {two.get(path, 'absent')}; "
+                "name a path whose blocks are equal, or leave blocks= out",
+                key="model.blocks_differ",
+            )
+
+
+def _logical_axes(
+    leaves: Sequence[UserLeaf],
+    names: Mapping[str, Sequence[str | None]],
+    blocks: _BlockLeaves | None,
+) -> list[LogicalAxes]:
+    """Return the logical axes of each leaf, without a dim of stacked layers.
+
+    Raises:
+        InputError: A pattern has a name for too many dims, or too few.
+    """
+    patterns = {pattern: _expression(pattern) for pattern in names}
+    stacked = set(blocks.positions[0]) if blocks and blocks.stacked else set()
+    unused, unnamed, axes = set(names), [], []
+    for position, leaf in enumerate(leaves):
+        dims = len(leaf.shape) - (position in stacked)
+        own = leaf.logical_axes
+        if own is not None and position in stacked:
+            own = own[-dims:] if dims else ()
+        matching = [
+            pattern
+            for pattern, expression in patterns.items()
+            if expression.fullmatch("/" + "/".join(leaf.path))
+        ]
+        unused -= set(matching)
+        chosen = tuple(names[matching[0]]) if matching else own
+        if matching and len(tuple(names[matching[0]])) != dims:
+            raise InputError(
+                f"names={{{matching[0]!r}: {tuple(names[matching[0]])}}} has "
+                f"{len(names[matching[0]])} names, but {leaf.name} has {dims} dims, "
+                f"of shape {leaf.shape[len(leaf.shape) - dims :]}; give one, or None, "
+                "for each",
+                key="model.wrong_number_of_names",
+            )
+        if chosen is None and dims > 1 and leaf.role == "param":
+            unnamed.append(leaf.name)
+        axes.append((None,) * dims if chosen is None else chosen)
+    _warn_unmatched(sorted(unused), unnamed if names else [])
+    return axes
+
+
+def _warn_unmatched(unused: Sequence[str], unnamed: Sequence[str]) -> None:
+    for pattern in unused:
+        warnings.warn(
+            f"names={{{pattern!r}: ...}} matches no parameter",
+            UnmatchedNameWarning,
+            stacklevel=4,
+        )
+    if unnamed:
+        more = f" and {len(unnamed) - 3} more" if len(unnamed) > 3 else ""
+        warnings.warn(
+            f"no pattern of names= matches {', '.join(unnamed[:3])}{more}: replicated "
+            "under every layout but zero and fsdp",
+            UnmatchedNameWarning,
+            stacklevel=4,
+        )
+
+
+def _expression(pattern: str) -> re.Pattern[str]:
+    """Return the expression of a path pattern: `*` is in a key, `**` is any keys."""
+    expression = ""
+    for key in _keys(pattern):
+        if key == "**":
+            expression += "(?:/[^/]+)*"
+        else:
+            expression += "/" + re.escape(key).replace(r"\*", "[^/]*")
+    return re.compile(expression)
+
+
+class _LossModel:
+    """A user's init and loss as the functions of the model contract."""
+
+    def __init__(
+        self,
+        tree: UserTree,
+        loss: Loss,
+        blocks: _BlockLeaves | None,
+        axes: Sequence[LogicalAxes],
+    ) -> None:
+        self._tree, self._loss, self._blocks, self._axes = tree, loss, blocks, axes
+        in_blocks = {at for layer in blocks.positions for at in layer} if blocks else ()
+        self._ends = [
+            at
+            for at, leaf in enumerate(tree.leaves)
+            if at not in in_blocks and leaf.role != "random"
+        ]
+        self._cuts: dict[Any, tuple[Cut, Arguments]] = {}
+        self._name = WHOLE if blocks is None else blocks.name
+
+    def model(self, inputs: Mapping[str, Input] | None) -> Model:
+        """Return the model."""
+        tree = self._tree.leaves
+        parameters: Params = {self._name: {}}
+        state: Params = {}
+        constants = []
+        for at in self._ends:
+            trained = tree[at].role == "param"
+            self._check_name(tree[at])
+            insert(parameters if trained else state, tree[at].path, self._declared(at))
+            constants += [tree[at].name] if tree[at].role == "constant" else []
+        if self._blocks is not None:
+            group: tuple[Params, Params] = ({}, {})
+            for path, at in zip(
+                self._blocks.paths, self._blocks.positions[0], strict=True
+            ):
+                declared = self._declared(at, self._blocks.num_layers)
+                insert(group[tree[at].role != "param"], path, declared)
+                if tree[at].role == "constant":
+                    constants.append(".".join((self._name, *path)))
+            parameters[self._name] = group[0]
+            state.update({self._name: group[1]} if group[1] else {})
+        whole = self._blocks is None
+        return Model(
+            parameters=parameters,
+            embed=_no_stream if whole else self._embed,
+            groups=(
+                BlockGroup(
+                    name=self._name,
+                    num_layers=1 if self._blocks is None else self._blocks.num_layers,
+                    block=(lambda params, stream, scope: stream)
+                    if whole
+                    else self._block,
+                    called="" if self._blocks is None else self._blocks.blocks,
+                ),
+            ),
+            head=self._whole_loss if whole else self._head,
+            inputs=inputs,
+            state=state,
+            constants=tuple(constants),
+            build_whole=self._values,
+            unflatten=self._unflatten,
+        )
+
+    def _declared(self, at: int, num_layers: int | None = None) -> Parameter:
+        leaf = self._tree.leaves[at]
+        stacked = num_layers is not None and self._blocks and self._blocks.stacked
+        return Parameter(
+            shape=leaf.shape[1:] if stacked else leaf.shape,
+            dtype=leaf.dtype,
+            logical_axes=self._axes[at],
+            num_layers=num_layers,
+        )
+
+    def _check_name(self, leaf: UserLeaf) -> None:
+        if leaf.path[0] == self._name:
+            raise InputError(
+                f"parameter {leaf.name} is under the name of the blocks, "
+                f"{self._name!r}; rename it",
+                key="model.name_of_blocks_taken",
+            )
+
+    def _values(self, key: jax.Array) -> tuple[Params, Params]:
+        """Return parameters and state as `init(key)` makes them, layers stacked."""
+        values, trees = self._tree.values(key), self._tree.leaves
+        params: Params = {self._name: {}}
+        state: Params = {}
+        for at in self._ends:
+            trained = trees[at].role == "param"
+            insert(params if trained else state, trees[at].path, values[at])
+        blocks = self._blocks
+        for index, path in enumerate(() if blocks is None else blocks.paths):
+            of_layers = [values[layer[index]] for layer in blocks.positions]
+            stacked = of_layers[0] if blocks.stacked else jnp.stack(of_layers)
+            trained = trees[blocks.positions[0][index]].role == "param"
+            insert(params if trained else state, (self._name, *path), stacked)
+        return params, state
+
+    def _unflatten(self, params: Params, state: Params | None = None) -> Any:
+        """Return the user's tree with these parameters, for use outside a step."""
+        values = self._user_values(params, state or {})
+        return self._tree.rebuild(values, None, training=False)
+
+    def _user_values(self, params: Params, state: Params) -> list[Any]:
+        """Return a value for each leaf of the user's tree, from stacked ones."""
+        values: list[Any] = [None] * len(self._tree.leaves)
+        for at in self._ends:
+            leaf = self._tree.leaves[at]
+            values[at] = _at_path(params if leaf.role == "param" else state, leaf.path)
+        blocks = self._blocks
+        for index, path in enumerate(() if blocks is None else blocks.paths):
+            for layer, positions in enumerate(blocks.positions):
+                role = self._tree.leaves[positions[index]].role
+                stacked = _at_path(
+                    params if role == "param" else state, (self._name, *path)
+                )
+                whole = blocks.stacked
+                values[positions[index]] = stacked if whole else stacked[layer]
+        return values
+
+    def _whole_loss(
+        self, params: Params, stream: Any, batch: Mapping[str, Any], scope: Scope
+    ) -> Any:
+        values = self._user_values(params, scope.state)
+        data = key_data(scope, "loss")
+        key = None if data is None else example_key(data)
+        tree = self._tree.rebuild(values, key, training=scope.training)
+        return self._loss(tree, batch, key)
+
+    def _embed(self, params: Params, batch: Mapping[str, Any], scope: Scope) -> Any:
+        found, known, examples = self._cut(params, batch, scope)
+        return in_stream(found, found.embed(known), examples)
+
+    def _head(
+        self, params: Params, stream: Any, batch: Mapping[str, Any], scope: Scope
+    ) -> Any:
+        found, known, _ = self._cut(params, batch, scope)
+        return jax.tree.unflatten(
+            self._results, found.head(known, from_stream(found, found.last, stream))
+        )
+
+    def _block(self, params: Params, stream: Any, scope: Scope) -> Any:
+        found, arguments, examples = self._traced(params, scope.batch, scope)
+        blocks = self._blocks_found
+        values = []
+        for path, at in zip(blocks.paths, blocks.positions[0], strict=True):
+            trained = self._tree.leaves[at].role == "param"
+            values.append(_at_path(params if trained else scope.state, path))
+
+        def make_key(index: int, shape: tuple[int, ...]) -> jax.Array:
+            data = key_data(scope, f"block.{index}")
+            assert data is not None  # The trace without a key asks for none.
+            key = example_key(data)
+            return jax.random.split(key, shape) if shape else key
+
+        batch = known_batch(arguments, sorted(scope.batch), scope.batch)
+        arrays = from_stream(found, found.first, stream)
+        after = found.block(values, batch, arrays, make_key, scope.layer)
+        return in_stream(found, after, examples)
+
+    @property
+    def _blocks_found(self) -> _BlockLeaves:
+        assert self._blocks is not None  # Only asked for where the loss is cut.
+        return self._blocks
+
+    def _cut(
+        self, params: Params, batch: Mapping[str, Any], scope: Scope
+    ) -> tuple[Cut, Values, int]:
+        """Return the cut loss, the values of its arguments, and number of examples."""
+        found, arguments, examples = self._traced(params, batch, scope)
+        known = known_batch(arguments, sorted(batch), batch)
+        for number, at in zip(arguments.ends, self._ends, strict=True):
+            leaf = self._tree.leaves[at]
+            known[number] = _at_path(
+                params if leaf.role == "param" else scope.state, leaf.path
+            )
+        if arguments.key is not None:
+            known[arguments.key] = key_data(scope, "loss")
+        return found, known, examples
+
+    def _traced(
+        self, params: Params, batch: Mapping[str, Any], scope: Scope
+    ) -> tuple[Cut, Arguments, int]:
+        """Return the loss traced on such a batch, cut, and the number of examples."""
+        names = sorted(batch)
+        shapes = [jax.ShapeDtypeStruct(batch[n].shape, batch[n].dtype) for n in names]
+        examples = shapes[0].shape[0]
+        data = jax.eval_shape(lambda: key_data(scope, "loss"))
+        dtype = _float_dtype(params)
+        # JAX keeps the mesh of a trace with every operation.
+        asked = (
+            tuple(zip(names, map(str, shapes), strict=True)),
+            data is None,
+            str(dtype),
+            scope.training,
+            jax.sharding.get_abstract_mesh(),
+        )
+        if asked not in self._cuts:
+            self._cuts[asked] = self._trace(names, shapes, data, dtype, scope.training)
+        return (*self._cuts[asked], examples)
+
+    def _trace(
+        self, names: list[str], shapes: list, data: Any, dtype: Any, training: bool
+    ) -> tuple[Cut, Arguments]:
+        blocks, leaves = self._blocks_found, self._tree.leaves
+        layers = [at for layer in blocks.positions for at in layer]
+        order = [*self._ends, *layers]
+
+        def traced(values: list[Any], arrays: list[Any], data: Any) -> Any:
+            given: list[Any] = [None] * len(leaves)
+            for at, value in zip(order, values, strict=True):
+                given[at] = value
+            key = None if data is None else example_key(data)
+            tree = self._tree.rebuild(given, key, training=training)
+            results = self._loss(tree, dict(zip(names, arrays, strict=True)), key)
+            flat, self._results = jax.tree.flatten(results)
+            return flat
+
+        def struct(leaf: UserLeaf) -> jax.ShapeDtypeStruct:
+            real = jnp.issubdtype(leaf.dtype, jnp.floating)
+            used = dtype if leaf.role == "param" and real and dtype else leaf.dtype
+            return jax.ShapeDtypeStruct(leaf.shape, used)
+
+        values = [struct(leaves[at]) for at in order]
+        first = len(self._ends)
+        width = len(blocks.paths)
+        of_layer = {
+            first + at: STACKED if blocks.stacked else at // width
+            for at in range(len(layers))
+        }
+        program = LossProgram(jax.make_jaxpr(traced)(values, shapes, data), of_layer)
+        numbers = program.arguments
+        after = first + len(layers)
+        arguments = Arguments(
+            ends=tuple(numbers[:first]),
+            layers=tuple(
+                tuple(numbers[first + at : first + at + width])
+                for at in range(0, len(layers), width)
+            ),
+            num_layers=blocks.num_layers,
+            stacked=blocks.stacked,
+            batch=tuple(numbers[after : after + len(names)]),
+            key=None if data is None else numbers[-1],
+        )
+        return cut(program, arguments, blocks.blocks), arguments
+
+
+def _no_stream(params: Params, batch: Mapping[str, Any], scope: Scope) -> jax.Array:
+    """Return an empty stream: 0 for each example."""
+    examples = jax.tree.leaves(dict(batch))[0].shape[0]
+    return jnp.zeros((examples,), jnp.float32)
+
+
+def _at_path(tree: Any, path: Sequence[str]) -> Any:
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def _float_dtype(params: Params) -> Any:
+    """Return the dtype in which a step uses its parameters; None without real ones."""
+    for leaf in jax.tree.leaves(params):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf.dtype
+    return None

@@ -1,0 +1,253 @@
+"""A user's own pytree of parameters, taken apart into named arrays and put together.
+
+Flax NNX modules, Linen variables, Equinox modules, Haiku and plain dicts: `init(key)`
+is traced once; what it holds besides arrays (functions, flags, structure) is kept.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen, nnx
+
+from meshpar.errors import InputError
+from meshpar.rules.rules import LogicalAxes
+from meshpar.rules.sharding import variable_axes
+
+LINEN_PARAMS = "params"
+"""The collection of Linen variables that is trained."""
+
+
+@dataclass(frozen=True)
+class UserLeaf:
+    """One array of a user's tree.
+
+    Args:
+        path: Names of its keys, such as ("layers", "0", "kernel").
+        shape: Its shape.
+        dtype: Its dtype.
+        role: `param`; `state`, which is not trained; `constant`, integers and booleans
+            among the parameters; or `random`, a key or count of a module's own stream.
+        logical_axes: Names that the module gives its dims; None where it gives none.
+    """
+
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+    role: str
+    logical_axes: LogicalAxes | None
+
+    @property
+    def name(self) -> str:
+        """Path as text, such as `layers.0.kernel`."""
+        return ".".join(self.path)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A leaf of the tree: an array, a module of Flax NNX, or neither."""
+
+    path: tuple[str, ...]
+    node: Any
+
+
+class UserTree:
+    """The tree that `init(key)` returns, without its values.
+
+    Args:
+        init: Makes it.
+
+    Raises:
+        InputError: It cannot be traced, or returns no array to train.
+    """
+
+    def __init__(self, init: Callable[[jax.Array], Any]) -> None:
+        self._init = init
+        self._templates: list[Any] = []
+        self._structure: Any = None
+
+        def traced(key: jax.Array) -> list[Any]:
+            found = self._take_apart(init(key))
+            self._found = [leaf for leaf, _ in found]
+            return [_raw(leaf, value) for leaf, value in found]
+
+        if not callable(init):
+            raise InputError(
+                f"init is a {type(init).__name__}; give a function of a key that "
+                "returns the parameters, such as lambda key: MyModel(nnx.Rngs(key))",
+                key="model.init_not_callable",
+            )
+        jax.eval_shape(traced, jax.eval_shape(lambda: jax.random.key(0)))
+        self.leaves: tuple[UserLeaf, ...] = tuple(self._found)
+        if not any(leaf.role == "param" for leaf in self.leaves):
+            raise InputError(
+                "init returns no array of real numbers to train; return the "
+                "parameters: a pytree of arrays, or a module",
+                key="model.no_parameters",
+            )
+
+    def values(self, key: jax.Array) -> list[jax.Array]:
+        """Return the array of each leaf, as `init(key)` makes it; 0 for random ones."""
+        return [_raw(leaf, value) for leaf, value in self._take_apart(self._init(key))]
+
+    def rebuild(
+        self, values: Sequence[Any], key: jax.Array | None, *, training: bool
+    ) -> Any:
+        """Return the user's tree with these arrays.
+
+        Args:
+            values: One for each leaf; those of random ones are not read.
+            key: What keys of a module's own streams derive from; None outside training.
+            training: Whether dropout and the like are active.
+        """
+        given = iter(zip(self.leaves, values, strict=True))
+        nodes = []
+        for template in self._templates:
+            if isinstance(template, _Module):
+                nodes.append(template.merged(given, key, training))
+            elif isinstance(template, _Array):
+                nodes.append(template.filled(_random(*next(given), key)))
+            else:
+                nodes.append(template)
+        tree = jax.tree.unflatten(self._structure, nodes)
+        equinox = sys.modules.get("equinox")
+        if equinox is not None and not training:
+            tree = equinox.nn.inference_mode(tree)
+        return tree
+
+    def _take_apart(self, tree: Any) -> list[tuple[UserLeaf, Any]]:
+        """Return leaves and values; keep the structure and what is no array."""
+        paths, self._structure = jax.tree.flatten_with_path(tree, is_leaf=_is_node)
+        of_linen = isinstance(tree, Mapping) and LINEN_PARAMS in tree
+        found: list[tuple[UserLeaf, Any]] = []
+        self._templates = []
+        for keys, node in paths:
+            path = tuple(map(_key_name, keys))
+            trained = not of_linen or path[0] == LINEN_PARAMS
+            template = _template(node)
+            self._templates.append(template)
+            if isinstance(template, _Module | _Array):
+                found += template.taken_apart(path, node, trained)
+        return found
+
+
+@dataclass(frozen=True)
+class _Array:
+    """An array, or a Linen box with one."""
+
+    box: Any
+
+    def taken_apart(self, path: tuple[str, ...], node: Any, trained: bool) -> list:
+        value = jnp.asarray(_unboxed(node))
+        names = getattr(node, "names", None)
+        role = _role(value.dtype, trained)
+        axes = None if names is None else tuple(names)
+        return [(UserLeaf(path, value.shape, value.dtype, role, axes), value)]
+
+    def filled(self, value: Any) -> Any:
+        return value if self.box is None else self.box.replace_boxed(value)
+
+
+@dataclass(frozen=True)
+class _Module:
+    """A module of Flax NNX: its graph, and a template of each variable."""
+
+    graph: Any
+    variables: tuple[tuple[tuple, Any], ...]
+
+    @classmethod
+    def split(cls, module: Any) -> _Module:
+        graph, state = nnx.split(module)
+        variables = tuple(
+            (path, one.replace(None) if isinstance(one, nnx.Variable) else None)
+            for path, one in nnx.to_flat_state(state)
+        )
+        return cls(graph, variables)
+
+    def taken_apart(self, path: tuple[str, ...], node: Any, trained: bool) -> list:
+        found = []
+        for keys, one in nnx.to_flat_state(nnx.split(node)[1]):
+            variable = one if isinstance(one, nnx.Variable) else None
+            value = one if variable is None else variable.get_value()
+            value = value if _is_key(value) else jnp.asarray(value)
+            role = _role(value.dtype, trained and isinstance(one, nnx.Param))
+            if isinstance(one, nnx.RngState):
+                role = "random"
+            axes = variable_axes(variable, value.ndim)
+            named = axes if any(axes) else None
+            full = (*path, *map(str, keys))
+            found.append((UserLeaf(full, value.shape, value.dtype, role, named), value))
+        return found
+
+    def merged(self, given: Any, key: jax.Array | None, training: bool) -> Any:
+        leaves = []
+        for (path, variable), (leaf, value) in zip(self.variables, given, strict=False):
+            filled = _random(leaf, value, key)
+            leaves.append(
+                (path, filled if variable is None else variable.replace(filled))
+            )
+        module = nnx.merge(self.graph, nnx.from_flat_state(leaves))
+        if not training:
+            module.eval()
+        return module
+
+
+def _template(node: Any) -> Any:
+    if isinstance(node, nnx.Module):
+        return _Module.split(node)
+    if isinstance(node, linen.meta.AxisMetadata):
+        return _Array(node.replace_boxed(None))
+    return _Array(None) if _is_array(node) else node
+
+
+def _is_node(node: Any) -> bool:
+    return isinstance(node, nnx.Module | linen.meta.AxisMetadata)
+
+
+def _is_array(node: Any) -> bool:
+    return isinstance(node, jax.Array | np.ndarray | np.generic)
+
+
+def _is_key(value: Any) -> bool:
+    return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def _unboxed(node: Any) -> Any:
+    return node.unbox() if isinstance(node, linen.meta.AxisMetadata) else node
+
+
+def _role(dtype: Any, trained: bool) -> str:
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return "random"
+    if not trained:
+        return "state"
+    return "param" if jnp.issubdtype(dtype, jnp.inexact) else "constant"
+
+
+def _raw(leaf: UserLeaf, value: Any) -> Any:
+    return jnp.zeros(leaf.shape, jnp.uint32) if leaf.role == "random" else value
+
+
+def _random(leaf: UserLeaf, value: Any, key: jax.Array | None) -> Any:
+    """Return the value of a leaf; of a random one, from `key`."""
+    if leaf.role != "random":
+        return value
+    if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jnp.zeros(leaf.shape, leaf.dtype)
+    key = jax.random.key(0) if key is None else key
+    own = jax.random.fold_in(key, zlib.crc32(leaf.name.encode()))
+    return jax.random.split(own, leaf.shape) if leaf.shape else own
+
+
+def _key_name(key: Any) -> str:
+    for field in ("key", "idx", "name"):
+        if hasattr(key, field):
+            return str(getattr(key, field))
+    return str(key)
