@@ -356,13 +356,16 @@ def _same_option(x: Any, y: Any) -> bool:
 
 
 def _same_array(x: Any, y: Any) -> bool:
-    return x is y or (x is not None and y is not None and np.array_equal(x, y))
+    if x is None or y is None:
+        return x is y
+    is_inexact = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+    return x is y or np.array_equal(x, y, equal_nan=bool(is_inexact))
 
 
 def _same_literal(u: Any, v: Any) -> bool:
     if not (isinstance(u, Literal) and isinstance(v, Literal)):
         return False
-    return str(u.aval) == str(v.aval) and np.array_equal(u.val, v.val)
+    return str(u.aval) == str(v.aval) and _same_array(u.val, v.val)
 
 
 def _same_free(program: LossProgram, u: int, v: int) -> bool:
