@@ -438,7 +438,7 @@ class _LossModel:
         data = key_data(scope, "loss")
         key = None if data is None else example_key(data)
         tree = self._tree.rebuild(values, key, training=scope.training)
-        return self._loss(tree, batch, key)
+        return self._loss(tree, dict(batch), key)
 
     def _embed(self, params: Params, batch: Mapping[str, Any], scope: Scope) -> Any:
         found, known, examples = self._cut(params, batch, scope)
@@ -469,7 +469,9 @@ class _LossModel:
         batch = known_batch(arguments, sorted(scope.batch), scope.batch)
         arrays = from_stream(found, found.first, stream)
         after = found.block(values, batch, arrays, make_key, scope.layer)
-        return in_stream(found, after, examples)
+        result = in_stream(found, after, examples)
+        # The planner traces blocks in a dtype that the model may promote.
+        return jax.tree.map(lambda y, x: y.astype(x.dtype), result, stream)
 
     @property
     def _blocks_found(self) -> _BlockLeaves:

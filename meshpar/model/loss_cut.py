@@ -684,12 +684,14 @@ def from_stream(cut: Cut, numbers: Sequence[int], stream: Any) -> list[Any]:
         stream: From `in_stream`.
     """
     arrays = stream if isinstance(stream, tuple) else (stream,)
-    return [
-        array.reshape(cut.program.avals[number].shape) if per_example else array[0]
-        for array, number, per_example in zip(
-            arrays, numbers, cut.per_example, strict=True
-        )
-    ]
+    found = []
+    for array, number, per_example in zip(
+        arrays, numbers, cut.per_example, strict=True
+    ):
+        aval = cut.program.avals[number]
+        own = array.reshape(aval.shape) if per_example else array[0]
+        found.append(own.astype(aval.dtype))
+    return found
 
 
 def known_batch(

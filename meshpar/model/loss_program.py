@@ -31,11 +31,13 @@ class Operation:
         equation: The operation as JAX traced it, with variables of its own.
         operands: A number, or a `Literal`, for each of its operands.
         results: A number for each of its results.
+        debug_info: Of the program that it stood in, for JAX's own messages.
     """
 
     equation: JaxprEqn
     operands: tuple[Any, ...]
     results: tuple[int, ...]
+    debug_info: Any
 
     @property
     def read(self) -> tuple[int, ...]:
@@ -50,7 +52,13 @@ class Operation:
         values = [
             at.val if isinstance(at, Literal) else known[at] for at in given.values()
         ]
-        program = Jaxpr((), list(given), self.equation.outvars, [self.equation])
+        program = Jaxpr(
+            (),
+            list(given),
+            self.equation.outvars,
+            [self.equation],
+            debug_info=self.debug_info,
+        )
         results = jaxpr_as_fun(ClosedJaxpr(program, ()))(*values)
         known.update(zip(self.results, results, strict=True))
 
@@ -166,7 +174,9 @@ class LossProgram:
                 results = self._take_in(inner, operands)
             else:
                 results = [self._number(var.aval) for var in equation.outvars]
-                operation = Operation(equation, operands, tuple(results))
+                operation = Operation(
+                    equation, operands, tuple(results), jaxpr.debug_info
+                )
                 self.operations.append(operation)
                 self.maker.update(dict.fromkeys(results, operation))
                 if equation.primitive.name == "convert_element_type":
