@@ -118,7 +118,7 @@ _HOMES = {
     "born_sharded": "meshpar.rules.sharding",
     "default_rules": "meshpar.rules.presets",
     "embedding_tables": "meshpar.tables.tables",
-    "from_loss": "meshpar.model.from_loss",
+    "from_loss": "meshpar.model.loss.from_loss",
     "from_nnx": "meshpar.model.nnx",
     "generate": "meshpar.generation.generate",
     "initial_key": "meshpar.model.parameter",
@@ -142,8 +142,8 @@ if TYPE_CHECKING:
     from meshpar.machine.mesh import UnusedDevicesWarning, absent_mesh, make_mesh
     from meshpar.machine.topology import Topology, TopologyWarning
     from meshpar.model.contract import BlockGroup, Model
-    from meshpar.model.from_loss import from_loss
     from meshpar.model.inputs import Input
+    from meshpar.model.loss.from_loss import from_loss
     from meshpar.model.nnx import Blocks, from_nnx
     from meshpar.model.parameter import Parameter, initial_key
     from meshpar.model.scope import Scope

@@ -156,6 +156,7 @@ def lint(
             *stage_findings,
             *batch_findings,
             *row_findings,
+            *_names(model),
             *unsplit,
             *trace_findings,
             *activation_findings,
@@ -169,6 +170,14 @@ def lint(
         parameters=tuple(rows),
         notes=tuple(notes),
     )
+
+
+def _names(model: Model) -> list[Finding]:
+    """Return a finding for each pattern or parameter that matches nothing."""
+    return [
+        Finding(kind="names", path=path, message=problem, key="model.unmatched_name")
+        for path, problem in model.name_problems.items()
+    ]
 
 
 def _whole_states(

@@ -63,6 +63,9 @@ from meshpar.rules.rules import LogicalAxes
 Stream = Any
 """An array, or a tree of arrays, that flows from block to block."""
 
+NO_BLOCKS = "no_blocks"
+"""Name of the one empty group of a model whose head is the whole loss."""
+
 RESIDUAL = ("batch", "residual_seq", "embed")
 """Logical axes of an array of the stream with 3 dims, where nothing declares others."""
 
@@ -224,6 +227,7 @@ class Model:
             that is where they come from.
         build_whole: Key -> all parameters and state, layers stacked first to last, in
             place of `build` (`from_loss`); the key is that of the seed alone.
+        name_problems: Path or pattern -> what `lint` reports about its names.
         unflatten: (parameters, state) -> the user's own tree with them (`from_loss`).
 
     Raises:
@@ -247,6 +251,7 @@ class Model:
     modules: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     build_whole: Callable[[jax.Array], tuple[Params, Params]] | None = None
     unflatten: Callable[..., Any] | None = None
+    name_problems: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_inputs(self.inputs)
@@ -268,6 +273,11 @@ class Model:
             InputError: The head returns anything else than two scalars.
         """
         return check_head(self.head(ends, stream, batch, scope))
+
+    @property
+    def has_blocks(self) -> bool:
+        """False where the head is the whole loss (`from_loss` without blocks)."""
+        return self.groups[0].name != NO_BLOCKS
 
     @property
     def known_inputs(self) -> Inputs:

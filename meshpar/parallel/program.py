@@ -38,6 +38,7 @@ from meshpar.parallel.blocks import (
 from meshpar.parallel.model_state import state_statistics, updated_state
 from meshpar.parallel.placement import REPLICATED, Placement, Scopes
 from meshpar.parallel.reduction import loss_metrics, random_key, safe_inverse
+from meshpar.parallel.remat import run_head
 from meshpar.parallel.sequence import outputs_in_order, own_tokens
 from meshpar.parallel.zero import (
     Stored,
@@ -332,8 +333,9 @@ class _Pass:
         return self.ends.joined(early, self.ends.gather_late(overlapped)), x
 
     def head(self, weights: Params, x: Stream) -> tuple[jax.Array, jax.Array]:
-        model = self.placement.model
-        return model.loss_sums(weights, x, self.outside.batch, self.outside)
+        placement = self.placement
+        remat = placement.layout.remat
+        return run_head(placement.model, remat, weights, x, self.outside)
 
     @property
     def outside(self) -> Any:

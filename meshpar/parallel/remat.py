@@ -72,6 +72,28 @@ def rematerialised(
     )
 
 
+def run_head(
+    model: Model, remat: str, ends: Any, stream: Any, scope: Scope
+) -> tuple[jax.Array, jax.Array]:
+    """Return a head's sums; a head that is the whole loss is rematerialised as a block.
+
+    Args:
+        model: The model.
+        remat: Policy of the layout.
+        ends: Parameters outside the blocks.
+        stream: Stream after the last block.
+        scope: Scope of the head; its batch is the head's.
+    """
+
+    def head(ends: Any, stream: Any, scope: Scope) -> Any:
+        return model.loss_sums(ends, stream, scope.batch, scope)
+
+    if model.has_blocks:
+        return head(ends, stream, scope)
+    run = rematerialised(head, remat, looped=False)
+    return run(lambda _: scope, ends, stream, ())
+
+
 def check_residual_names(model: Model, remat: str) -> None:
     """Refuse a policy that names residuals which the model's blocks do not give.
 

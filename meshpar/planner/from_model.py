@@ -93,6 +93,13 @@ def traced_workload(
         >>> workload.num_parameters == build("tiny").num_parameters
         True
     """
+    if not model.has_blocks:
+        raise InputError(
+            "a plan counts the work of a block and multiplies it, but from_loss was "
+            "given no blocks; name the path of a list of equal blocks, such as "
+            "blocks='layers'",
+            key="model.no_blocks_to_plan",
+        )
     dtype = DTYPES[precision]
     streams = in_dtype(traced_streams(model, 1, seq), dtype)
     hidden = jax.tree.leaves(streams[0])[0].shape[-1]

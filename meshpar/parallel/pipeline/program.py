@@ -34,6 +34,7 @@ from meshpar.parallel.reduction import (
     random_key,
     safe_inverse,
 )
+from meshpar.parallel.remat import run_head
 from meshpar.parallel.sequence import outputs_in_order, own_tokens
 
 
@@ -81,7 +82,9 @@ class ModelFunctions:
     ) -> tuple[jax.Array, jax.Array]:
         """Return the loss sums of `Model.head` of a share."""
         scope = self._scope(self._without_inputs(arrays), shares)
-        return self.placement.model.loss_sums(weights, stream, scope.batch, scope)
+        placement = self.placement
+        remat = placement.layout.remat
+        return run_head(placement.model, remat, weights, stream, scope)
 
     def outputs(
         self, weights: Params, stream: Stream, arrays: ScopeArrays, shares: Shares

@@ -157,6 +157,13 @@ def stage_layers(model: Model, layout: Layout) -> tuple[int, ...]:
         InputError: More stages than layers, splits that do not fit, or costs that
             cannot be measured.
     """
+    if not model.has_blocks and layout.stage * layout.chunks > 1:
+        raise InputError(
+            f"stage={layout.stage}, chunks={layout.chunks}: stages are cut between "
+            "blocks, but from_loss was given none; name the path of a list of equal "
+            "blocks, such as blocks='layers'",
+            key="model.no_blocks_for_stages",
+        )
     even = stage_sizes(model.num_layers, layout.stage, layout.chunks)
     if layout.splits != BY_COST:
         return stage_sizes(model.num_layers, layout.stage, layout.chunks, layout.splits)

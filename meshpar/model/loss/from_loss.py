@@ -3,49 +3,42 @@
 The second way in, beside `from_nnx`: the model stays as it is, in Flax NNX or Linen,
 Equinox, Haiku or plain dicts. Without `blocks` the whole loss is the head of a model
 with one empty block, and runs under every layout without stages. With `blocks` it is
-cut between equal blocks (`meshpar.model.loss_cut`).
+cut between equal blocks (`meshpar.model.loss.cut`).
 """
 
 from __future__ import annotations
 
-import re
-import warnings
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from meshpar.errors import InputError, nearest
+from meshpar.errors import InputError
 from meshpar.model.contract import BlockGroup, Model
-from meshpar.model.example_keys import example_key, key_data
 from meshpar.model.inputs import Input
-from meshpar.model.loss_cut import (
+from meshpar.model.loss.cut import cut
+from meshpar.model.loss.example_keys import example_key, key_data
+from meshpar.model.loss.facts import (
     Arguments,
     Cut,
     Values,
-    cut,
     from_stream,
     in_stream,
     known_batch,
 )
-from meshpar.model.loss_program import STACKED, LossProgram
+from meshpar.model.loss.leaf_names import NONE, BlockLeaves, find_blocks, leaf_axes
+from meshpar.model.loss.program import STACKED, LossProgram
+from meshpar.model.loss.user_tree import UserLeaf, UserTree
 from meshpar.model.parameter import Parameter, Params
 from meshpar.model.scope import Scope
-from meshpar.model.user_tree import UserLeaf, UserTree
 from meshpar.rules.rules import LogicalAxes
 from meshpar.rules.sharding import insert
 
-WHOLE = "no_blocks"
-"""Name of the empty block of a model that is not cut."""
-
 Loss = Callable[[Any, Mapping[str, Any], Any], Any]
 """(parameters, batch, key) -> (loss_sum, weight_sum), or with a dict of sums."""
-
-
-class UnmatchedNameWarning(UserWarning):
-    """A pattern of `from_loss(names=)` matches no parameter, or one has no pattern."""
 
 
 def from_loss(
@@ -118,197 +111,10 @@ def from_loss(
             key="model.loss_not_callable",
         )
     tree = UserTree(init)
-    found = _find_blocks(tree.leaves, blocks) if blocks is not None else None
-    axes = _logical_axes(tree.leaves, names or {}, found)
-    return _LossModel(tree, loss, found, axes).model(inputs)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _BlockLeaves:
-    """Where the arrays of the blocks are among a tree's leaves.
-
-    Args:
-        blocks: The path as the user gave it.
-        name: Name of the group in the parameter tree.
-        paths: Path of each array inside a block.
-        positions: For each layer, the position of each of those arrays among all
-            leaves; once if they are stacked.
-        num_layers: Number of blocks.
-        stacked: Whether each array holds all layers.
-    """
-
-    blocks: str
-    name: str
-    paths: tuple[tuple[str, ...], ...]
-    positions: tuple[tuple[int, ...], ...]
-    num_layers: int
-    stacked: bool
-
-
-def _find_blocks(leaves: Sequence[UserLeaf], blocks: str) -> _BlockLeaves:
-    """Return where the blocks of a path are.
-
-    Raises:
-        InputError: Nothing is there, or blocks have other arrays than the first.
-    """
-    keys = _keys(blocks)
-    inside: dict[str, dict[tuple[str, ...], int]] = {}
-    for position, leaf in enumerate(leaves):
-        index = _block_index(leaf.path, keys)
-        if index is not None and leaf.role != "random":
-            inside.setdefault(index[0], {})[index[1]] = position
-    if not inside:
-        known = {"/".join(leaf.path[: len(keys)]) for leaf in leaves}
-        raise InputError(
-            f"blocks={blocks!r}: no parameter is under that path; "
-            f"{nearest('/'.join(keys), known)}",
-            key="model.no_such_blocks",
-        )
-    numbered = all(index.isdigit() for index in inside)
-    order = sorted(inside, key=int) if numbered else []
-    if not numbered:  # Parameters stacked over layers.
-        inside = {"": {(i, *p): at for i, of in inside.items() for p, at in of.items()}}
-        order = [""]
-    first = inside[order[0]]
-    num_layers = len(order) if numbered else _stacked_layers(leaves, first, blocks)
-    for index in order:
-        _check_equal(leaves, first, inside[index], blocks, order[0], index)
-    return _BlockLeaves(
-        blocks=blocks,
-        name=keys[-1].replace("*", "").strip("_") or "blocks",
-        paths=tuple(first),
-        positions=tuple(
-            tuple(inside[index][path] for path in first) for index in order
-        ),
-        num_layers=num_layers,
-        stacked=not numbered,
-    )
-
-
-def _keys(path: str) -> list[str]:
-    return [key for key in re.split(r"[/.]", path) if key]
-
-
-def _block_index(
-    path: tuple[str, ...], keys: Sequence[str]
-) -> tuple[str, tuple[str, ...]] | None:
-    """Return (number of the block, path inside it) of a leaf; None if it has none."""
-    if len(path) < len(keys) or list(path[: len(keys) - 1]) != list(keys[:-1]):
-        return None
-    own = path[len(keys) - 1]
-    if "*" in keys[-1]:
-        pattern = re.escape(keys[-1]).replace(r"\*", r"(\d+)")
-        match = re.fullmatch(pattern, own)
-        return None if match is None else (match[1], path[len(keys) :])
-    if own != keys[-1] or len(path) == len(keys):
-        return None
-    return path[len(keys)], path[len(keys) + 1 :]
-
-
-def _stacked_layers(
-    leaves: Sequence[UserLeaf], first: Mapping[Any, int], blocks: str
-) -> int:
-    sizes = {leaves[at].shape[:1] for at in first.values()}
-    if len(sizes) != 1 or sizes == {()}:
-        shapes = {leaves[at].name: leaves[at].shape for at in first.values()}
-        raise InputError(
-            f"blocks={blocks!r}: under that path are neither blocks by number nor "
-            f"arrays with one leading dim of layers, but {shapes}",
-            key="model.blocks_not_stacked",
-        )
-    return int(sizes.pop()[0])
-
-
-def _check_equal(
-    leaves: Sequence[UserLeaf],
-    first: Mapping[tuple[str, ...], int],
-    other: Mapping[tuple[str, ...], int],
-    blocks: str,
-    *indices: str,
-) -> None:
-    def arrays(block: Mapping[tuple[str, ...], int]) -> dict[str, str]:
-        return {
-            "/".join(path): f"{leaves[at].dtype}{leaves[at].shape} {leaves[at].role}"
-            for path, at in block.items()
-        }
-
-    one, two = arrays(first), arrays(other)
-    for path in sorted(one.keys() | two.keys()):
-        if one.get(path) != two.get(path):
-            raise InputError(
-                f"blocks={blocks!r}: blocks {indices[0]} and {indices[1]} differ: "
-                f"{path} is {one.get(path, 'absent')} and {two.get(path, 'absent')}; "
-                "name a path whose blocks are equal, or leave blocks= out",
-                key="model.blocks_differ",
-            )
-
-
-def _logical_axes(
-    leaves: Sequence[UserLeaf],
-    names: Mapping[str, Sequence[str | None]],
-    blocks: _BlockLeaves | None,
-) -> list[LogicalAxes]:
-    """Return the logical axes of each leaf, without a dim of stacked layers.
-
-    Raises:
-        InputError: A pattern has a name for too many dims, or too few.
-    """
-    patterns = {pattern: _expression(pattern) for pattern in names}
-    stacked = set(blocks.positions[0]) if blocks and blocks.stacked else set()
-    unused, unnamed, axes = set(names), [], []
-    for position, leaf in enumerate(leaves):
-        dims = len(leaf.shape) - (position in stacked)
-        own = leaf.logical_axes
-        if own is not None and position in stacked:
-            own = own[-dims:] if dims else ()
-        matching = [
-            pattern
-            for pattern, expression in patterns.items()
-            if expression.fullmatch("/" + "/".join(leaf.path))
-        ]
-        unused -= set(matching)
-        chosen = tuple(names[matching[0]]) if matching else own
-        if matching and len(tuple(names[matching[0]])) != dims:
-            raise InputError(
-                f"names={{{matching[0]!r}: {tuple(names[matching[0]])}}} has "
-                f"{len(names[matching[0]])} names, but {leaf.name} has {dims} dims, "
-                f"of shape {leaf.shape[len(leaf.shape) - dims :]}; give one, or None, "
-                "for each",
-                key="model.wrong_number_of_names",
-            )
-        if chosen is None and dims > 1 and leaf.role == "param":
-            unnamed.append(leaf.name)
-        axes.append((None,) * dims if chosen is None else chosen)
-    _warn_unmatched(sorted(unused), unnamed if names else [])
-    return axes
-
-
-def _warn_unmatched(unused: Sequence[str], unnamed: Sequence[str]) -> None:
-    for pattern in unused:
-        warnings.warn(
-            f"names={{{pattern!r}: ...}} matches no parameter",
-            UnmatchedNameWarning,
-            stacklevel=4,
-        )
-    if unnamed:
-        more = f" and {len(unnamed) - 3} more" if len(unnamed) > 3 else ""
-        warnings.warn(
-            f"no pattern of names= matches {', '.join(unnamed[:3])}{more}: replicated "
-            "under every layout but zero and fsdp",
-            UnmatchedNameWarning,
-            stacklevel=4,
-        )
-
-
-def _expression(pattern: str) -> re.Pattern[str]:
-    """Return the expression of a path pattern: `*` is in a key, `**` is any keys."""
-    expression = ""
-    for key in _keys(pattern):
-        if key == "**":
-            expression += "(?:/[^/]+)*"
-        else:
-            expression += "/" + re.escape(key).replace(r"\*", "[^/]*")
-    return re.compile(expression)
+    found = NONE if blocks is None else find_blocks(tree.leaves, blocks)
+    axes, problems = leaf_axes(tree.leaves, names or {}, found)
+    model = _LossModel(tree, loss, found, axes).model(inputs)
+    return replace(model, name_problems=problems)
 
 
 class _LossModel:
@@ -318,23 +124,22 @@ class _LossModel:
         self,
         tree: UserTree,
         loss: Loss,
-        blocks: _BlockLeaves | None,
+        blocks: BlockLeaves,
         axes: Sequence[LogicalAxes],
     ) -> None:
         self._tree, self._loss, self._blocks, self._axes = tree, loss, blocks, axes
-        in_blocks = {at for layer in blocks.positions for at in layer} if blocks else ()
+        in_blocks = set(itertools.chain(*blocks.positions))
         self._ends = [
             at
             for at, leaf in enumerate(tree.leaves)
             if at not in in_blocks and leaf.role != "random"
         ]
         self._cuts: dict[Any, tuple[Cut, Arguments]] = {}
-        self._name = WHOLE if blocks is None else blocks.name
 
     def model(self, inputs: Mapping[str, Input] | None) -> Model:
         """Return the model."""
         tree = self._tree.leaves
-        parameters: Params = {self._name: {}}
+        parameters: Params = {self._blocks.name: {}}
         state: Params = {}
         constants = []
         for at in self._ends:
@@ -342,29 +147,27 @@ class _LossModel:
             self._check_name(tree[at])
             insert(parameters if trained else state, tree[at].path, self._declared(at))
             constants += [tree[at].name] if tree[at].role == "constant" else []
-        if self._blocks is not None:
-            group: tuple[Params, Params] = ({}, {})
-            for path, at in zip(
-                self._blocks.paths, self._blocks.positions[0], strict=True
-            ):
-                declared = self._declared(at, self._blocks.num_layers)
-                insert(group[tree[at].role != "param"], path, declared)
-                if tree[at].role == "constant":
-                    constants.append(".".join((self._name, *path)))
-            parameters[self._name] = group[0]
-            state.update({self._name: group[1]} if group[1] else {})
-        whole = self._blocks is None
+        group: tuple[Params, Params] = ({}, {})
+        blocks = self._blocks
+        for path, at in zip(blocks.paths, blocks.positions[0], strict=True):
+            declared = self._declared(at, blocks.num_layers)
+            insert(group[tree[at].role != "param"], path, declared)
+            if tree[at].role == "constant":
+                constants.append(".".join((blocks.name, *path)))
+        parameters[blocks.name] = group[0]
+        state.update({blocks.name: group[1]} if group[1] else {})
+        whole = blocks is NONE
         return Model(
             parameters=parameters,
             embed=_no_stream if whole else self._embed,
             groups=(
                 BlockGroup(
-                    name=self._name,
-                    num_layers=1 if self._blocks is None else self._blocks.num_layers,
+                    name=self._blocks.name,
+                    num_layers=blocks.num_layers,
                     block=(lambda params, stream, scope: stream)
                     if whole
                     else self._block,
-                    called="" if self._blocks is None else self._blocks.blocks,
+                    called=blocks.blocks,
                 ),
             ),
             head=self._whole_loss if whole else self._head,
@@ -377,7 +180,7 @@ class _LossModel:
 
     def _declared(self, at: int, num_layers: int | None = None) -> Parameter:
         leaf = self._tree.leaves[at]
-        stacked = num_layers is not None and self._blocks and self._blocks.stacked
+        stacked = num_layers is not None and self._blocks.stacked
         return Parameter(
             shape=leaf.shape[1:] if stacked else leaf.shape,
             dtype=leaf.dtype,
@@ -386,27 +189,27 @@ class _LossModel:
         )
 
     def _check_name(self, leaf: UserLeaf) -> None:
-        if leaf.path[0] == self._name:
+        if leaf.path[0] == self._blocks.name:
             raise InputError(
                 f"parameter {leaf.name} is under the name of the blocks, "
-                f"{self._name!r}; rename it",
+                f"{self._blocks.name!r}; rename it",
                 key="model.name_of_blocks_taken",
             )
 
     def _values(self, key: jax.Array) -> tuple[Params, Params]:
         """Return parameters and state as `init(key)` makes them, layers stacked."""
         values, trees = self._tree.values(key), self._tree.leaves
-        params: Params = {self._name: {}}
+        params: Params = {self._blocks.name: {}}
         state: Params = {}
         for at in self._ends:
             trained = trees[at].role == "param"
             insert(params if trained else state, trees[at].path, values[at])
         blocks = self._blocks
-        for index, path in enumerate(() if blocks is None else blocks.paths):
+        for index, path in enumerate(blocks.paths):
             of_layers = [values[layer[index]] for layer in blocks.positions]
             stacked = of_layers[0] if blocks.stacked else jnp.stack(of_layers)
             trained = trees[blocks.positions[0][index]].role == "param"
-            insert(params if trained else state, (self._name, *path), stacked)
+            insert(params if trained else state, (self._blocks.name, *path), stacked)
         return params, state
 
     def _unflatten(self, params: Params, state: Params | None = None) -> Any:
@@ -421,11 +224,11 @@ class _LossModel:
             leaf = self._tree.leaves[at]
             values[at] = _at_path(params if leaf.role == "param" else state, leaf.path)
         blocks = self._blocks
-        for index, path in enumerate(() if blocks is None else blocks.paths):
+        for index, path in enumerate(blocks.paths):
             for layer, positions in enumerate(blocks.positions):
                 role = self._tree.leaves[positions[index]].role
                 stacked = _at_path(
-                    params if role == "param" else state, (self._name, *path)
+                    params if role == "param" else state, (self._blocks.name, *path)
                 )
                 whole = blocks.stacked
                 values[positions[index]] = stacked if whole else stacked[layer]
@@ -454,7 +257,7 @@ class _LossModel:
 
     def _block(self, params: Params, stream: Any, scope: Scope) -> Any:
         found, arguments, examples = self._traced(params, scope.batch, scope)
-        blocks = self._blocks_found
+        blocks = self._blocks
         values = []
         for path, at in zip(blocks.paths, blocks.positions[0], strict=True):
             trained = self._tree.leaves[at].role == "param"
@@ -472,11 +275,6 @@ class _LossModel:
         result = in_stream(found, after, examples)
         # The planner traces blocks in a dtype that the model may promote.
         return jax.tree.map(lambda y, x: y.astype(x.dtype), result, stream)
-
-    @property
-    def _blocks_found(self) -> _BlockLeaves:
-        assert self._blocks is not None  # Only asked for where the loss is cut.
-        return self._blocks
 
     def _cut(
         self, params: Params, batch: Mapping[str, Any], scope: Scope
@@ -517,8 +315,8 @@ class _LossModel:
     def _trace(
         self, names: list[str], shapes: list, data: Any, dtype: Any, training: bool
     ) -> tuple[Cut, Arguments]:
-        blocks, leaves = self._blocks_found, self._tree.leaves
-        layers = [at for layer in blocks.positions for at in layer]
+        blocks, leaves = self._blocks, self._tree.leaves
+        layers = list(itertools.chain(*blocks.positions))
         order = [*self._ends, *layers]
 
         def traced(values: list[Any], arrays: list[Any], data: Any) -> Any:

@@ -74,7 +74,7 @@ class UserTree:
         self._structure: Any = None
 
         def traced(key: jax.Array) -> list[Any]:
-            found = self._take_apart(init(key))
+            found = self._take_apart(self._made(key))
             self._found = [leaf for leaf, _ in found]
             return [_raw(leaf, value) for leaf, value in found]
 
@@ -95,7 +95,12 @@ class UserTree:
 
     def values(self, key: jax.Array) -> list[jax.Array]:
         """Return the array of each leaf, as `init(key)` makes it; 0 for random ones."""
-        return [_raw(leaf, value) for leaf, value in self._take_apart(self._init(key))]
+        return [_raw(leaf, value) for leaf, value in self._take_apart(self._made(key))]
+
+    def _made(self, key: jax.Array) -> Any:
+        # Logical axes are no mesh axes, which Flax would look for.
+        with nnx.use_eager_sharding(False):
+            return self._init(key)
 
     def rebuild(
         self, values: Sequence[Any], key: jax.Array | None, *, training: bool
@@ -193,7 +198,8 @@ class _Module:
             leaves.append(
                 (path, filled if variable is None else variable.replace(filled))
             )
-        module = nnx.merge(self.graph, nnx.from_flat_state(leaves))
+        with nnx.use_eager_sharding(False):
+            module = nnx.merge(self.graph, nnx.from_flat_state(leaves))
         if not training:
             module.eval()
         return module

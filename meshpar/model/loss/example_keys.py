@@ -79,7 +79,7 @@ def _implementation(num_words: int) -> Any:
     def split(data: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         return with_examples(jax.random.split(base(data), shape), data)
 
-    def fold_in(data: jax.Array, number: jax.Array) -> jax.Array:
+    def fold_in(data: jax.Array, number: Any) -> jax.Array:
         return with_examples(jax.random.fold_in(base(data), number), data)
 
     def random_bits(data: jax.Array, width: int, shape: tuple[int, ...]) -> jax.Array:

@@ -1,0 +1,1 @@
+"""Any loss as a model: a user's pytree and functions, cut between equal blocks."""

@@ -1,0 +1,217 @@
+"""Names of the arrays of a user's tree: where its blocks are, and each one's axes."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshpar.errors import InputError, nearest
+from meshpar.model.contract import NO_BLOCKS
+from meshpar.model.loss.user_tree import UserLeaf
+from meshpar.rules.rules import LogicalAxes
+
+
+class UnmatchedNameWarning(UserWarning):
+    """A pattern of `from_loss(names=)` matches no parameter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockLeaves:
+    """Where the arrays of the blocks are among a tree's leaves.
+
+    Args:
+        blocks: The path as the user gave it.
+        name: Name of the group in the parameter tree.
+        paths: Path of each array inside a block.
+        positions: For each layer, the position of each of those arrays among all
+            leaves; once if they are stacked.
+        num_layers: Number of blocks.
+        stacked: Whether each array holds all layers.
+    """
+
+    blocks: str
+    name: str
+    paths: tuple[tuple[str, ...], ...]
+    positions: tuple[tuple[int, ...], ...]
+    num_layers: int
+    stacked: bool
+
+
+NONE = BlockLeaves(
+    blocks="",
+    name=NO_BLOCKS,
+    paths=(),
+    positions=((),),
+    num_layers=1,
+    stacked=False,
+)
+"""The one empty block of a model that is not cut."""
+
+
+def find_blocks(leaves: Sequence[UserLeaf], blocks: str) -> BlockLeaves:
+    """Return where the blocks of a path are.
+
+    Raises:
+        InputError: Nothing is there, or blocks have other arrays than the first.
+    """
+    keys = _keys(blocks)
+    inside: dict[str, dict[tuple[str, ...], int]] = {}
+    for position, leaf in enumerate(leaves):
+        found = _block_index(leaf.path, keys)
+        if found is not None and leaf.role != "random":
+            inside.setdefault(found[0], {})[found[1]] = position
+    if not inside:
+        known = {"/".join(leaf.path[: len(keys)]) for leaf in leaves}
+        raise InputError(
+            f"blocks={blocks!r}: no parameter is under that path; "
+            f"{nearest('/'.join(keys), known)}",
+            key="model.no_such_blocks",
+        )
+    numbered = all(index.isdigit() for index in inside)
+    order = sorted(inside, key=int) if numbered else []
+    if not numbered:  # Parameters stacked over layers.
+        inside = {"": {(i, *p): at for i, of in inside.items() for p, at in of.items()}}
+        order = [""]
+    first = inside[order[0]]
+    num_layers = len(order) if numbered else _stacked_layers(leaves, first, blocks)
+    for index in order:
+        _check_equal(leaves, first, inside[index], blocks, order[0], index)
+    return BlockLeaves(
+        blocks=blocks,
+        name=keys[-1].replace("*", "").strip("_") or "blocks",
+        paths=tuple(first),
+        positions=tuple(
+            tuple(inside[index][path] for path in first) for index in order
+        ),
+        num_layers=num_layers,
+        stacked=not numbered,
+    )
+
+
+def _keys(path: str) -> list[str]:
+    return [key for key in re.split(r"[/.]", path) if key]
+
+
+def _block_index(
+    path: tuple[str, ...], keys: Sequence[str]
+) -> tuple[str, tuple[str, ...]] | None:
+    """Return (number of the block, path inside it) of a leaf; None if it has none."""
+    if len(path) < len(keys) or list(path[: len(keys) - 1]) != list(keys[:-1]):
+        return None
+    own = path[len(keys) - 1]
+    if "*" in keys[-1]:
+        pattern = re.escape(keys[-1]).replace(r"\*", r"(\d+)")
+        match = re.fullmatch(pattern, own)
+        return None if match is None else (match[1], path[len(keys) :])
+    if own != keys[-1] or len(path) == len(keys):
+        return None
+    return path[len(keys)], path[len(keys) + 1 :]
+
+
+def _stacked_layers(
+    leaves: Sequence[UserLeaf], first: Mapping[Any, int], blocks: str
+) -> int:
+    sizes = {leaves[at].shape[:1] for at in first.values()}
+    if len(sizes) != 1 or sizes == {()}:
+        shapes = {leaves[at].name: leaves[at].shape for at in first.values()}
+        raise InputError(
+            f"blocks={blocks!r}: under that path are neither blocks by number nor "
+            f"arrays with one leading dim of layers, but {shapes}",
+            key="model.blocks_not_stacked",
+        )
+    return int(sizes.pop()[0])
+
+
+def _check_equal(
+    leaves: Sequence[UserLeaf],
+    first: Mapping[tuple[str, ...], int],
+    other: Mapping[tuple[str, ...], int],
+    blocks: str,
+    *indices: str,
+) -> None:
+    def arrays(block: Mapping[tuple[str, ...], int]) -> dict[str, str]:
+        return {
+            "/".join(path): f"{leaves[at].dtype}{leaves[at].shape} {leaves[at].role}"
+            for path, at in block.items()
+        }
+
+    one, two = arrays(first), arrays(other)
+    for path in sorted(one.keys() | two.keys()):
+        if one.get(path) != two.get(path):
+            raise InputError(
+                f"blocks={blocks!r}: blocks {indices[0]} and {indices[1]} differ: "
+                f"{path} is {one.get(path, 'absent')} and {two.get(path, 'absent')}; "
+                "name a path whose blocks are equal, or leave blocks= out",
+                key="model.blocks_differ",
+            )
+
+
+def leaf_axes(
+    leaves: Sequence[UserLeaf],
+    names: Mapping[str, Sequence[str | None]],
+    blocks: BlockLeaves,
+) -> tuple[list[LogicalAxes], dict[str, str]]:
+    """Return the logical axes of each leaf, and what lint reports about the names.
+
+    A dim of stacked layers has no name.
+
+    Raises:
+        InputError: A pattern has a name for too many dims, or too few.
+    """
+    patterns = {pattern: _expression(pattern) for pattern in names}
+    stacked = set(blocks.positions[0]) if blocks.stacked else set()
+    unused, unnamed = set(names), []
+    axes: list[LogicalAxes] = []
+    for position, leaf in enumerate(leaves):
+        dims = len(leaf.shape) - (position in stacked)
+        own = leaf.logical_axes
+        if own is not None and position in stacked:
+            own = own[-dims:] if dims else ()
+        matching = [
+            pattern
+            for pattern, expression in patterns.items()
+            if expression.fullmatch("/" + "/".join(leaf.path))
+        ]
+        unused -= set(matching)
+        chosen = tuple(names[matching[0]]) if matching else own
+        if matching and len(tuple(names[matching[0]])) != dims:
+            raise InputError(
+                f"names={{{matching[0]!r}: {tuple(names[matching[0]])}}} has "
+                f"{len(names[matching[0]])} names, but {leaf.name} has {dims} dims, "
+                f"of shape {leaf.shape[len(leaf.shape) - dims :]}; give one, or None, "
+                "for each",
+                key="model.wrong_number_of_names",
+            )
+        if chosen is None and dims > 1 and leaf.role == "param":
+            unnamed.append(leaf.name)
+        axes.append((None,) * dims if chosen is None else chosen)
+    problems = {
+        f"names[{pattern!r}]": "matches no parameter; known: "
+        + ", ".join("/".join(leaf.path) for leaf in leaves[:3])
+        + ", ..."
+        for pattern in sorted(unused)
+    }
+    for where, problem in problems.items():
+        warnings.warn(f"{where} {problem}", UnmatchedNameWarning, stacklevel=3)
+    problems |= dict.fromkeys(unnamed if names else (), _UNNAMED)
+    return axes, problems
+
+
+_UNNAMED = (
+    "no pattern of names= matches it, so that tensor does not split it; name its dims, "
+    "or say (None, ...) for one that stays whole"
+)
+
+
+def _expression(pattern: str) -> re.Pattern[str]:
+    """Return the expression of a path pattern: `*` is in a key, `**` is any keys."""
+    expression = ""
+    for key in _keys(pattern):
+        if key == "**":
+            expression += "(?:/[^/]+)*"
+        else:
+            expression += "/" + re.escape(key).replace(r"\*", "[^/]*")
+    return re.compile(expression)

@@ -1,0 +1,511 @@
+"""Models as people have them: a function that makes parameters, and a loss."""
+
+import functools
+import importlib
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from meshpar import Input, from_loss, lint, make_train_step
+from meshpar.model import single
+from meshpar.model.loss.leaf_names import UnmatchedNameWarning
+from meshpar.model.scope import Scope
+from meshpar.planner.from_model import traced_workload
+from recipes.examples.__main__ import (
+    EXAMPLES,
+    added_lines,
+    layout_losses,
+    main,
+    plain_losses,
+)
+from tests.marks import slow
+from tests.test_zoo import ZOO
+
+BOUND = 1e-5
+LAYERS, EMBED, VOCAB, SEQ = 3, 8, 11, 6
+TOKENS = {name: Input(("batch", "seq"), "int", below=VOCAB) for name in ("x", "y")}
+WHOLE = ("data=8", "fsdp=4,tensor=2", "data=2,fsdp=2,tensor=2,microbatches=2")
+STAGES = "data=2,stage=2,tensor=2,microbatches=2"
+NAMES = {
+    "**/up": ("embed", "mlp"),
+    "**/down": ("mlp", "embed"),
+    "embed": (None, "embed"),
+    "out": ("embed", None),
+}
+
+
+def example(name):
+    return importlib.import_module(f"recipes.examples.{name}")
+
+
+@functools.cache
+def reference(name):
+    return plain_losses(example(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "blocks"),
+    [
+        ("nanogpt_nnx", STAGES, True),
+        ("gpt2_linen", "data=2,fsdp=2,tensor=2,microbatches=2", False),
+        ("mixer_equinox", "stage=2,data=4", True),
+        *(
+            slow(name, layout, blocks)
+            for name in EXAMPLES
+            for layout, blocks in [
+                *((layout, False) for layout in WHOLE),
+                ("fsdp=4,tensor=2,remat=full", True),
+                (STAGES, True),
+            ]
+        ),
+    ],
+)
+def test_models_of_every_library_train_as_their_plain_programs(name, layout, blocks):
+    losses = layout_losses(example(name), layout, blocks)
+    np.testing.assert_allclose(losses, reference(name), rtol=BOUND)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_initial_values_are_those_of_init(name):
+    module = example(name)
+    model = module.model(module.BLOCKS)
+    params, state = jax.jit(functools.partial(_initial, model))(3)
+    ours = jax.tree.leaves(_arrays(model.unflatten(params, state)))
+    theirs = jax.tree.leaves(_arrays(jax.jit(_made(module))(jax.random.key(3))))
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def _initial(model, seed):
+    from meshpar.model.parameter import initial_values
+
+    return initial_values(model, seed)
+
+
+def _made(module):
+    return lambda key: _arrays(module.init(key))
+
+
+def _arrays(tree):
+    if isinstance(tree, nnx.Module):
+        return nnx.to_pure_dict(nnx.state(tree, nnx.Param))
+    return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_few_lines_are_for_meshpar(name):
+    assert added_lines(example(name), with_blocks=False) <= 5
+    assert added_lines(example(name), with_blocks=True) <= 10
+
+
+def test_the_examples_print_both_programs(monkeypatch, capsys):
+    monkeypatch.setattr(
+        "recipes.examples.__main__.layout_losses", lambda *_: [1.5, 1.25]
+    )
+    monkeypatch.setattr("recipes.examples.__main__.plain_losses", lambda _: [1.5])
+    main(["nanogpt_nnx", "data=8", "--blocks"])
+    printed = capsys.readouterr().out
+    assert re.search(r"^data=8 +1.500000 1.250000$", printed, re.M)
+    assert re.search(r"^plain program +1.500000$", printed, re.M)
+
+
+def normal(key, *shape):
+    return jax.random.normal(key, shape) * 0.3
+
+
+def init_listed(key, num_layers=LAYERS):
+    keys = jax.random.split(key, 2 + 2 * num_layers)
+    layers = [
+        {
+            "up": normal(keys[2 * at], EMBED, 16),
+            "down": normal(keys[2 * at + 1], 16, EMBED),
+        }
+        for at in range(num_layers)
+    ]
+    ends = {
+        "embed": normal(keys[-1], VOCAB, EMBED),
+        "out": normal(keys[-2], EMBED, VOCAB),
+    }
+    return {**ends, "layers": layers}
+
+
+def init_deep(key):
+    return init_listed(key, num_layers=5)
+
+
+def init_stacked(key):
+    params = init_listed(key)
+    stacked = jax.tree.map(lambda *layers: jnp.stack(layers), *params["layers"])
+    return {**params, "layers": stacked}
+
+
+def normed(x):
+    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)
+
+
+def block(x, layer, mask=None):
+    """A block without parameters in its norm: it seems the end of the last one."""
+    h = jax.nn.silu(normed(x) @ layer["up"]) @ layer["down"]
+    return x + (h if mask is None else jnp.where(mask, h, 0))
+
+
+def cross_entropy(params, x, batch):
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        normed(x) @ params["out"], batch["y"]
+    )
+    return losses.sum(), jnp.float32(losses.size)
+
+
+def run_list(params, batch, key):
+    x = params["embed"][batch["x"]]
+    for layer in params["layers"]:
+        x = block(x, layer)
+    return cross_entropy(params, x, batch)
+
+
+def run_flat(params, batch, key):
+    """Tokens of all examples in one dim between the blocks."""
+    x = params["embed"][batch["x"]].reshape(-1, EMBED)
+    for layer in params["layers"]:
+        x = block(x, layer)
+    x = x.reshape(*batch["x"].shape, EMBED)
+    return cross_entropy(params, x, batch)
+
+
+def run_mask(params, batch, key):
+    """What depends on the batch alone is read by every block."""
+    x, mask = params["embed"][batch["x"]], (batch["x"] > 2)[..., None]
+    for layer in params["layers"]:
+        x = block(x, layer, mask & (batch["y"] != 3)[..., None])
+    return cross_entropy(params, x, batch)
+
+
+def run_beside(params, batch, key):
+    """The embedding flows beside the stream, and a table that all examples share."""
+    first, table = params["embed"][batch["x"]], params["out"].sum(axis=1)
+    x = first
+    for layer in params["layers"]:
+        x = block(x, layer) + 0.1 * first * table
+    return cross_entropy(params, x, batch)
+
+
+@jax.jit
+def run_scan(params, batch, key):
+    body = jax.checkpoint(lambda x, layer: (block(x, layer), None))
+    x, _ = jax.lax.scan(body, params["embed"][batch["x"]], params["layers"])
+    return cross_entropy(params, x, batch)
+
+
+def run_scan_beside(params, batch, key):
+    first, mask = params["embed"][batch["x"]], (batch["x"] > 2)[..., None]
+    scales = 1 / (1 + jnp.arange(LAYERS))
+
+    def body(x, layer_and_scale):
+        layer, scale = layer_and_scale
+        return block(x, layer, mask) + scale * first, None
+
+    layers = jax.tree.map(lambda x: x.astype(jnp.float32), params["layers"])
+    x, _ = jax.lax.scan(body, first, (layers, scales))
+    return cross_entropy(params, x, batch)
+
+
+def tokens(examples=4):
+    rng = np.random.default_rng(0)
+    return {name: rng.integers(0, VOCAB, (examples, SEQ)) for name in ("x", "y")}
+
+
+LISTED = (run_list, run_flat, run_mask, run_beside)
+STACKED = (run_scan, run_scan_beside)
+BOTH = [
+    *((init_listed, loss) for loss in LISTED),
+    *((init_stacked, loss) for loss in STACKED),
+]
+
+
+@pytest.mark.parametrize(
+    ("init", "loss"), BOTH, ids=lambda one: getattr(one, "__name__", "")
+)
+def test_embed_block_and_head_of_a_cut_loss_are_the_loss(init, loss):
+    model = from_loss(init, loss, names=NAMES, blocks="layers", inputs=TOKENS)
+    assert model.groups[0].num_layers == LAYERS
+    params, batch = model.init(0), tokens()
+
+    def plain(params):
+        loss_sum, weight_sum = loss(params, batch, None)
+        return loss_sum / weight_sum
+
+    whole = model.unflatten(params)
+    expected, gradients = jax.jit(jax.value_and_grad(plain))(whole)
+    found, ours = jax.jit(
+        jax.value_and_grad(lambda params: single.loss(model, params, batch))
+    )(params)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    for one, other in zip(
+        jax.tree.leaves(model.unflatten(ours)), jax.tree.leaves(gradients), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-7)
+
+
+def skips(params, batch, key):
+    x = [params["embed"][batch["x"]]]
+    for layer in params["layers"]:
+        x.append(
+            block(x[-1], layer)
+            + (x[-3] @ layer["up"] @ layer["down"] if len(x) > 2 else 0)
+        )
+    return cross_entropy(params, x[-1], batch)
+
+
+def keeps_to_itself(params, batch, key):
+    x = params["embed"][batch["x"]]
+    for layer in params["layers"]:
+        h = x @ layer["up"]
+        x = x + h @ layer["down"]
+    loss_sum, weight_sum = cross_entropy(params, x, batch)
+    return loss_sum + (h * h).sum(), weight_sum
+
+
+def differs(params, batch, key):
+    x = params["embed"][batch["x"]]
+    for at, layer in enumerate(params["layers"]):
+        x = block(x, layer) * (1.0 if at else 0.5)
+    return cross_entropy(params, x, batch)
+
+
+def leaves_one_out(params, batch, key):
+    x = params["embed"][batch["x"]]
+    for layer in params["layers"][1:]:
+        x = block(x, layer)
+    return cross_entropy(params, x, batch)
+
+
+def loops_in_python(params, batch, key):
+    x = params["embed"][batch["x"]]
+    for at in range(LAYERS):
+        x = block(x, jax.tree.map(lambda p, at=at: p[at], params["layers"]))
+    return cross_entropy(params, x, batch)
+
+
+def scans_twice(params, batch, key):
+    half = jax.tree.map(lambda p: p[:2], params["layers"])
+    body = lambda x, layer: (block(x, layer), None)  # noqa: E731
+    x, _ = jax.lax.scan(body, params["embed"][batch["x"]], half)
+    return cross_entropy(params, x, batch)
+
+
+def scans_backwards(params, batch, key):
+    body = lambda x, layer: (block(x, layer), None)  # noqa: E731
+    first = params["embed"][batch["x"]]
+    x, _ = jax.lax.scan(body, first, params["layers"], reverse=True)
+    return cross_entropy(params, x, batch)
+
+
+def gives_every_layer(params, batch, key):
+    def body(x, layer):
+        x = block(x, layer)
+        return x, x
+
+    x, every = jax.lax.scan(body, params["embed"][batch["x"]], params["layers"])
+    return cross_entropy(params, x + every.mean(axis=0), batch)
+
+
+@pytest.mark.parametrize(
+    ("init", "loss", "key"),
+    [
+        (init_deep, skips, "model.blocks_skip"),
+        (init_listed, keeps_to_itself, "model.blocks_leak"),
+        (init_listed, differs, "model.blocks_differ"),
+        (init_listed, leaves_one_out, "model.blocks_not_used"),
+        (init_stacked, loops_in_python, "model.blocks_not_scanned"),
+        (init_stacked, scans_twice, "model.blocks_not_scanned"),
+        (init_stacked, scans_backwards, "model.blocks_scan_reversed"),
+        (init_stacked, gives_every_layer, "model.blocks_leak"),
+    ],
+    ids=lambda one: getattr(one, "__name__", one),
+)
+def test_a_loss_without_equal_blocks_one_after_another_is_refused(
+    init, loss, key, refuses
+):
+    model = from_loss(init, loss, names=NAMES, blocks="layers", inputs=TOKENS)
+    with refuses(key, "layers", words=False):
+        jax.eval_shape(
+            lambda params: single.loss(model, params, tokens()), _shapes(model)
+        )
+
+
+def _shapes(model):
+    return jax.eval_shape(lambda: model.init(0))
+
+
+def test_blocks_that_are_not_there_are_refused(refuses):
+    with refuses("model.no_such_blocks", "layer", "layers"):
+        from_loss(init_listed, run_list, blocks="layer", inputs=TOKENS)
+    with refuses("model.blocks_not_stacked", "embed"):
+        from_loss(
+            lambda key: {"embed": {"a": jnp.ones(2), "b": jnp.ones(3)}},
+            run_list,
+            blocks="embed",
+        )
+    unlike = {"layers": [{"up": jnp.ones((2, 2))}, {"up": jnp.ones((2, 3))}]}
+    with refuses("model.blocks_differ", 0, 1, "up"):
+        from_loss(lambda key: unlike, run_list, blocks="layers")
+
+
+def test_wrong_arguments_are_refused(refuses):
+    with refuses("model.init_not_callable", "dict"):
+        from_loss({"w": jnp.ones(2)}, run_list)
+    with refuses("model.loss_not_callable", "str"):
+        from_loss(init_listed, "loss")
+    with refuses("model.no_parameters"):
+        from_loss(lambda key: {"table": jnp.arange(3)}, run_list)
+    with refuses("model.wrong_number_of_names", "**/up", 3, 2):
+        names = {"**/up": ("embed", "mlp", None)}
+        from_loss(init_listed, run_list, names=names, inputs=TOKENS)
+
+
+def test_patterns_and_parameters_without_a_match_are_findings():
+    names = {"**/up": ("embed", "mlp"), "**/qkv": ("embed", None)}
+    with pytest.warns(UnmatchedNameWarning, match=r"\*\*/qkv"):
+        model = from_loss(init_listed, run_list, names=names, inputs=TOKENS)
+    found = [
+        one.path
+        for one in lint(model, "tensor=2", seq=SEQ).findings
+        if one.key == "model.unmatched_name"
+    ]
+    down = [f"layers.{at}.down" for at in range(LAYERS)]
+    assert found == ["names['**/qkv']", "embed", *down, "out"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matches"),
+    [
+        ("layers/0/up", ["layers.0.up"]),
+        ("layers.0.up", ["layers.0.up"]),
+        ("layers/*/up", [f"layers.{at}.up" for at in range(LAYERS)]),
+        ("**/up", [f"layers.{at}.up" for at in range(LAYERS)]),
+        ("**/0/**", ["layers.0.down", "layers.0.up"]),
+        ("**/u*", [f"layers.{at}.up" for at in range(LAYERS)]),
+        ("up", []),
+    ],
+)
+def test_a_pattern_matches_whole_keys_of_a_path(pattern, matches):
+    with warnings.catch_warnings(action="ignore"):
+        names = {pattern: ("a", "b")}
+        model = from_loss(init_listed, run_list, names=names, inputs=TOKENS)
+    found = [
+        path
+        for path, one in model.flat_parameters().items()
+        if one.logical_axes == ("a", "b")
+    ]
+    assert found == matches
+
+
+def test_the_first_pattern_that_matches_counts_before_the_modules_own_names():
+    def init(key):
+        rngs = nnx.Rngs(key)
+        axes = {"out_sharding": ("embed", "mlp")}
+        return {
+            "one": nnx.Linear(2, 2, kernel_metadata=axes, rngs=rngs),
+            "two": nnx.Linear(2, 2, kernel_metadata=axes, rngs=rngs),
+        }
+
+    names = {"one/kernel": ("heads", "embed"), "*/bias": (None,)}
+    model = from_loss(init, run_list, names={**names, "**/kernel": ("a", "b")})
+    found = {path: one.logical_axes for path, one in model.flat_parameters().items()}
+    assert found["one.kernel"] == ("heads", "embed")
+    assert found["two.kernel"] == ("a", "b")
+    own = from_loss(init, run_list).flat_parameters()
+    assert own["two.kernel"].logical_axes == ("embed", "mlp")
+
+
+def run_dropout(params, batch, key):
+    x = params["embed"][batch["x"]]
+    for layer in params["layers"]:
+        if key is not None:
+            key, own = jax.random.split(key)
+            x = jnp.where(jax.random.bernoulli(own, 0.5, x.shape), 2 * x, 0)
+        x = block(x, layer)
+    return cross_entropy(params, x, batch)
+
+
+@pytest.mark.parametrize("blocks", [None, "layers"])
+def test_dropout_draws_for_each_example(blocks):
+    model = from_loss(
+        init_listed, run_dropout, names=NAMES, blocks=blocks, inputs=TOKENS
+    )
+    params, batch = model.init(0), tokens(8)
+
+    @jax.jit
+    def losses(batch, examples):
+        key = jax.random.key(1)
+        scope = Scope(training=True, random=key, examples=examples, batch=batch)
+        return single.loss(model, params, batch, scope)
+
+    def part(begin, end, first=0):
+        chosen = {name: value[begin:end] for name, value in batch.items()}
+        return losses(chosen, first + jnp.arange(begin, end, dtype=jnp.uint32))
+
+    halves = (part(0, 4) + part(4, 8)) / 2
+    np.testing.assert_allclose(halves, part(0, 8), rtol=1e-5)
+    assert abs(float(part(0, 8, first=8) - part(0, 8))) > 1e-3
+    assert abs(float(single.loss(model, params, batch) - part(0, 8))) > 1e-3
+
+
+def test_stages_and_plans_ask_for_blocks(refuses):
+    model = from_loss(init_listed, run_list, names=NAMES, inputs=TOKENS)
+    with refuses("model.no_blocks_for_stages", 2, "blocks"):
+        make_train_step(model, optax.sgd(0.1), "stage=2,data=4")
+    with refuses("model.no_blocks_to_plan", "blocks"):
+        traced_workload(model, seq=SEQ)
+    keys = [one.key for one in lint(model, "stage=2,data=4", seq=SEQ).findings]
+    assert keys == ["model.no_blocks_for_stages"]
+
+
+def test_a_cut_loss_is_linted_and_planned():
+    model = from_loss(
+        init_listed, run_list, names=NAMES, blocks="layers", inputs=TOKENS
+    )
+    assert lint(model, STAGES, seq=SEQ).findings == ()
+    workload = traced_workload(model, seq=SEQ)
+    assert (workload.layers, workload.hidden) == (LAYERS, EMBED)
+    # Two matmuls a token: 2 FLOPs for each weight.
+    assert workload.traced.linear_flops == 2 * 2 * EMBED * 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(ZOO) - {"running_mean", "batch_norm"}))
+def test_models_of_the_zoo_go_through_both_doors(name):
+    entry = ZOO[name]
+    model, batch = entry.model(2), entry.batch()
+
+    def loss(params, batch, key):
+        ends, groups = model.split(params)
+        scope = Scope(batch=batch)
+        x, layer = model.embed(ends, batch, scope), 0
+        for group, stacked in zip(model.groups, groups, strict=True):
+            x = x if group.enter is None else group.enter(ends, x, scope)
+            for index in range(group.num_layers):
+                own = jax.tree.map(lambda value, at=index: value[at], stacked)
+                x, _ = group.run(own, x, scope.at_layer(layer))
+                layer += 1
+        return model.loss_sums(ends, x, batch, scope)
+
+    other = from_loss(lambda key: model.init(0), loss, inputs=model.inputs)
+    found = []
+    for one in (model, other):
+        step = make_train_step(
+            one, optax.adam(1e-3), "data=2,fsdp=2", devices=jax.devices()[:4]
+        )
+        state, losses = step.init(seed=0), []
+        for _ in range(3):
+            state, metrics = step(state, batch)
+            losses.append(float(metrics["loss"]))
+        found.append(losses)
+    np.testing.assert_allclose(*found, rtol=BOUND)
