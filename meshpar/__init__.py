@@ -113,6 +113,7 @@ _HOMES = {
     "TrainStep": "meshpar.train.step",
     "UnusedDevicesWarning": "meshpar.machine.mesh",
     "absent_mesh": "meshpar.machine.mesh",
+    "attend": "meshpar.model.loss.drop_ins",
     "audit": "meshpar.audit.report",
     "batch_shapes": "meshpar.model.tracing",
     "born_sharded": "meshpar.rules.sharding",
@@ -128,6 +129,7 @@ _HOMES = {
     "memory_report": "meshpar.train.memory_report",
     "nnx_shardings": "meshpar.rules.sharding",
     "pipeline_value_and_grad": "meshpar.parallel.pipeline.value_and_grad",
+    "positions": "meshpar.model.loss.drop_ins",
     "reshard": "meshpar.parallel.resharding",
     "tree_shardings": "meshpar.rules.sharding",
 }
@@ -143,6 +145,7 @@ if TYPE_CHECKING:
     from meshpar.machine.topology import Topology, TopologyWarning
     from meshpar.model.contract import BlockGroup, Model
     from meshpar.model.inputs import Input
+    from meshpar.model.loss.drop_ins import attend, positions
     from meshpar.model.loss.from_loss import from_loss
     from meshpar.model.nnx import Blocks, from_nnx
     from meshpar.model.parameter import Parameter, initial_key
@@ -232,6 +235,7 @@ __all__ = [
     "TrainStep",
     "UnusedDevicesWarning",
     "absent_mesh",
+    "attend",
     "audit",
     "batch_shapes",
     "born_sharded",
@@ -248,6 +252,7 @@ __all__ = [
     "memory_report",
     "nnx_shardings",
     "pipeline_value_and_grad",
+    "positions",
     "reshard",
     "tree_shardings",
 ]

@@ -12,6 +12,7 @@ import optax
 import pytest
 from flax import nnx
 
+import meshpar
 from meshpar import Input, from_loss, lint, make_train_step
 from meshpar.model import single
 from meshpar.model.loss.leaf_names import UnmatchedNameWarning
@@ -28,7 +29,7 @@ from tests.marks import slow
 from tests.test_zoo import ZOO
 
 BOUND = 1e-5
-LAYERS, EMBED, VOCAB, SEQ = 3, 8, 11, 6
+LAYERS, EMBED, VOCAB, SEQ = 3, 8, 11, 8
 TOKENS = {name: Input(("batch", "seq"), "int", below=VOCAB) for name in ("x", "y")}
 WHOLE = ("data=8", "fsdp=4,tensor=2", "data=2,fsdp=2,tensor=2,microbatches=2")
 STAGES = "data=2,stage=2,tensor=2,microbatches=2"
@@ -466,6 +467,55 @@ def test_stages_and_plans_ask_for_blocks(refuses):
         traced_workload(model, seq=SEQ)
     keys = [one.key for one in lint(model, "stage=2,data=4", seq=SEQ).findings]
     assert keys == ["model.no_blocks_for_stages"]
+
+
+def run_attention(params, batch, key, attend=meshpar.attend, places=meshpar.positions):
+    """Attention between blocks' matmuls, and a term that depends on the place."""
+    at = places(batch["x"].shape[1]).astype(jnp.float32)
+    x = params["embed"][batch["x"]] + 0.1 * jnp.sin(at)[None, :, None]
+    for layer in params["layers"]:
+        q = k = v = x.reshape(*x.shape[:2], 2, EMBED // 2)
+        x = block(x + attend(q, k, v, causal=True).reshape(x.shape), layer)
+    return cross_entropy(params, x, batch)
+
+
+def plain_attend(q, k, v, causal):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(q.shape[-1])
+    scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -1e9)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+
+@pytest.mark.parametrize(
+    ("layout", "blocks"),
+    [("data=2,context=2", None), slow("context=2,stage=2,microbatches=2", "layers")],
+)
+def test_attend_and_positions_follow_a_split_sequence(layout, blocks, refuses):
+    batch = tokens(8)
+
+    def plain(params):
+        plain = functools.partial(run_attention, attend=plain_attend, places=jnp.arange)
+        loss_sum, weight_sum = plain(params, batch, None)
+        return loss_sum / weight_sum
+
+    model = from_loss(
+        init_listed, run_attention, names=NAMES, blocks=blocks, inputs=TOKENS
+    )
+    step = make_train_step(model, optax.sgd(0.1), layout, devices=jax.devices()[:4])
+    state, losses = step.init(seed=0), []
+    params = jax.jit(init_listed)(jax.random.key(0))
+    for _ in range(2):
+        state, metrics = step(state, batch)
+        loss, gradients = jax.jit(jax.value_and_grad(plain))(params)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+        losses.append((float(metrics["loss"]), float(loss)))
+    np.testing.assert_allclose(*zip(*losses, strict=True), rtol=BOUND)
+
+
+def test_attention_of_ones_own_is_pointed_to_attend(refuses):
+    own = functools.partial(run_attention, attend=plain_attend)
+    model = from_loss(init_listed, own, names=NAMES, inputs=TOKENS)
+    with refuses("model.joins_tokens", "meshpar.attend", words=False):
+        make_train_step(model, optax.sgd(0.1), "context=2,data=4")
 
 
 def test_a_cut_loss_is_linted_and_planned():

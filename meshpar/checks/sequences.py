@@ -129,9 +129,11 @@ def check_token_wise(model: Model) -> None:
         )
     found = tokens_joined(model)
     if found is not None:
+        instead = "call meshpar.attend and meshpar.positions, or "
         raise InputError(
             "context splits sequences, but a function of the model joins tokens "
-            f"by other means than meshpar's attention: {found}; set context=1",
+            f"by other means than meshpar's attention: {found}; "
+            f"{instead if model.unflatten is not None else ''}set context=1",
             key="model.joins_tokens",
         )
 

@@ -1,4 +1,4 @@
-"""What a traced loss is cut into, and what each of its values depends on."""
+"""The parts that a traced loss is cut into, and the dependences of its values."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Arguments:
 
 
 class TraceFacts:
-    """What each number of a trace depends on."""
+    """The dependences of each number of a trace."""
 
     def __init__(self, program: LossProgram, arguments: Arguments, blocks: str) -> None:
         self.program, self.arguments, self.blocks = program, arguments, blocks

@@ -20,6 +20,7 @@ from meshpar.errors import InputError
 from meshpar.model.contract import BlockGroup, Model
 from meshpar.model.inputs import Input
 from meshpar.model.loss.cut import cut
+from meshpar.model.loss.drop_ins import inside
 from meshpar.model.loss.example_keys import example_key, key_data
 from meshpar.model.loss.facts import (
     Arguments,
@@ -135,6 +136,8 @@ class _LossModel:
             if at not in in_blocks and leaf.role != "random"
         ]
         self._cuts: dict[Any, tuple[Cut, Arguments]] = {}
+        self._rules: list[Any] = []
+        self._results: Any = None
 
     def model(self, inputs: Mapping[str, Input] | None) -> Model:
         """Return the model."""
@@ -241,7 +244,8 @@ class _LossModel:
         data = key_data(scope, "loss")
         key = None if data is None else example_key(data)
         tree = self._tree.rebuild(values, key, training=scope.training)
-        return self._loss(tree, dict(batch), key)
+        with inside(scope):
+            return self._loss(tree, dict(batch), key)
 
     def _embed(self, params: Params, batch: Mapping[str, Any], scope: Scope) -> Any:
         found, known, examples = self._cut(params, batch, scope)
@@ -307,13 +311,21 @@ class _LossModel:
             str(dtype),
             scope.training,
             jax.sharding.get_abstract_mesh(),
+            id(scope.rules),
+            scope.order,
+            scope.platform,
+            scope.recomputed,
         )
+        given = names, shapes, data, dtype, scope
+        if scope.order is not None and scope.order.probing:
+            return (*self._trace(*given), examples)
         if asked not in self._cuts:
-            self._cuts[asked] = self._trace(names, shapes, data, dtype, scope.training)
+            self._cuts[asked] = self._trace(*given)
+            self._rules.append(scope.rules)  # So that no other gets its id.
         return (*self._cuts[asked], examples)
 
     def _trace(
-        self, names: list[str], shapes: list, data: Any, dtype: Any, training: bool
+        self, names: list[str], shapes: list, data: Any, dtype: Any, scope: Scope
     ) -> tuple[Cut, Arguments]:
         blocks, leaves = self._blocks, self._tree.leaves
         layers = list(itertools.chain(*blocks.positions))
@@ -324,8 +336,9 @@ class _LossModel:
             for at, value in zip(order, values, strict=True):
                 given[at] = value
             key = None if data is None else example_key(data)
-            tree = self._tree.rebuild(given, key, training=training)
-            results = self._loss(tree, dict(zip(names, arrays, strict=True)), key)
+            tree = self._tree.rebuild(given, key, training=scope.training)
+            with inside(scope):
+                results = self._loss(tree, dict(zip(names, arrays, strict=True)), key)
             flat, self._results = jax.tree.flatten(results)
             return flat
 
