@@ -1,10 +1,10 @@
 """Everything that a layout must meet, one row each.
 
-A row has the stable key of its error, the option of the layout that it is about, when
-it is broken, and the words of the error. Lint, the training step, the planner, the
-fuzzer and the command line read these rows, so that one fault has one key and one
-wording. Each gives the facts that it knows; a row whose facts are missing refuses
-nothing. What depends on a model's rules is in `meshpar.train.refusals`.
+A row has the key of its error, the option of the layout that it is about, when it is
+broken, and the words of the error. Lint, step, planner, fuzzer and command line read
+these rows, so that one fault has one key and one wording. Each gives the facts that it
+knows; rows whose facts are missing refuse nothing. What depends on a model's rules is
+in `meshpar.train.refusals`.
 """
 
 from __future__ import annotations
@@ -63,17 +63,17 @@ class Requirement(NamedTuple):
     """One rule that a layout must meet.
 
     Args:
-        key: Stable key of the error.
+        key: Key of the error, which stays.
         option: Option of the layout that the error is about.
-        is_broken: Return True if the facts break the rule.
-        words: Return what is wrong, with both numbers, and a way out.
+        is_broken: (layout, facts) -> True if they break the rule.
+        words: (layout, facts) -> what is wrong, with both numbers, and a way out.
         kind: Lint's word for the error, if it is a `RuleError`.
     """
 
     key: str
     option: str
-    is_broken: Callable[[Facts], bool]
-    words: Callable[[Facts], str]
+    is_broken: Callable[[Layout, Facts], bool]
+    words: Callable[[Layout, Facts], str]
     kind: str = ""
 
 
@@ -81,10 +81,8 @@ class Problem(NamedTuple):
     """A requirement that a layout does not meet.
 
     Args:
-        option: Option of the layout whose value must change.
+        option, key, kind: As of the requirement; the option's value must change.
         message: What was asked, what was found, and a way out.
-        key: Stable key of the error.
-        kind: Lint's word for it, if it is a `RuleError`.
     """
 
     option: str
@@ -124,11 +122,11 @@ def _without_axis(option: str, mesh_axis: str) -> Requirement:
     return Requirement(
         "layout.option_without_axis",
         option,
-        lambda at: (
-            getattr(at.layout, option) != getattr(PLAIN, option)
-            and getattr(at.layout, mesh_axis) == 1
+        lambda layout, at: (
+            getattr(layout, option) != getattr(PLAIN, option)
+            and getattr(layout, mesh_axis) == 1
         ),
-        lambda at: (
+        lambda layout, at: (
             f"{option} changes nothing while {mesh_axis}=1; leave it out, or give "
             f"{mesh_axis!r} a size"
         ),
@@ -139,23 +137,21 @@ LOCAL_STEPS = (
     Requirement(
         "layout.sync_of_one_replica",
         "sync_every",
-        lambda at: at.layout.sync_every > 1 and at.layout.data == 1,
-        lambda at: (
-            f"sync_every={at.layout.sync_every} averages replicas over 'data', but "
+        lambda layout, at: layout.sync_every > 1 and layout.data == 1,
+        lambda layout, at: (
+            f"sync_every={layout.sync_every} averages replicas over 'data', but "
             "data=1 has only one; leave it out, or give 'data' a size"
         ),
     ),
     Requirement(
         "layout.sync_with_shared_states",
         "sync_every",
-        lambda at: (
-            at.layout.sync_every > 1
-            and at.layout.zero > 0
-            and "data" in at.layout.split_axes
+        lambda layout, at: (
+            layout.sync_every > 1 and layout.zero > 0 and "data" in layout.split_axes
         ),
-        lambda at: (
-            f"sync_every={at.layout.sync_every} gives each part of 'data' a replica "
-            f"with optimizer state of its own, but zero={at.layout.zero} shares states "
+        lambda layout, at: (
+            f"sync_every={layout.sync_every} gives each part of 'data' a replica "
+            f"with optimizer state of its own, but zero={layout.zero} shares states "
             "out over 'data'; share them over 'fsdp' (zero_axes=fsdp), or set "
             "sync_every=1"
         ),
@@ -163,9 +159,9 @@ LOCAL_STEPS = (
     Requirement(
         "layout.sync_with_host_memory",
         "sync_every",
-        lambda at: at.layout.sync_every > 1 and at.layout.optimizer_memory == "host",
-        lambda at: (
-            f"sync_every={at.layout.sync_every} is not supported with "
+        lambda layout, at: layout.sync_every > 1 and layout.optimizer_memory == "host",
+        lambda layout, at: (
+            f"sync_every={layout.sync_every} is not supported with "
             "optimizer_memory=host; leave one of them out"
         ),
     ),
@@ -180,17 +176,17 @@ OPTIONS = (
     Requirement(
         "layout.stage_remat_without_stages",
         "remat",
-        lambda at: at.layout.remat in STAGE_REMATS and at.layout.stage == 1,
-        lambda at: (
-            f"remat={at.layout.remat} keeps the input of each pipeline stage, but "
+        lambda layout, at: layout.remat in STAGE_REMATS and layout.stage == 1,
+        lambda layout, at: (
+            f"remat={layout.remat} keeps the input of each pipeline stage, but "
             "stage=1; take remat=full, or give 'stage' a size"
         ),
     ),
     Requirement(
         "layout.offload_in_ticks",
         "remat",
-        lambda at: bool(_residuals(at.layout).offload) and at.layout.runs_in_ticks,
-        lambda at: (
+        lambda layout, at: bool(_residuals(layout).offload) and layout.runs_in_ticks,
+        lambda layout, at: (
             "remat=offload is not supported where microbatches wait in slots on the "
             "device; write remat=save:..., or set stage=1 and microbatches=1"
         ),
@@ -198,54 +194,48 @@ OPTIONS = (
     Requirement(
         "layout.zero_without_effect",
         "zero",
-        lambda at: (
-            at.layout.zero in (1, 2)
-            and at.layout.data * at.layout.fsdp == 1
-            and not at.layout.zero_axes
+        lambda layout, at: (
+            layout.zero in (1, 2)
+            and layout.data * layout.fsdp == 1
+            and not layout.zero_axes
         ),
-        lambda at: (
-            f"zero={at.layout.zero} shares nothing out while data=1 and fsdp=1; leave "
+        lambda layout, at: (
+            f"zero={layout.zero} shares nothing out while data=1 and fsdp=1; leave "
             "it out, or give one of them a size"
         ),
     ),
     Requirement(
         "layout.zero_axes_without_effect",
         "zero_axes",
-        lambda at: bool(_zero_axes_idle(at.layout)),
-        lambda at: (
-            f"zero_axes={'/'.join(at.layout.zero_axes)} changes nothing while "
-            f"{_zero_axes_idle(at.layout)}; leave it out"
+        lambda layout, at: bool(_zero_axes_idle(layout)),
+        lambda layout, at: (
+            f"zero_axes={'/'.join(layout.zero_axes)} changes nothing while "
+            f"{_zero_axes_idle(layout)}; leave it out"
         ),
     ),
     Requirement(
         "layout.fsdp_gather_without_effect",
         "fsdp_gather",
-        lambda at: (
-            at.layout.fsdp_gather != PLAIN.fsdp_gather
+        lambda layout, at: (
+            layout.fsdp_gather != PLAIN.fsdp_gather
             and not (
-                at.layout.zero == 3
-                and at.layout.runs_in_ticks
-                and _zero_shards(at.layout) > 1
+                layout.zero == 3 and layout.runs_in_ticks and _zero_shards(layout) > 1
             )
         ),
-        lambda at: (
-            f"fsdp_gather={at.layout.fsdp_gather} changes nothing without zero=3, a "
+        lambda layout, at: (
+            f"fsdp_gather={layout.fsdp_gather} changes nothing without zero=3, a "
             "size for 'fsdp', and stages or microbatches; leave it out"
         ),
     ),
     Requirement(
         "layout.fsdp_prefetch_without_effect",
         "fsdp_prefetch",
-        lambda at: (
-            at.layout.fsdp_prefetch != PLAIN.fsdp_prefetch
-            and not (
-                at.layout.zero >= 2
-                and not at.layout.runs_in_ticks
-                and _zero_shards(at.layout) > 1
-            )
+        lambda layout, at: (
+            layout.fsdp_prefetch != PLAIN.fsdp_prefetch
+            and (layout.zero < 2 or layout.runs_in_ticks or _zero_shards(layout) == 1)
         ),
-        lambda at: (
-            f"fsdp_prefetch={at.layout.fsdp_prefetch} changes nothing with stages or "
+        lambda layout, at: (
+            f"fsdp_prefetch={layout.fsdp_prefetch} changes nothing with stages or "
             "microbatches, nor without zero=2 or 3 and a size for 'fsdp' or 'data'; "
             "leave it out"
         ),
@@ -253,9 +243,9 @@ OPTIONS = (
     Requirement(
         "layout.param_dtype_rounds",
         "param_dtype",
-        lambda at: at.layout.param_dtype != "fp32" and at.layout.precision == "fp32",
-        lambda at: (
-            f"param_dtype={at.layout.param_dtype} rounds parameters that "
+        lambda layout, at: layout.param_dtype != "fp32" and layout.precision == "fp32",
+        lambda layout, at: (
+            f"param_dtype={layout.param_dtype} rounds parameters that "
             "precision=fp32 computes with; set precision=bf16, or leave it out"
         ),
     ),
@@ -267,26 +257,26 @@ PLATFORM = (
     Requirement(
         "layout.offload_on_cpu",
         "remat",
-        lambda at: (
+        lambda layout, at: (
             at.platform is not None
             and platform_named(at.platform).is_host
-            and bool(_residuals(at.layout).offload)
+            and bool(_residuals(layout).offload)
         ),
-        lambda at: (
+        lambda layout, at: (
             "a CPU's memory is the host's own, so remat=offload would move nothing; "
-            f"write remat=save:{'/'.join(_residuals(at.layout).every)}"
+            f"write remat=save:{'/'.join(_residuals(layout).every)}"
         ),
     ),
 )
 """Requirements of the devices that a layout runs on."""
 
 
-def _batch_words(at: Facts) -> str:
-    layout, expert = at.layout, at.layout.expert
+def _batch_words(layout: Layout, at: Facts) -> str:
     return (
         f"{f'batch[{at.array!r}]' if at.array else 'the batch'} has {at.examples} "
         f"examples, which do not divide over {layout.batch_shards} devices of data="
-        f"{layout.data},fsdp={layout.fsdp}{f',expert={expert}' if expert > 1 else ''}"
+        f"{layout.data},fsdp={layout.fsdp}"
+        + (f",expert={layout.expert}" * (layout.expert > 1))
         + (f" x microbatches={layout.microbatches}" * (layout.microbatches > 1))
         + "; pad with examples of weight 0, or change the global batch"
     )
@@ -296,9 +286,9 @@ BATCH = (
     Requirement(
         "batch.indivisible",
         "microbatches",
-        lambda at: (
+        lambda layout, at: (
             at.examples is not None
-            and at.examples % (at.layout.batch_shards * at.layout.microbatches) > 0
+            and at.examples % (layout.batch_shards * layout.microbatches) > 0
         ),
         _batch_words,
     ),
@@ -309,9 +299,9 @@ EXPERTS = (
     Requirement(
         "layout.expert_without_experts",
         "expert",
-        lambda at: at.layout.expert > 1 and at.num_experts == 0,
-        lambda at: (
-            f"expert={at.layout.expert} splits experts, but {at.model} has no "
+        lambda layout, at: layout.expert > 1 and at.num_experts == 0,
+        lambda layout, at: (
+            f"expert={layout.expert} splits experts, but {at.model} has no "
             "parameter with the logical axis 'experts'; set expert=1, and give 'data' "
             "or 'fsdp' its devices"
         ),
@@ -320,9 +310,9 @@ EXPERTS = (
     Requirement(
         "layout.indivisible",
         "expert",
-        lambda at: (at.num_experts or 0) % at.layout.expert > 0,
-        lambda at: (
-            f"experts={at.num_experts} do not divide over expert={at.layout.expert}; "
+        lambda layout, at: (at.num_experts or 0) % layout.expert > 0,
+        lambda layout, at: (
+            f"experts={at.num_experts} do not divide over expert={layout.expert}; "
             "choose a divisor"
         ),
     ),
@@ -333,14 +323,13 @@ INPUTS = (
     Requirement(
         "layout.unsupported_input_gradient",
         "inputs",
-        lambda at: (
-            bool(at.input_gradient)
-            and (at.layout.sync_every > 1 or at.layout.context > 1)
+        lambda layout, at: (
+            bool(at.input_gradient) and (layout.sync_every > 1 or layout.context > 1)
         ),
-        lambda at: (
+        lambda layout, at: (
             f"the gradient of input {at.input_gradient!r} is found once a step and for "
-            f"whole sequences, but sync_every={at.layout.sync_every} and "
-            f"context={at.layout.context}; leave sync_every and context out"
+            f"whole sequences, but sync_every={layout.sync_every} and "
+            f"context={layout.context}; leave sync_every and context out"
         ),
     ),
 )
@@ -357,10 +346,10 @@ def _state_shards(layout: Layout) -> int:
     return math.prod(layout.mesh_shape[axis] for axis in layout.split_axes)
 
 
-def _heads_words(at: Facts) -> str:
-    trading, context = at.layout.attention_method.heads, at.layout.context
+def _heads_words(layout: Layout, at: Facts) -> str:
+    trading, context = layout.attention_method.heads, layout.context
     return (
-        f"attention={at.layout.attention} splits heads over "
+        f"attention={layout.attention} splits heads over "
         f"{'context=' if trading == context else ''}{trading}"
         f"{f' x {at.head_shards}' if at.head_shards > 1 else ''}, which does not "
         f"divide the {at.heads} of {at.heads_in}; take attention=ring or allgather, or "
@@ -372,9 +361,9 @@ ATTENTION = (
     Requirement(
         "attention.indivisible_heads",
         "attention",
-        lambda at: (
+        lambda layout, at: (
             at.heads is not None
-            and at.heads % (at.head_shards * at.layout.attention_method.heads) > 0
+            and at.heads % (at.head_shards * layout.attention_method.heads) > 0
         ),
         _heads_words,
     ),
@@ -385,60 +374,59 @@ SIZES = (
     Requirement(
         "layout.indivisible",
         "tensor",
-        lambda at: bool(_indivisible(at.sizes, at.layout.tensor)),
-        lambda at: (
-            f"{_indivisible(at.sizes, at.layout.tensor)} does not divide over "
-            f"tensor={at.layout.tensor}; choose a divisor"
+        lambda layout, at: bool(_indivisible(at.sizes, layout.tensor)),
+        lambda layout, at: (
+            f"{_indivisible(at.sizes, layout.tensor)} does not divide over "
+            f"tensor={layout.tensor}; choose a divisor"
         ),
     ),
     Requirement(
         "layout.indivisible",
         "tensor",
-        lambda at: (
+        lambda layout, at: (
             at.kv_heads is not None
-            and at.kv_heads % at.layout.tensor > 0
-            and at.layout.tensor % at.kv_heads > 0
+            and at.kv_heads % layout.tensor > 0
+            and layout.tensor % at.kv_heads > 0
         ),
-        lambda at: (
-            f"kv_heads={at.kv_heads} and tensor={at.layout.tensor} do not divide one "
+        lambda layout, at: (
+            f"kv_heads={at.kv_heads} and tensor={layout.tensor} do not divide one "
             "another; choose a divisor or a multiple"
         ),
     ),
     Requirement(
         "layout.indivisible",
         "sequence_parallel",
-        lambda at: (
-            at.layout.sequence_parallel
+        lambda layout, at: (
+            layout.sequence_parallel
             and at.seq is not None
-            and at.seq % (at.layout.tensor * at.layout.context) > 0
+            and at.seq % (layout.tensor * layout.context) > 0
         ),
-        lambda at: (
-            f"{at.seq} tokens do not divide over tensor={at.layout.tensor} x context="
-            f"{at.layout.context}; change the sequence, or leave sequence_parallel out"
+        lambda layout, at: (
+            f"{at.seq} tokens do not divide over tensor={layout.tensor} x context="
+            f"{layout.context}; change the sequence, or leave sequence_parallel out"
         ),
     ),
     Requirement(
         "layout.indivisible",
         "context",
-        lambda at: at.seq is not None and at.seq % at.layout.context > 0,
-        lambda at: (
-            f"{at.seq} tokens do not divide over context={at.layout.context}; change "
+        lambda layout, at: at.seq is not None and at.seq % layout.context > 0,
+        lambda layout, at: (
+            f"{at.seq} tokens do not divide over context={layout.context}; change "
             "the sequence, or choose a divisor"
         ),
     ),
     Requirement(
         "layout.indivisible",
         "zero",
-        lambda at: bool(_indivisible(at.stored, _state_shards(at.layout))),
-        lambda at: (
-            f"{_indivisible(at.stored, _state_shards(at.layout))} does not divide over "
-            f"the {_state_shards(at.layout)} devices of "
-            f"{' x '.join(at.layout.split_axes)}; choose a divisor"
+        lambda layout, at: bool(_indivisible(at.stored, _state_shards(layout))),
+        lambda layout, at: (
+            f"{_indivisible(at.stored, _state_shards(layout))} does not divide over "
+            f"the {_state_shards(layout)} devices of "
+            f"{' x '.join(layout.split_axes)}; choose a divisor"
         ),
     ),
 )
 """Requirements of a transformer's sizes, which the planner knows before a model is."""
-
 
 REQUIREMENTS = (*OPTIONS, *PLATFORM, *BATCH, *SIZES, *ATTENTION, *EXPERTS, *INPUTS)
 """All rows, in the order in which they are reported."""
@@ -450,9 +438,9 @@ def problems(
     """Yield the rows that the facts break, the first of each option."""
     reported = set()
     for row in rows:
-        if row.option not in reported and row.is_broken(facts):
+        if row.option not in reported and row.is_broken(facts.layout, facts):
             reported.add(row.option)
-            yield Problem(row.option, row.words(facts), row.key, row.kind)
+            yield Problem(row.option, row.words(facts.layout, facts), row.key, row.kind)
 
 
 def layout_errors(layout: Layout) -> dict[str, InputError]:
