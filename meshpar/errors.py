@@ -153,6 +153,16 @@ def printable(text: str) -> str:
     )
 
 
+def install_extra(*extras: str) -> str:
+    """Return the command that installs extras, for a wheel and for a checkout.
+
+    Example:
+        >>> install_extra("volumes", "plots")
+        "pip install 'meshpar[volumes,plots]'"
+    """
+    return f"pip install 'meshpar[{','.join(extras)}]'"
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return the end of an unknown name's error: `did you mean ...? known: ...`."""
     known = sorted(known)

@@ -9,7 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshpar.distributed import exit_status, leave
-from meshpar.errors import InputError, escape_unencodable, print_fault, printable
+from meshpar.errors import (
+    InputError,
+    escape_unencodable,
+    install_extra,
+    print_fault,
+    printable,
+)
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.options import parse_arguments, program_words
 from meshpar.train.faults import BadStepError
@@ -48,8 +54,8 @@ def main(argv: Sequence[str] | None = None, command: str = "pretrain") -> int:
         name = (error.name or "").partition(".")[0]
         if name not in _OF_EXTRA:
             raise
-        install = "pip install 'meshpar[train]'"
-        print(f"{command}: training needs {name}: {install}", file=sys.stderr)
+        needed = f"training needs {name}: {install_extra('train')}"
+        print(f"{command}: {needed}", file=sys.stderr)
         return BAD_INPUT
     except BadStepError as error:
         print(f"{command}: {error}", file=sys.stderr)

@@ -26,7 +26,7 @@ import numpy as np
 import optax
 
 import meshpar
-from meshpar.errors import print_end
+from meshpar.errors import install_extra, print_end
 from meshpar.machine.emulate import num_cpu_devices
 from meshpar.models.dit import DiTConfig, dit
 from meshpar.models.dit_sampling import METHODS, sample
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-_INSTALL = "; pip install 'meshpar[images]'"
+_INSTALL = f"; {install_extra('images')}"
 
 
 def run(args: argparse.Namespace) -> None:

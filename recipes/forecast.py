@@ -1,6 +1,6 @@
 """Forecast shallow water with an AFNO whose periodic grid is split over devices.
 
-    pip install '.[plots]'
+    pip install 'meshpar[plots]'
     python -m recipes.forecast --png forecast.png
     python -m recipes.forecast --layout data=8
 

@@ -12,6 +12,7 @@ import jax
 
 from meshpar import InputError, TrainStep
 from meshpar.distributed import Processes
+from meshpar.errors import install_extra
 from meshpar.hardware.devices import device_from_kind
 from meshpar.planner.from_model import traced_workload
 from meshpar.recipes.config import RunConfig
@@ -85,7 +86,7 @@ def _events_writer(config: RunConfig, done: int) -> Any:
         from tensorboardX import SummaryWriter
     except ModuleNotFoundError as error:
         raise InputError(
-            "--tensorboard needs tensorboardX: pip install 'meshpar[tensorboard]'",
+            f"--tensorboard needs tensorboardX: {install_extra('tensorboard')}",
             key="run.missing_package",
         ) from error
     return SummaryWriter(str(config.tensorboard), purge_step=done)

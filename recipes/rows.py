@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from meshpar import InputError
+from meshpar.errors import install_extra
 from meshpar.foreign_files import parse_json
 from meshpar.recipes import host_times, report
 from meshpar.recipes.config import RunConfig
@@ -70,7 +71,7 @@ def check_files(config: RunConfig) -> None:
         ) from error
     if config.tensorboard and importlib.util.find_spec("tensorboardX") is None:
         raise InputError(
-            "--tensorboard needs tensorboardX: pip install 'meshpar[tensorboard]'",
+            f"--tensorboard needs tensorboardX: {install_extra('tensorboard')}",
             key="run.missing_package",
         )
 

@@ -1,6 +1,6 @@
 """Segment the grey matter of a whole brain scan with a 3-D U-Net.
 
-    pip install '.[volumes,plots]'
+    pip install 'meshpar[volumes,plots]'
     python -m recipes.segment_volume --png slices.png
     python -m recipes.segment_volume --layout context=8 --image t1.nii.gz \\
         --truth tissue.nii.gz --out found.nii.gz

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from meshpar import InputError
+from meshpar.errors import install_extra
 
 _TEMPLATE = "mni_icbm152_{}_tal_nlin_sym_09a_converted.nii.gz"
 _BINS = 256
@@ -43,7 +44,7 @@ def template() -> Scan:
     if found is None or found.origin is None:
         raise InputError(
             "the MNI152 template comes with nilearn, which is not installed: "
-            "pip install 'meshpar[volumes]', or give --image and --truth",
+            f"{install_extra('volumes')}, or give --image and --truth",
             key="data.missing_package",
         )
     data = Path(found.origin).parent / "datasets" / "data"
@@ -77,7 +78,7 @@ def _read(path: str | Path) -> tuple[np.ndarray, np.ndarray]:
         import nibabel
     except ModuleNotFoundError:
         raise InputError(
-            f"reading {path} needs nibabel: pip install 'meshpar[volumes]'",
+            f"reading {path} needs nibabel: {install_extra('volumes')}",
             key="data.missing_package",
         ) from None
     try:

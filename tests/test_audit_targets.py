@@ -122,7 +122,7 @@ def test_another_number_of_devices_is_an_error_with_both_numbers(refuses):
 
 def test_without_the_extra_the_error_says_how_to_install_it(refuses, monkeypatch):
     monkeypatch.setattr(targets, "_is_installed", lambda module: False)
-    values = ("libtpu", "flatbuffers", "'.[aot]'")
+    values = ("libtpu", "flatbuffers", "'meshpar[aot]'")
     with refuses("audit.missing_package", *values, kind=TargetError):
         sum_of(8, "tpu:v5e:2x4")
 

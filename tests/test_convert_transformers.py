@@ -1,6 +1,6 @@
 """Logits beside Transformers on the same tensors, in full; needs torch.
 
-    pip install '.[convert-test]'
+    pip install 'meshpar[convert-test]'
 
 `MESHPAR_SMOLLM2` and `MESHPAR_GEMMA3` name GGUF files of SmolLM2-135M and of Gemma 3
 270M, for the tests on real weights (docs/guides/weights.md says where they come from).

@@ -40,7 +40,7 @@ def entropy(values):
 def digits():
     """Images (examples, 8, 8, 1) of values up to 1, and their labels."""
     datasets = pytest.importorskip(
-        "sklearn.datasets", reason="scikit-learn has the digits (pip install '.[test]')"
+        "sklearn.datasets", reason="pip install 'meshpar[test]' brings the digits"
     )
     found = datasets.load_digits()
     return found.images[..., None].astype(np.float32) / 16, found.target

@@ -22,7 +22,7 @@ from jax import export
 from meshpar.audit.memory import MemoryUse
 from meshpar.audit.subject import Subject
 from meshpar.audit.target import Target
-from meshpar.errors import InputError
+from meshpar.errors import InputError, install_extra
 from meshpar.hardware.compiler_options import SPARSE_CORE_OFFLOAD
 from meshpar.hardware.platforms import PLATFORMS
 from meshpar.machine.mesh import use_mesh
@@ -117,8 +117,7 @@ def _check(target: Target, subject: Subject) -> None:
     missing = [module for module in needed if not _is_installed(module)]
     if missing:
         raise TargetError(
-            f"target {target} needs {' and '.join(missing)}; install meshpar with the "
-            "extra: pip install '.[aot]' in a checkout",
+            f"target {target} needs {' and '.join(missing)}: {install_extra('aot')}",
             key="audit.missing_package",
         )
 

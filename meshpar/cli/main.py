@@ -41,6 +41,7 @@ SUBCOMMANDS = (
     "generate",
     "inspect",
     "export",
+    "doctor",
 )
 """All but `train` are modules here, with `add_arguments`, `run`, `EXAMPLE`, `STATUSES`.
 

@@ -18,7 +18,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from meshpar.errors import FAULT_KEY, InputError, fault_line, key_values, printable
+from meshpar.errors import (
+    FAULT_KEY,
+    InputError,
+    fault_line,
+    install_extra,
+    key_values,
+    printable,
+)
 
 MODEL_FROM = "meshpar.models.presets:build"
 """Function that builds a model unless `--model-from` names another."""
@@ -335,6 +342,6 @@ def check_picture(option: str, path: str, drawn_by: Mapping[str, str]) -> None:
     if find_spec(library) is None:
         raise InputError(
             f"{option} {path!r} is drawn by {library}, which is not installed: "
-            "pip install 'meshpar[plots]'",
+            f"{install_extra('plots')}",
             key="command.missing_package",
         )

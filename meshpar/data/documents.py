@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from meshpar.data.errors import DataError, Skipped
+from meshpar.errors import install_extra
 from meshpar.foreign_files import error_reason, json_type, open_file, parse_json
 
 _LONGEST_BYTES = 1 << 26
@@ -231,7 +232,7 @@ def _pyarrow(path: Path) -> tuple[Any, Any]:
         import pyarrow.parquet
     except ModuleNotFoundError as error:
         raise DataError(
-            f"{str(path)!r} needs pyarrow: pip install 'meshpar[parquet]'",
+            f"{str(path)!r} needs pyarrow: {install_extra('parquet')}",
             key="data.missing_package",
         ) from error
     return pyarrow, pyarrow.parquet

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from meshpar.data.errors import DataError
+from meshpar.errors import install_extra
 from meshpar.foreign_files import read_bytes, read_json
 from meshpar.machine.deadline import OverdueError, is_panic, within
 
@@ -181,8 +182,8 @@ def _parse(path: Path, content: bytes) -> Any:
         from tokenizers import Tokenizer
     except ModuleNotFoundError as error:
         raise DataError(
-            f"{str(path)!r} needs the package tokenizers: pip install "
-            "'meshpar[tokenizers]'",
+            f"{str(path)!r} needs the package tokenizers: "
+            f"{install_extra('tokenizers')}",
             key="data.missing_package",
         ) from error
     try:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from meshpar.errors import InputError
+from meshpar.errors import InputError, install_extra
 from meshpar.layout import Layout
 from meshpar.model.contract import Model
 from meshpar.model.lora import rebuilt
@@ -213,7 +213,7 @@ def _qwix() -> Any:
         import qwix
     except ModuleNotFoundError as error:
         raise InputError(
-            "weights of 8 bits need qwix: pip install 'meshpar[quantized]'",
+            f"weights of 8 bits need qwix: {install_extra('quantized')}",
             key="generation.missing_package",
         ) from error
     return qwix

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from meshpar import InputError
+from meshpar.errors import install_extra
 from meshpar.machine.deadline import OverdueError, deadline
 from meshpar.models.convert.stored_chat import DEFAULT, WITH_TOOLS, stored_templates
 
@@ -74,7 +75,7 @@ def _environment() -> ModuleType:
         from meshpar.models.convert import chat_environment
     except ModuleNotFoundError as error:
         raise InputError(
-            "chat templates need jinja2: pip install 'meshpar[convert]'",
+            f"chat templates need jinja2: {install_extra('convert')}",
             key="data.missing_package",
         ) from error
     return chat_environment

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from meshpar import InputError
+from meshpar.errors import install_extra
 from meshpar.foreign_files import error_reason
 from meshpar.models.convert.gguf_header import check_header
 
@@ -94,7 +95,7 @@ def _library() -> Any:
         import gguf
     except ModuleNotFoundError as error:
         raise InputError(
-            "reading GGUF needs gguf: pip install 'meshpar[convert]'",
+            f"reading GGUF needs gguf: {install_extra('convert')}",
             key="weights.missing_package",
         ) from error
     return gguf

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from meshpar import InputError
+from meshpar.errors import install_extra
 from meshpar.foreign_files import (
     MOST_BYTES,
     error_reason,
@@ -118,7 +119,7 @@ def _library() -> Any:
         import safetensors
     except ModuleNotFoundError as error:
         raise InputError(
-            "reading safetensors needs safetensors: pip install 'meshpar[convert]'",
+            f"reading safetensors needs safetensors: {install_extra('convert')}",
             key="weights.missing_package",
         ) from error
     return safetensors

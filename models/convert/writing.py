@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from meshpar import InputError
+from meshpar.errors import install_extra
 from meshpar.foreign_files import read_json_object
 from meshpar.models.convert.assembled import fitted
 from meshpar.models.convert.families import RUN_ONLY, conversion_table, to_config_json
@@ -258,7 +259,7 @@ def _save(tensors: Mapping[str, np.ndarray], file: Path) -> None:
         from safetensors.numpy import save_file
     except ModuleNotFoundError as error:
         raise InputError(
-            "writing safetensors needs safetensors: pip install 'meshpar[convert]'",
+            f"writing safetensors needs safetensors: {install_extra('convert')}",
             key="weights.missing_package",
         ) from error
     save_file(dict(tensors), file, metadata={"format": "pt"})

@@ -6,7 +6,7 @@
     python -m recipes.bench.loss_curves fp32.jsonl bf16.jsonl --png curves.png
 
 prints the last validation losses and by how much they differ from the first file's. The
-picture needs matplotlib: `pip install '.[plots]'`.
+picture needs matplotlib: `pip install 'meshpar[plots]'`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import argparse
 import json
 import sys
 from pathlib import Path
+
+from meshpar.errors import install_extra
 
 Curve = list[tuple[int, float]]
 
@@ -54,7 +56,7 @@ def _draw(metrics: list[Path], png: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        sys.exit("--png needs matplotlib: pip install '.[plots]'")
+        sys.exit(f"--png needs matplotlib: {install_extra('plots')}")
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for path in metrics:

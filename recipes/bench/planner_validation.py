@@ -3,7 +3,7 @@
     python -m recipes.bench.planner_validation --png recipes/planner_validation.png
 
 prints what `meshpar plan --validate` prints and draws predicted against measured. The
-picture needs matplotlib: `pip install '.[plots]'`.
+picture needs matplotlib: `pip install 'meshpar[plots]'`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import itertools
 import sys
 from pathlib import Path
 
+from meshpar.errors import install_extra
 from meshpar.planner.published import validate
 from meshpar.planner.published.measured import Measured
 
@@ -49,7 +50,7 @@ def _draw(rows: list[Measured], png: Path) -> None:
         from matplotlib.figure import Figure
         from matplotlib.ticker import LogLocator, NullFormatter
     except ImportError:
-        sys.exit("--png needs matplotlib: pip install '.[plots]'")
+        sys.exit(f"--png needs matplotlib: {install_extra('plots')}")
     figure = Figure(figsize=(12, 6.5), layout="constrained")
     for axes, (quantity, name) in zip(
         figure.subplots(1, 2), _QUANTITIES.items(), strict=True
