@@ -16,6 +16,7 @@ import meshpar
 from meshpar import Input, from_loss, lint, make_train_step
 from meshpar.model import single
 from meshpar.model.loss.leaf_names import UnmatchedNameWarning
+from meshpar.model.parameter import initial_values
 from meshpar.model.scope import Scope
 from meshpar.planner.from_model import traced_workload
 from recipes.examples.__main__ import (
@@ -76,18 +77,12 @@ def test_models_of_every_library_train_as_their_plain_programs(name, layout, blo
 def test_initial_values_are_those_of_init(name):
     module = example(name)
     model = module.model(module.BLOCKS)
-    params, state = jax.jit(functools.partial(_initial, model))(3)
+    params, state = jax.jit(functools.partial(initial_values, model))(3)
     ours = jax.tree.leaves(_arrays(model.unflatten(params, state)))
     theirs = jax.tree.leaves(_arrays(jax.jit(_made(module))(jax.random.key(3))))
     assert len(ours) == len(theirs)
     for one, other in zip(ours, theirs, strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-def _initial(model, seed):
-    from meshpar.model.parameter import initial_values
-
-    return initial_values(model, seed)
 
 
 def _made(module):
@@ -369,6 +364,29 @@ def test_wrong_arguments_are_refused(refuses):
     with refuses("model.wrong_number_of_names", "**/up", 3, 2):
         names = {"**/up": ("embed", "mlp", None)}
         from_loss(init_listed, run_list, names=names, inputs=TOKENS)
+
+
+def test_statistics_of_a_batch_are_refused_or_told(refuses):
+    def init(key):
+        return nnx.BatchNorm(4, rngs=nnx.Rngs(key))
+
+    def loss(norm, batch, key):
+        return (norm(batch["x"]) ** 2).sum(), jnp.float32(len(batch["x"]))
+
+    x = np.ones((4, 4), np.float32)
+    model = from_loss(init, loss, inputs={"x": Input(("batch", None), shape=(None, 4))})
+    params, state = initial_values(model, 0)
+    scope = Scope(training=True, state=state)
+    with refuses("model.batch_norm_in_loss", "use_running_average"):
+        model.loss_sums(params, None, {"x": x}, scope)
+
+    def variables(key):
+        params, statistics = {"w": jnp.ones((4, 4))}, {"mean": jnp.zeros(4)}
+        return {"params": params, "batch_stats": statistics}
+
+    linen = from_loss(variables, loss, inputs=model.inputs)
+    assert list(linen.flat_parameters()) == ["params.w"]
+    assert "stays as init makes it" in linen.name_problems["batch_stats"]
 
 
 def test_patterns_and_parameters_without_a_match_are_findings():

@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
         (options.layout, layout_losses(example, options.layout, options.blocks)),
         ("plain program", plain_losses(example)),
     ):
-        print(f"{name:32}", *(f"{loss:.6f}" for loss in losses))
+        print(f"{name:40}", *(f"{loss:.6f}" for loss in losses))
 
 
 def added_lines(example: ModuleType, with_blocks: bool) -> int:

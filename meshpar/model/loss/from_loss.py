@@ -115,6 +115,11 @@ def from_loss(
     found = NONE if blocks is None else find_blocks(tree.leaves, blocks)
     axes, problems = leaf_axes(tree.leaves, names or {}, found)
     model = _LossModel(tree, loss, found, axes).model(inputs)
+    problems |= {
+        collection: "stays as init makes it, like every Linen collection but params; "
+        "a layer's state that changes needs meshpar.from_nnx"
+        for collection in sorted(tree.collections)
+    }
     return replace(model, name_problems=problems)
 
 

@@ -61,6 +61,10 @@ class _Part:
 class UserTree:
     """The tree that `init(key)` returns, without its values.
 
+    Attributes:
+        leaves: Its arrays.
+        collections: Linen's collections of variables that are not trained.
+
     Args:
         init: Makes it.
 
@@ -72,6 +76,7 @@ class UserTree:
         self._init = init
         self._templates: list[Any] = []
         self._structure: Any = None
+        self.collections: set[str] = set()
 
         def traced(key: jax.Array) -> list[Any]:
             found = self._take_apart(self._made(key))
@@ -131,6 +136,7 @@ class UserTree:
         """Return leaves and values; keep the structure and what is no array."""
         paths, self._structure = jax.tree.flatten_with_path(tree, is_leaf=_is_node)
         of_linen = isinstance(tree, Mapping) and LINEN_PARAMS in tree
+        self.collections = {*tree} - {LINEN_PARAMS} if of_linen else set()
         found: list[tuple[UserLeaf, Any]] = []
         self._templates = []
         for keys, node in paths:
@@ -200,9 +206,22 @@ class _Module:
             )
         with nnx.use_eager_sharding(False):
             module = nnx.merge(self.graph, nnx.from_flat_state(leaves))
-        if not training:
+        if training:
+            _check_statistics(module)
+        else:
             module.eval()
         return module
+
+
+def _check_statistics(module: nnx.Module) -> None:
+    for path, one in nnx.iter_graph(module):
+        if isinstance(one, nnx.BatchNorm) and not one.use_running_average:
+            raise InputError(
+                f"{'.'.join(map(str, path))} is an nnx.BatchNorm in training, whose "
+                "statistics are the global batch's and change with every step; write "
+                "the model with meshpar.from_nnx, or set use_running_average=True",
+                key="model.batch_norm_in_loss",
+            )
 
 
 def _template(node: Any) -> Any:
