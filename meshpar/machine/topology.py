@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 
 from meshpar.errors import InputError
-from meshpar.hardware.devices import device_from_kind
+from meshpar.hardware.devices import Device, device_from_kind
 from meshpar.hardware.platforms import platform_named
 from meshpar.layout import MESH_AXES, Layout
 
@@ -81,7 +81,7 @@ class Topology:
                 "hold the same number: choose the devices to use",
                 key="mesh.uneven_hosts",
             )
-        kind = device_from_kind(devices[0].device_kind)
+        kind = _known_kind(devices[0])
         speeds: tuple[float | None, float | None] = None, None
         if kind and not kind.torus_dims and kind.domain_devices <= _HOST_GPUS:
             speeds = kind.link_bytes_per_s, kind.network_bytes_per_s
@@ -160,7 +160,7 @@ def device_domains(devices: Sequence[Any]) -> list[int]:
 
     def is_too_large(num_devices: int, device: Any) -> bool:
         """Return True if no link joins so many GPUs of this kind."""
-        known = device_from_kind(getattr(device, "device_kind", ""))
+        known = _known_kind(device)
         if known is None or known.torus_dims:
             return False
         return num_devices > known.domain_devices
@@ -173,3 +173,10 @@ def device_domains(devices: Sequence[Any]) -> list[int]:
     ]
     numbers = {key: number for number, key in enumerate(sorted(set(keys)))}
     return [numbers[key] for key in keys]
+
+
+def _known_kind(device: Any) -> Device | None:
+    """Return the data of a device's kind; None for a CPU or a kind without any."""
+    if platform_named(getattr(device, "platform", "")).is_host:
+        return None
+    return device_from_kind(getattr(device, "device_kind", ""))

@@ -1,4 +1,7 @@
-"""`Flow`: the dim of an array that holds tokens, as a trace is followed."""
+"""`Flow`: the dim of an array that holds tokens, and its way through a trace.
+
+Here is how tokens pass operations on each element; `token_rules` has all others.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
+from meshpar.trace.primitives import ELEMENTWISE, LINEAR, RANDOM, UNCHANGED
 from meshpar.trace.walk import array_shape
 
 WHOLE_SEQUENCE = "of_whole_sequence"
@@ -16,6 +20,16 @@ WHOLE_SEQUENCE = "of_whole_sequence"
 
 SEQUENCE_SUM = "sum_over_sequence"
 """Names `Scope.sequence_sum` where a trace runs it."""
+
+_ORDERED = {
+    *("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul"),
+    *("scatter_add", "select_and_scatter_add", "ppermute", "psum"),
+}
+EACH_ELEMENT = ELEMENTWISE | UNCHANGED | RANDOM
+"""Operations that compute each element of a result from those at the same place.
+
+Other operations may join elements although their results have the same shape.
+"""
 
 
 class Mixed(Exception):
@@ -221,3 +235,93 @@ def gives_fractions(equation: JaxprEqn) -> bool:
 
 Rule = Callable[[JaxprEqn, list[Flow], int], list[Flow]]
 """(operation, flows of its operands, tokens at hand) -> flows of its results."""
+
+
+def elementwise(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
+    """Flow through an operation on each element."""
+    if not equation.outvars:  # such as jax.debug.print
+        return []
+    if not any(flow.has_tokens for flow in flows):
+        uniform, numbered = _uniform(equation, flows), _numbered(equation, flows)
+        return [Flow(uniform=uniform, numbered=numbered) for _ in equation.outvars]
+    name = equation.primitive.name
+    if name in _ORDERED:
+        raise Mixed(f"{name} along the sequence", unknown=name.startswith("scatter"))
+    if any(flow.total for flow in flows):
+        return _linear(equation, flows)
+    places = {flow.merged for flow in flows if flow.dim is not None}
+    if len(places) > 1:
+        raise Mixed(f"{name} after reshapes that merge the sequence with other dims")
+    outer, inner = merged = places.pop()
+    certain = merged == (1, 1) and gives_fractions(equation)
+    size = outer * num_tokens * inner
+    dim = token_dim(equation, flows, size, certain=certain)
+    if not _is_elementwise(equation):
+        what = f"{name}, of which it is not known whether it mixes tokens"
+        raise Mixed(what, unknown=True)
+    return [Flow(dim=dim, merged=merged) for _ in equation.outvars]
+
+
+def _uniform(equation: JaxprEqn, flows: list[Flow]) -> frozenset[int]:
+    """Return the dims along which all values of results without tokens are equal."""
+    given = [
+        flow.uniform
+        for flow, x in zip(flows, equation.invars, strict=True)
+        if array_shape(x)
+    ]
+    if not given or not _is_elementwise(equation):
+        return frozenset()
+    return frozenset.intersection(*given)
+
+
+def _numbered(equation: JaxprEqn, flows: list[Flow]) -> frozenset[int]:
+    """Return the dims along which results are made of the indices of places.
+
+    Remainders of indices are not: they may repeat after a few places.
+    """
+    repeats = equation.primitive.name in ("rem", "and")
+    if repeats or not _is_elementwise(equation):
+        return frozenset()
+    shape = array_shape(equation.outvars[0])
+    return frozenset(
+        dim
+        for flow, x in zip(flows, equation.invars, strict=True)
+        for dim in flow.numbered
+        if array_shape(x)[dim] == shape[dim]
+    )
+
+
+def _is_elementwise(equation: JaxprEqn) -> bool:
+    """Return True if each result is made of the elements at its place.
+
+    Shapes are equal then, but for dims of size 1 that are broadcast.
+    """
+    if equation.primitive.name not in EACH_ELEMENT:
+        return False
+    [shape, *others] = [array_shape(var) for var in equation.outvars]
+    given = [array_shape(x) for x in equation.invars if array_shape(x)]
+    return all(other == shape for other in others) and all(
+        len(one) == len(shape)
+        and all(size in (1, full) for size, full in zip(one, shape, strict=True))
+        for one in given
+    )
+
+
+def _linear(equation: JaxprEqn, flows: list[Flow]) -> list[Flow]:
+    """Flow of sums over tokens, of which each device has a part, if linear."""
+    name = equation.primitive.name
+    totals = [flow.total for flow in flows]
+    scales = name == "mul" or (name == "div" and not totals[1])
+    unlike = (scales and sum(totals) > 1) or (name == "select_n" and totals[0])
+    if name not in LINEAR or unlike or (name == "div" and totals[1]):
+        raise Mixed(f"{name} of a sum over tokens", certain=True)
+    if any(flow.dim is not None for flow in flows):
+        raise Mixed(f"{name} of a sum over tokens", certain=True)
+    terms = flows[1:] if name == "select_n" else flows
+    if not scales and not all(flow.total or flow.zero for flow in terms):
+        raise Mixed(
+            f"{name} of a sum over tokens and what each device has alike, which would "
+            "count once for each; take a share of it, of the tokens at hand",
+            certain=True,
+        )
+    return [Flow(total=True)]

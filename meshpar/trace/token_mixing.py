@@ -32,16 +32,17 @@ from meshpar.trace.token_counts import (
     other_numbers,
     without_tokens,
 )
-from meshpar.trace.token_dims import check_not_merged
 from meshpar.trace.token_flow import (
+    EACH_ELEMENT,
     SEQUENCE_SUM,
     WHOLE_SEQUENCE,
     Flow,
     Mixed,
     check_no_places,
+    elementwise,
     lost,
 )
-from meshpar.trace.token_rules import EACH_ELEMENT, RULES, elementwise
+from meshpar.trace.token_rules import RULES, check_not_merged
 from meshpar.trace.walk import Loop, array_shape, called_program, source_line, walk
 
 _LIBRARIES = (

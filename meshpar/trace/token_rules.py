@@ -1,86 +1,325 @@
-"""Token flow of every operation: the rules by primitive, and of elementwise ones."""
+"""How tokens flow through each operation: a rule for every primitive that has one."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from meshpar.trace.primitives import ELEMENTWISE, LINEAR, RANDOM, UNCHANGED
-from meshpar.trace.token_dims import DIM_RULES, WINDOW_RULES
 from meshpar.trace.token_flow import (
     Flow,
     Mixed,
     Rule,
     check_no_places,
+    elementwise,
     gives_fractions,
     token_dim,
 )
 from meshpar.trace.walk import array_shape
 
-_ORDERED = {
-    *("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul"),
-    *("scatter_add", "select_and_scatter_add", "ppermute", "psum"),
-}
-EACH_ELEMENT = ELEMENTWISE | UNCHANGED | RANDOM
-"""Operations that compute each element of a result from those at the same place.
 
-Other operations may join elements although their results have the same shape.
-"""
+def _broadcast(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
+    flow, [x, *_] = flows[0], equation.invars
+    places = equation.params["broadcast_dimensions"]
+    shape = equation.params["shape"]
+    if flow.total:
+        return [flow]
+    if flow.dim is not None:
+        return [Flow(dim=places[flow.dim])]
+    widened = {p for d, p in enumerate(places) if array_shape(x)[d] != shape[p]}
+    moved = flow.moved(lambda dim: places[dim])
+    spread = frozenset(range(len(shape))) - {*places} | widened | moved.uniform
+    return [Flow(uniform=spread, numbered=moved.numbered - widened)]
 
 
-def elementwise(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
-    """Flow through an operation on each element."""
-    if not equation.outvars:  # such as jax.debug.print
-        return []
-    if not any(flow.has_tokens for flow in flows):
-        uniform, numbered = _uniform(equation, flows), _numbered(equation, flows)
-        return [Flow(uniform=uniform, numbered=numbered) for _ in equation.outvars]
-    name = equation.primitive.name
-    if name in _ORDERED:
-        raise Mixed(f"{name} along the sequence", unknown=name.startswith("scatter"))
-    if any(flow.total for flow in flows):
-        return _linear(equation, flows)
-    places = {flow.merged for flow in flows if flow.dim is not None}
-    if len(places) > 1:
-        raise Mixed(f"{name} after reshapes that merge the sequence with other dims")
-    outer, inner = merged = places.pop()
-    certain = merged == (1, 1) and gives_fractions(equation)
-    size = outer * num_tokens * inner
-    dim = token_dim(equation, flows, size, certain=certain)
-    if not _is_elementwise(equation):
-        what = f"{name}, of which it is not known whether it mixes tokens"
+def _reshape(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
+    flow, before = flows[0], array_shape(equation.invars[0])
+    after = array_shape(equation.outvars[0])
+    if flow.total:
+        return [Flow(total=True)]
+    if flow.dim is not None:
+        return [_reshaped(flow, before, after, num_tokens)]
+    return [flow.moved(lambda dim: _same_place(before, after, dim))]
+
+
+def _reshaped(flow: Flow, before: tuple, after: tuple, num_tokens: int) -> Flow:
+    """Return the flow of tokens that a reshape keeps, merges or splits off again."""
+    above = math.prod(before[: flow.dim]) * flow.merged[0]
+    for place, size in enumerate(after):
+        first = math.prod(after[:place])
+        outer, inner = above // first, size * first // (above * num_tokens)
+        whole = outer * num_tokens * inner == size and outer * first == above
+        if whole and inner:
+            return Flow(dim=place, merged=(outer, inner))
+    raise Mixed("a reshape that merges or cuts the sequence")
+
+
+def check_not_merged(name: str, flows: list[Flow]) -> None:
+    """Raise if tokens share a dim in an operation that may not keep them apart."""
+    if name in ("reshape", "conv_general_dilated"):
+        return
+    if any(flow.merged != (1, 1) for flow in flows):
+        what = f"{name} after a reshape that merges or cuts the sequence"
         raise Mixed(what, unknown=True)
-    return [Flow(dim=dim, merged=merged) for _ in equation.outvars]
 
 
-def _uniform(equation: JaxprEqn, flows: list[Flow]) -> frozenset[int]:
-    """Return the dims along which all values of results without tokens are equal."""
-    given = [
-        flow.uniform
-        for flow, x in zip(flows, equation.invars, strict=True)
-        if array_shape(x)
-    ]
-    if not given or not _is_elementwise(equation):
-        return frozenset()
-    return frozenset.intersection(*given)
+def _same_place(before: tuple, after: tuple, dim: int) -> int | None:
+    """Return the place where a reshape keeps a dim whole; None if it does not."""
+    above = math.prod(before[:dim])
+    for place, size in enumerate(after):
+        if size == before[dim] and math.prod(after[:place]) == above:
+            return place
+    return None
 
 
-def _numbered(equation: JaxprEqn, flows: list[Flow]) -> frozenset[int]:
-    """Return the dims along which results are made of the indices of places.
+_RUNNING = ("cumsum", "cumprod", "cumlogsumexp")
+"""Operations whose result at each place is made of all places before it."""
 
-    Remainders of indices are not: they may repeat after a few places.
-    """
-    repeats = equation.primitive.name in ("rem", "and")
-    if repeats or not _is_elementwise(equation):
-        return frozenset()
-    shape = array_shape(equation.outvars[0])
-    return frozenset(
-        dim
-        for flow, x in zip(flows, equation.invars, strict=True)
-        for dim in flow.numbered
-        if array_shape(x)[dim] == shape[dim]
+
+def _along(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
+    """Flow through an operation along one dim that keeps the others."""
+    params, name = equation.params, equation.primitive.name
+    given = params.get("axis", params.get("dimension", params.get("dimensions")))
+    if name == "top_k":
+        given = len(array_shape(equation.invars[0])) - 1
+    along = given if isinstance(given, tuple) else (given,)
+    for flow in flows:
+        if flow.total or flow.dim in along:
+            raise Mixed(
+                f"{name} along the sequence",
+                certain=name in _RUNNING and gives_fractions(equation),
+                picks=name in ("sort", "top_k"),
+            )
+    dim = None
+    if any(flow.has_tokens for flow in flows):
+        dim = token_dim(equation, flows, num_tokens)
+    return [Flow(dim=dim)] * len(equation.outvars)
+
+
+def _same_size(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
+    """Flow through slices and pads, which keep a dim if they take all of it."""
+    flow, name = flows[0], equation.primitive.name
+    others = [one for one in flows[1:] if one.has_tokens]
+    before, after = (array_shape(v) for v in (equation.invars[0], equation.outvars[0]))
+    if flow.total or others:
+        raise Mixed(f"{name} with places from tokens" if others else f"{name} of a sum")
+    if flow.dim is not None:
+        padding = equation.params.get("padding_config")
+        moved = padding is not None and any(padding[flow.dim])
+        if moved or before[flow.dim] != after[flow.dim]:
+            raise Mixed(f"{name} along the sequence")
+    return [Flow(dim=flow.dim)]
+
+
+def _update(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
+    """Flow through writing one array into another: all of its tokens, or none."""
+    name, arrays = equation.primitive.name, flows[:2]
+    if any(flow.has_tokens for flow in flows[2:]):
+        raise Mixed(f"{name} with places from tokens")
+    if any(flow.total for flow in arrays):
+        if not all(flow.total or flow.zero for flow in arrays):
+            raise Mixed(f"{name} of a sum over tokens")
+        return [Flow(total=True)]
+    if not any(flow.has_tokens for flow in arrays):
+        return [Flow()]
+    dim = token_dim(equation, flows, num_tokens)
+    into, update = (array_shape(x) for x in equation.invars[:2])
+    if into[dim] != update[dim]:
+        raise Mixed(f"{name} along the sequence")
+    return [Flow(dim=dim)]
+
+
+def _stack(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
+    if not any(flow.has_tokens for flow in flows):
+        return [Flow()]
+    if any(flow.total for flow in flows):
+        if not all(flow.total or flow.zero for flow in flows):
+            raise Mixed("stack of a sum over tokens")
+        return [Flow(total=True)]
+    dim = token_dim(equation, flows, num_tokens)
+    return [Flow(dim=dim + (dim >= equation.params["axis"]))]
+
+
+def _without(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
+    """Flow through a squeeze or unstack, whose results lack some dims."""
+    gone = equation.params.get("dimensions") or (equation.params["axis"],)
+    if flows[0].dim in gone:
+        raise Mixed(f"{equation.primitive.name} along the sequence")
+    kept = [d for d in range(len(array_shape(equation.invars[0]))) if d not in gone]
+    return [flows[0].kept(kept)] * len(equation.outvars)
+
+
+def _concatenate(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
+    along = equation.params["dimension"]
+    dims = {flow.dim for flow in flows if flow.dim is not None}
+    if any(flow.total for flow in flows) or along in dims or len(dims) > 1:
+        raise Mixed("concatenate along the sequence")
+    if not dims:
+        return [Flow()]
+    [dim] = dims
+    for flow, x in zip(flows, equation.invars, strict=True):
+        check_no_places(flow, x, dim, num_tokens, "concatenate")
+    return [Flow(dim=dim)]
+
+
+def _gather(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
+    table, indices = flows[:2]
+    numbers = equation.params["dimension_numbers"]
+    rank = len(array_shape(equation.outvars[0]))
+    if table.total or indices.total:
+        raise Mixed("gather by a sum over tokens")
+    paired = dict(
+        zip(
+            numbers.operand_batching_dims,
+            numbers.start_indices_batching_dims,
+            strict=True,
+        )
     )
+    if table.dim is not None and table.dim not in paired:
+        return [Flow(dim=_whole_window(equation, table.dim, indices))]
+    if table.dim is not None and paired[table.dim] != indices.dim:
+        raise Mixed("gather from the tokens at hand")
+    if indices.dim is None:
+        return [Flow()]
+    if indices.dim == len(array_shape(equation.invars[1])) - 1:
+        raise Mixed("gather with places from tokens")
+    for dim, of_indices in paired.items():
+        if of_indices == indices.dim:
+            check_no_places(table, equation.invars[0], dim, num_tokens, "gather")
+    places = [dim for dim in range(rank) if dim not in numbers.offset_dims]
+    return [Flow(dim=places[indices.dim])]
+
+
+def _whole_window(equation: JaxprEqn, dim: int, indices: Flow) -> int:
+    """Return the place of a dim that a gather takes all of."""
+    params, numbers = equation.params, equation.params["dimension_numbers"]
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    shape = array_shape(equation.invars[0])
+    picked = dim in gone or dim in numbers.start_index_map
+    if picked or params["slice_sizes"][dim] != shape[dim] or indices.has_tokens:
+        raise Mixed("gather from the tokens at hand")
+    kept = [d for d in range(len(shape)) if d not in gone]
+    return numbers.offset_dims[kept.index(dim)]
+
+
+DIM_RULES: dict[str, Rule] = {
+    "broadcast_in_dim": _broadcast,
+    "transpose": lambda equation, flows, num_tokens: [
+        flows[0].moved(list(equation.params["permutation"]).index)
+    ],
+    "reshape": _reshape,
+    "squeeze": _without,
+    "concatenate": _concatenate,
+    "gather": _gather,
+    "iota": lambda equation, flows, num_tokens: [
+        Flow(
+            uniform=frozenset(range(len(array_shape(equation.outvars[0]))))
+            - {equation.params["dimension"]},
+            numbered=frozenset([equation.params["dimension"]]),
+        )
+    ],
+    "stack": _stack,
+    "unstack": _without,
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin"), _along),
+    **dict.fromkeys(("cumlogsumexp", "sort", "rev", "top_k", "split"), _along),
+    **dict.fromkeys(("slice", "dynamic_slice", "pad"), _same_size),
+    "dynamic_update_slice": _update,
+}
+
+
+_STILL = {
+    **dict.fromkeys(("window_dimensions", "window_strides", "window_dilation"), 1),
+    **{"base_dilation": 1, "padding": (0, 0)},
+}
+"""Parameters of a window that leaves the places of a dim as they are."""
+
+
+def _across(
+    equation: JaxprEqn, flows: list[Flow], num_tokens: int, touched: Sequence[int]
+) -> list[Flow]:
+    """Flow through an operation that joins places along `touched` dims alone."""
+    if not any(flow.has_tokens for flow in flows):
+        return [Flow() for _ in equation.outvars]
+    name = equation.primitive.name
+    if any(flow.total for flow in flows):
+        raise Mixed(f"{name} of a sum over tokens")
+    dim = token_dim(equation, flows, num_tokens)
+    if dim in touched:
+        raise Mixed(f"{name} along the sequence")
+    return [Flow(dim=dim) for _ in equation.outvars]
+
+
+def _last_dims(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
+    """Flow through an FFT, or linear algebra on matrices in the last two dims."""
+    rank = len(array_shape(equation.invars[0]))
+    count = len(equation.params.get("fft_lengths", (1, 1)))
+    return _across(equation, flows, num_tokens, range(rank - count, rank))
+
+
+def _window(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
+    params = equation.params
+    touched = [
+        dim
+        for dim in range(len(array_shape(equation.invars[0])))
+        if any(params[name][dim] != value for name, value in _STILL.items())
+    ]
+    return _across(equation, flows, num_tokens, touched)
+
+
+def _reduce_by(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
+    """Flow through a reduction by a function that the model gives."""
+    gone = equation.params["dimensions"]
+    rank = len(array_shape(equation.invars[0]))
+    found = _across(equation, flows, num_tokens, gone)
+    kept = [dim for dim in range(rank) if dim not in gone]
+    return [flow.moved(kept.index) for flow in found]
+
+
+def _convolution(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
+    """Flow through a convolution, across its examples or a dim with a window of 1."""
+    image, kernel = flows
+    if not (image.has_tokens or kernel.has_tokens):
+        return [Flow()]
+    name, params = equation.primitive.name, equation.params
+    if image.total or kernel.has_tokens:
+        what = "a sum over tokens" if image.total else "what tokens have made"
+        raise Mixed(f"{name} of {what}")
+    lhs, rhs, out = params["dimension_numbers"]
+    place = lhs.index(image.dim)
+    if place == 0 and params["batch_group_count"] == 1:
+        return [replace(image, dim=out[0])]
+    size = array_shape(equation.invars[1])[rhs[place]]
+    merged = image.merged != (1, 1)
+    if merged or place < 2 or size != 1 or not _is_in_place(equation, place - 2):
+        raise Mixed(f"{name} along the sequence")
+    return [Flow(dim=out[place])]
+
+
+def _is_in_place(equation: JaxprEqn, dim: int) -> bool:
+    """Return True if a window of one place keeps those of a spatial dim in place."""
+    params = equation.params
+    steps = params["window_strides"][dim], params["lhs_dilation"][dim]
+    return steps == (1, 1) and tuple(params["padding"][dim]) == (0, 0)
+
+
+_LINEAR_ALGEBRA = (
+    *("cholesky", "eig", "eigh", "hessenberg", "householder_product", "lu", "qr"),
+    *("geqrf", "schur", "svd", "triangular_solve", "tridiagonal"),
+)
+WINDOW_RULES: dict[str, Rule] = {
+    "fft": _last_dims,
+    "conv_general_dilated": _convolution,
+    "reduce": _reduce_by,
+    **dict.fromkeys(_LINEAR_ALGEBRA, _last_dims),
+    **dict.fromkeys(
+        ("reduce_window", "reduce_window_sum", "reduce_window_max"), _window
+    ),
+    "reduce_window_min": _window,
+}
+"""Rules of operations along some dims that keep the others."""
 
 
 def _drawn(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
@@ -90,42 +329,6 @@ def _drawn(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]
     keys, drawn = (len(array_shape(x)) for x in (*equation.invars, *equation.outvars))
     numbered = flows[0].numbered.union(range(keys, drawn))
     return [Flow(uniform=flows[0].uniform, numbered=numbered)]
-
-
-def _is_elementwise(equation: JaxprEqn) -> bool:
-    """Return True if each result is made of the elements at its place.
-
-    Shapes are equal then, but for dims of size 1 that are broadcast.
-    """
-    if equation.primitive.name not in EACH_ELEMENT:
-        return False
-    [shape, *others] = [array_shape(var) for var in equation.outvars]
-    given = [array_shape(x) for x in equation.invars if array_shape(x)]
-    return all(other == shape for other in others) and all(
-        len(one) == len(shape)
-        and all(size in (1, full) for size, full in zip(one, shape, strict=True))
-        for one in given
-    )
-
-
-def _linear(equation: JaxprEqn, flows: list[Flow]) -> list[Flow]:
-    """Flow of sums over tokens, of which each device has a part, if linear."""
-    name = equation.primitive.name
-    totals = [flow.total for flow in flows]
-    scales = name == "mul" or (name == "div" and not totals[1])
-    unlike = (scales and sum(totals) > 1) or (name == "select_n" and totals[0])
-    if name not in LINEAR or unlike or (name == "div" and totals[1]):
-        raise Mixed(f"{name} of a sum over tokens", certain=True)
-    if any(flow.dim is not None for flow in flows):
-        raise Mixed(f"{name} of a sum over tokens", certain=True)
-    terms = flows[1:] if name == "select_n" else flows
-    if not scales and not all(flow.total or flow.zero for flow in terms):
-        raise Mixed(
-            f"{name} of a sum over tokens and what each device has alike, which would "
-            "count once for each; take a share of it, of the tokens at hand",
-            certain=True,
-        )
-    return [Flow(total=True)]
 
 
 def _reduce(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list[Flow]:
@@ -200,3 +403,4 @@ RULES: dict[str, Rule] = {
     ),
     **dict.fromkeys(("reduce_or", "reduce_xor", "argmax", "argmin"), _reduce),
 }
+"""Rules of all operations but those on each element (`token_flow.elementwise`)."""
