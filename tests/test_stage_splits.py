@@ -10,8 +10,7 @@ from jax import lax
 
 from meshpar import Layout, batch_shapes, memory_report
 from meshpar.models.presets import build
-from meshpar.parallel.pipeline.layer_costs import layer_costs
-from meshpar.parallel.pipeline.stages import stage_layers, with_costs
+from meshpar.parallel.pipeline.stages import layer_costs, stage_layers, with_costs
 from meshpar.planner.workload.problems import layout_stage_blocks
 from meshpar.planner.workload.shapes import workload_of
 from meshpar.schedules.stage_splits import split_by_cost, split_evenly, tick_cost
