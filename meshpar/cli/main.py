@@ -11,6 +11,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import meshpar
 from meshpar.cli.parsing import (
@@ -51,6 +52,11 @@ wait for it.
 
 _RECIPE = "meshpar.recipes.command"
 """Module that trains; the library imports no recipe before it runs."""
+
+_RECIPE_CONFIG = "meshpar.recipes.config"
+"""Module of its options."""
+
+_COMPLETION = "--print-completion"
 
 _TRAIN_SUMMARY = "Train a language model on a text, under any layout."
 
@@ -101,11 +107,18 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument(
         "--version", action=_Version, help="print the versions and exit"
     )
+    parser.add_argument(
+        _COMPLETION,
+        action=_Completion,
+        choices=("bash", "zsh", "tcsh"),
+        help="print the shell's completion of all commands and exit",
+    )
     subparsers = parser.add_subparsers(
         dest="subcommand", required=True, metavar="COMMAND"
     )
     word = argv[0] if argv else ""
-    if word.startswith("-") and word not in ("-h", "--help", "--version"):
+    options = ("-h", "--help", "--version", _COMPLETION)
+    if word.startswith("-") and word.partition("=")[0] not in options:
         parser.refuse_unknown([word])
     if word and not word.startswith("-") and word not in SUBCOMMANDS:
         message = f"invalid choice: {word!r}; {nearest(word, SUBCOMMANDS)}"
@@ -114,15 +127,35 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         for name in SUBCOMMANDS:
             subparsers.add_parser(name, help=_summary(name))
         return parser
-    module = importlib.import_module(f"meshpar.cli.{word}")
+    _add_subcommand(subparsers, word)
+    return parser
+
+
+def _add_subcommand(subparsers: Any, name: str) -> None:
+    """Add the parser of a subcommand that is a module here."""
+    module = importlib.import_module(f"meshpar.cli.{name}")
     subparser = subparsers.add_parser(
-        word,
-        help=_summary(word),
-        description=_summary(word),
+        name,
+        help=_summary(name),
+        description=_summary(name),
         epilog=f"example:\n  {module.EXAMPLE}\n\nexit status:\n  {module.STATUSES}",
     )
     module.add_arguments(subparser)
     subparser.set_defaults(run=module.run, parser=subparser)
+
+
+def _whole_parser() -> argparse.ArgumentParser:
+    """Return a parser with the options of every subcommand, for completion."""
+    parser = OneLineParser(prog="meshpar")
+    parser.add_argument("--version", action="store_true", help="print it and end")
+    subparsers = parser.add_subparsers(dest="subcommand", metavar="COMMAND")
+    for name in SUBCOMMANDS:
+        if name != TRAIN:
+            _add_subcommand(subparsers, name)
+            continue
+        train = subparsers.add_parser(TRAIN, help=_TRAIN_SUMMARY)
+        for option in importlib.import_module(_RECIPE_CONFIG).OPTIONS:
+            train.add_argument(f"--{option.replace('_', '-')}")
     return parser
 
 
@@ -145,4 +178,20 @@ class _Version(argparse.Action):
 
         python = ".".join(map(str, sys.version_info[:3]))
         print(f"meshpar {meshpar.__version__}, jax {version('jax')}, Python {python}")
+        parser.exit(DONE)
+
+
+class _Completion(argparse.Action):
+    """Print the completion script of a shell, made by shtab."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        import shtab
+
+        print(shtab.complete(_whole_parser(), values))
         parser.exit(DONE)
