@@ -44,6 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "run's data, and other files of the starting weights if they have the same "
         "tokenizer)",
     )
+    add(
+        "--average",
+        action="store_true",
+        help="write the average of the parameters that the run kept, in place of the "
+        "trained ones",
+    )
     add("--json", action="store_true", help="print one JSON object on stdout")
 
 
@@ -51,7 +57,12 @@ def run(args: argparse.Namespace) -> int:
     """Write the files, and print what was written."""
     export = import_function(_EXPORT, "export")
     found = export(
-        args.checkpoint, args.to, step=args.step, dtype=args.dtype, like=args.like
+        args.checkpoint,
+        args.to,
+        step=args.step,
+        dtype=args.dtype,
+        like=args.like,
+        average=args.average,
     )
     if args.json:
         print(json.dumps(found))

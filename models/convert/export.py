@@ -25,6 +25,7 @@ def export(
     step: int | None = None,
     dtype: str = "fp32",
     like: str | Path | None = None,
+    average: bool = False,
 ) -> dict[str, Any]:
     """Writes the parameters of a checkpoint; returns what was written, as plain values.
 
@@ -35,14 +36,20 @@ def export(
         dtype: Of what is written: `fp32`, `bf16` or `fp16`.
         like: Folder to copy tokenizer files from. Default: the run's own copies, and
             those of its base model if both tokenizers are equal.
+        average: Write the run's average of the parameters (`--ema-decay`, or that of
+            `schedule_free`) in place of the trained ones.
 
     Raises:
         CheckpointError: There is no such checkpoint, or it cannot be read.
         InputError: It says nothing of its model, no model of theirs is like it, its
-            folder has no copy of its tokenizer, or `like` is no folder.
+            folder has no copy of its tokenizer, `like` is no folder, or it has no
+            average.
     """
     found = read_checkpoint(
-        checkpoint, step, instead="write it with meshpar.models.convert.writing"
+        checkpoint,
+        step,
+        instead="write it with meshpar.models.convert.writing",
+        average=average,
     )
     contents = found.contents
     said, run = contents.config, run_folder(contents.directory)

@@ -37,7 +37,7 @@ class OfCheckpoint:
 
 
 def read_checkpoint(
-    path: str | Path, step: int | None, *, instead: str
+    path: str | Path, step: int | None, *, instead: str, average: bool = False
 ) -> OfCheckpoint:
     """Read the parameters that a run has trained.
 
@@ -45,12 +45,13 @@ def read_checkpoint(
         path: The folder of a run, of its checkpoints, or of one of them.
         step: Which; the newest when absent.
         instead: What one may do where it does not say what its model is.
+        average: Read the run's average of the parameters in their place.
 
     Raises:
         CheckpointError: There is none, or its files are not as they were written.
-        InputError: It does not say what its model is.
+        InputError: It does not say what its model is, or has no average.
     """
-    contents, arrays = read_arrays(Path(path), step)
+    contents, arrays = read_arrays(Path(path), step, average=average)
     where = f"checkpoint of step {contents.step} in {contents.directory!r}"
     check_description(contents.config, where)
     sizes = contents.config.get("model_sizes")

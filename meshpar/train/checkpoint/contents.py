@@ -9,12 +9,14 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from optax import contrib
 
-from meshpar.errors import local_path
+from meshpar.errors import InputError, local_path
 from meshpar.foreign_files import json_type
 from meshpar.layout import Layout
 from meshpar.rules.sharding import insert
@@ -206,7 +208,34 @@ def _mean(array: np.ndarray) -> np.ndarray:
     return np.mean(array.astype(np.float32), 0).astype(array.dtype)
 
 
-def read_arrays(path: Path, step: int | None = None) -> tuple[Contents, dict[str, Any]]:
+@dataclass(frozen=True)
+class ScheduleFreeArray:
+    """The average of a parameter that `optax.contrib.schedule_free` trains.
+
+    Args:
+        trained: The parameter.
+        fast: The array `z` of the optimizer's state.
+        beta1: The optimizer's `b1`.
+    """
+
+    trained: StoredArray
+    fast: StoredArray
+    beta1: StoredArray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape, layers first to last."""
+        return self.trained.shape
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        """Return a part, as `StoredArray` does."""
+        state = SimpleNamespace(b1=self.beta1[()], z=self.fast[index])
+        return contrib.schedule_free_eval_params(state, self.trained[index])
+
+
+def read_arrays(
+    path: Path, step: int | None = None, *, average: bool = False
+) -> tuple[Contents, dict[str, Any]]:
     """Return the contents of a checkpoint, and its arrays as a tree, none read yet.
 
     With local steps the parameters are those that the replicas last had in common, as
@@ -215,9 +244,11 @@ def read_arrays(path: Path, step: int | None = None) -> tuple[Contents, dict[str
     Args:
         path: The folder of a run, of its checkpoints, or of one of them.
         step: The step; the newest when absent.
+        average: Return the optimizer's average of the parameters in their place.
 
     Raises:
         CheckpointError: There is none, or its files are not as they were written.
+        InputError: `average` of a checkpoint without one.
     """
     contents = read_contents(path, step)
     if contents.damage:
@@ -232,7 +263,54 @@ def read_arrays(path: Path, step: int | None = None) -> tuple[Contents, dict[str
     tree: dict[str, Any] = {}
     for place, array in _model_arrays(contents, folder):
         insert(tree, place, array)
+    if average:
+        for place, array in _averages(contents, folder):
+            insert(tree, place, array)
     return contents, tree
+
+
+def _averages(
+    contents: Contents, folder: Path
+) -> Iterator[tuple[tuple[str, ...], StoredArray | ScheduleFreeArray]]:
+    """Yield the average of each parameter, and the parameter's place in the tree."""
+    cache = chunk_cache()
+    shapes = {tuple(one.path.split(".")): one.shape for one in contents.arrays}
+    above = _average_path(contents, shapes)
+    for keys, shape in shapes.items():
+        if keys[0] != "params":
+            continue
+        kept = StoredArray(folder, (*above, *keys[1:]), shape, cache=cache)
+        if above[-1] == "average":
+            yield keys, kept
+        else:
+            trained = StoredArray(folder, keys, shape, cache=cache)
+            beta1 = StoredArray(folder, (*above[:-1], "b1"), (), cache=cache)
+            yield keys, ScheduleFreeArray(trained, kept, beta1)
+
+
+def _average_path(
+    contents: Contents, paths: Collection[tuple[str, ...]]
+) -> tuple[str, ...]:
+    """Return the path of the averages (`optimizer.average`), or of schedule-free's z.
+
+    Raises:
+        InputError: There are none.
+    """
+    params = {path[1:] for path in paths if path[0] == "params"}
+    starts = {path[: at + 1] for path in paths for at in range(len(path))}
+    for above in sorted(starts):
+        if above[0] == "opt_state" and above[-1] in ("average", "z"):
+            found = {
+                path[len(above) :] for path in paths if path[: len(above)] == above
+            }
+            if found == params:
+                return above
+    raise InputError(
+        f"checkpoint of step {contents.step} in {contents.directory!r} has no average "
+        "of the parameters: its run had neither --ema-decay nor an optimizer that "
+        "keeps one; leave the average out",
+        key="checkpoint.no_average",
+    )
 
 
 def _model_arrays(
@@ -277,6 +355,8 @@ _MOST = 1 << 63
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("layout", "layout_asked", "data", "chat_date"), _TEXT),
+    "optimizer": _TEXT,
+    "ema_decay": (*_NUMBER, type(None)),
     **dict.fromkeys(("tokenizer", "eos", "from_weights"), (*_TEXT, type(None))),
     **dict.fromkeys(("seed", "steps", "global_batch", "seq", "windows"), _WHOLE),
     "decay_steps": (*_WHOLE, type(None)),
