@@ -12,9 +12,11 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from meshpar.errors import InputError, local_path, whole_number
+from meshpar.recipes.optimizer_options import keeps_average, parse_optimizer
 from meshpar.recipes.option_checks import (
     DATA_OPTIONS,
     check_data,
+    check_optimizer,
     check_rollback,
     check_texts,
 )
@@ -28,15 +30,16 @@ ENVIRONMENT_VARIABLE = "MESHPAR_EMULATE"  # of meshpar.emulate, which imports ja
 _AT_LEAST_ONE = (
     *("steps", "global_batch", "seq", "save_every", "validate_every"),
     *("stop_after", "decay_steps", "num_processes", "start_timeout", "heartbeat"),
-    *("keep", "keep_every", "rollback_steps", "sync_every"),
+    *("keep", "keep_every", "rollback_steps", "sync_every", "cooldown_steps"),
+    "log_every",
 )
 _AT_LEAST_ZERO = (
     *("seed", "sample_tokens", "bubble_rounds", "emulate", "process_id"),
-    *("hang_timeout", "replay_every", "profile"),
+    *("hang_timeout", "replay_every", "profile", "warmup_steps"),
 )
 _OR_NONE = (
     *("stop_after", "decay_steps", "keep_every", "num_processes", "process_id"),
-    "sync_every",
+    *("sync_every", "warmup_steps", "cooldown_steps"),
 )
 
 
@@ -50,8 +53,12 @@ PATHS = (
 )
 """Names of the options whose value is a path."""
 
-SEVERAL = ("text", "data", "validation_data")
+SEVERAL = ("text", "data", "validation_data", "tracker", "callback")
 """Names of the options that may be repeated."""
+
+
+TRACKERS = ("jsonl", "tensorboard", "wandb", "mlflow")
+"""Programs that may track a run."""
 
 
 def _num_virtual_devices() -> int:
@@ -95,7 +102,12 @@ class RunConfig:
             saved values. "auto" starts a new run if there is no checkpoint.
         log_json: File of metrics, one JSON object per line; OUT/metrics.jsonl by
             default.
-        tensorboard: Folder of TensorBoard event files.
+        tracker: Program that tracks the run: "wandb", "mlflow", "tensorboard" (events
+            in OUT/tensorboard), or "jsonl", the file of metrics that every run has.
+            Repeat it for several.
+        tensorboard: Folder of TensorBoard event files, with that tracker.
+        callback: MODULE:FUNCTION, called with the step and a dict of metrics for every
+            row of metrics. Repeat it for several.
         sync_every: Local steps of each replica along the layout's `data` axis between
             averages of their parameters (for slow links); the layout's by default.
         outer_optimizer: Optimizer that applies the averaged local updates: "nesterov",
@@ -109,13 +121,29 @@ class RunConfig:
             stage,data,fsdp; the layout's own by default.
         global_batch: Sequences per optimizer step.
         seq: Tokens per sequence.
-        learning_rate: Peak learning rate, after a linear warm-up over a tenth of the
-            decay steps; then a cosine decays to a tenth of the peak.
-        decay_steps: Steps of that schedule; --steps by default.
+        optimizer: Name of an optimizer and the options that differ from its defaults,
+            such as adamw,beta2=0.99,weight_decay=0.05. Names: adamw, lion, adafactor,
+            muon, sgd, schedule_free. Weight decay applies to matrices only, unless
+            decay_mask=all.
+        learning_rate: Peak learning rate, after a linear warm-up.
+        learning_rate_schedule: Decay after the warm-up: "cosine", "linear", "constant",
+            or "wsd": constant, then linear over the cooldown steps. Cosine by default,
+            constant with schedule_free.
+        warmup_steps: Steps of the warm-up; a tenth of the decay steps by default.
+        cooldown_steps: Steps of the decay of wsd; a fifth of the decay steps by
+            default.
+        decay_steps: Steps of the whole schedule; --steps by default.
+        final_rate_ratio: Learning rate after the decay, as a ratio to the peak.
+        max_grad_norm: Scale gradients down to this global norm; 0 for no limit.
+        ema_decay: Keep a moving average of the parameters that retains this share of
+            itself at each step, such as 0.999.
+        validate_with: Parameters to validate and sample with: "average", the default
+            if the run keeps one, or "trained".
         save_every: Steps between checkpoints.
         keep: Number of newest checkpoints to keep.
         keep_every: Keep every checkpoint whose step is a multiple of this, too.
         validate_every: Steps between evaluations on the validation data.
+        log_every: Steps between rows of metrics.
         stop_after: Save a checkpoint and stop after this step.
         on_bad_step: Action on a loss or gradients that are not finite (such a step
             never changes the parameters): "skip" continues, but stops after ten in a
@@ -172,7 +200,9 @@ class RunConfig:
     out: Path | None = None
     resume: bool | Literal["auto"] = False
     log_json: Path | None = None
+    tracker: tuple[str, ...] = ()
     tensorboard: Path | None = None
+    callback: tuple[str, ...] = ()
     sync_every: int | None = None
     outer_optimizer: Literal["nesterov", "sgd", "adam"] = "nesterov"
     outer_learning_rate: float = 0.7
@@ -181,12 +211,21 @@ class RunConfig:
     mesh_order: str | None = None
     global_batch: int = 32
     seq: int = 128
+    optimizer: str = "adamw"
     learning_rate: float = 3e-3
+    learning_rate_schedule: Literal["cosine", "linear", "constant", "wsd"] | None = None
+    warmup_steps: int | None = None
+    cooldown_steps: int | None = None
     decay_steps: int | None = None
+    final_rate_ratio: float = 0.1
+    max_grad_norm: float = 1.0
+    ema_decay: float | None = None
+    validate_with: Literal["average", "trained"] | None = None
     save_every: int = 200
     keep: int = 2
     keep_every: int | None = None
     validate_every: int = 100
+    log_every: int = 1
     stop_after: int | None = None
     on_bad_step: Literal["skip", "rollback", "stop"] = "skip"
     spike: float | None = None
@@ -241,6 +280,17 @@ class RunConfig:
                 "or 'adam'",
                 key="run.unknown_outer_optimizer",
             )
+        for name in ("tracker", "callback"):
+            value = getattr(self, name)
+            texts = (value,) if isinstance(value, str) else tuple(value)
+            object.__setattr__(self, name, texts)
+        check_optimizer(self.values())
+        for name in self.tracker:
+            if name not in TRACKERS:
+                raise InputError(
+                    f"tracker={name!r}: must be one of {', '.join(TRACKERS)}",
+                    key="run.unknown_tracker",
+                )
         if self.dtype not in (None, "fp32", "bf16"):
             raise InputError(
                 f"dtype={self.dtype!r}: must be 'fp32' or 'bf16'",
@@ -312,8 +362,20 @@ class RunConfig:
         """File of the run's metrics."""
         return self.log_json or self.folder / "metrics.jsonl"
 
+    @property
+    def rate_schedule(self) -> str:
+        """Name of the learning rate's schedule, the optimizer's own by default."""
+        is_free = parse_optimizer(self.optimizer)[0] == "schedule_free"
+        return self.learning_rate_schedule or ("constant" if is_free else "cosine")
+
+    @property
+    def validates_average(self) -> bool:
+        """True if the run validates with the average of its parameters."""
+        keeps = keeps_average(self.optimizer, self.ema_decay)
+        return keeps and self.validate_with != "trained"
+
     def values(self) -> dict[str, Any]:
-        """return the plain value of every option."""
+        """Return the plain value of every option."""
         return {one.name: _plain(getattr(self, one.name)) for one in fields(self)}
 
     def changed(self) -> dict[str, Any]:
@@ -327,7 +389,7 @@ class RunConfig:
 
 
 START_OPTIONS = (
-    *("out", "resume", "stop_after", "profile"),
+    *("out", "resume", "stop_after", "profile", "callback"),
     *("coordinator", "num_processes", "process_id", "start_timeout", "heartbeat"),
 )
 """Names of the options of one start, which config.toml does not keep."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import logging
 import math
 import sys
 import time
@@ -26,6 +27,7 @@ import numpy as np
 import optax
 
 import meshpar
+from meshpar.cli.parsing import positive
 from meshpar.errors import install_extra, print_end
 from meshpar.machine.emulate import num_cpu_devices
 from meshpar.models.dit import DiTConfig, dit
@@ -33,6 +35,8 @@ from meshpar.models.dit_sampling import METHODS, sample
 from meshpar.models.layers.noise_path import PATHS
 from meshpar.models.layers.patches import to_patches
 from meshpar.recipes.labelled_images import LabelledImages, labelled_images
+from meshpar.recipes.run_log import on_console
+from meshpar.recipes.shared_options import RecipeParser
 
 if TYPE_CHECKING:
     from meshpar.train.data import HostBatch
@@ -50,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Trains, samples and judges; 0 done, 2 on bad input."""
     args = _arguments(argv)
     try:
-        run(args)
+        with on_console():
+            run(args)
     except ModuleNotFoundError as error:
         print(f"diffusion: {error}{_INSTALL}", file=sys.stderr)
         return 2
@@ -58,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return print_end("diffusion", error)
     return 0
 
+
+LOGGER = logging.getLogger("meshpar.recipes.diffusion")
 
 _INSTALL = f"; {install_extra('images')}"
 
@@ -90,7 +97,7 @@ def run(args: argparse.Namespace) -> None:
         devices=jax.devices()[: layout.num_devices],
     )
     state = train(step, step.init(args.seed), data, config, args)
-    print(judged_loss(step, state, data, config, args.batch))
+    LOGGER.info(judged_loss(step, state, data, config, args.global_batch))
     labels = np.repeat(np.arange(len(data.names)), _EACH_CLASS)
     samples = np.asarray(
         sample(
@@ -104,11 +111,12 @@ def run(args: argparse.Namespace) -> None:
             seed=args.seed,
         )
     )[: len(labels)]
-    print(judged_samples(samples, labels, data))
+    LOGGER.info(judged_samples(samples, labels, data))
     args.out.mkdir(parents=True, exist_ok=True)
     picture = args.out / "samples.png"
     draw(samples.reshape(len(data.names), _EACH_CLASS, *samples.shape[1:]), picture)
-    print(f"{picture}: rows of each class; {time.perf_counter() - began:.0f} s in all")
+    seconds = time.perf_counter() - began
+    LOGGER.info(f"{picture}: rows of each class; {seconds:.0f} s in all")
 
 
 def model_config(args: argparse.Namespace, data: LabelledImages) -> DiTConfig:
@@ -170,7 +178,7 @@ def train(
         state, metrics = step(state, batch)
         total += float(metrics["loss"])
         if number % every == 0:
-            print(f"step {number}: loss {total / every:.4f}", flush=True)
+            LOGGER.info(f"step {number}: loss {total / every:.4f}")
             total = 0.0
     return state
 
@@ -182,7 +190,7 @@ def batches(
     rng = np.random.default_rng(args.seed)
     patches = np.asarray(to_patches(data.images, config.patch))
     while True:
-        rows = rng.integers(len(patches), size=args.batch)
+        rows = rng.integers(len(patches), size=args.global_batch)
         yield {"patches": patches[rows], "labels": data.labels[rows]}
 
 
@@ -268,43 +276,28 @@ def draw(grid: np.ndarray, path: Path) -> None:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m recipes.diffusion",
-        description=__doc__.splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    shared = dict(layout="data=2", steps=1000, global_batch=128, seed=0)
+    shared |= dict(learning_rate=3e-3, out=Path("runs/diffusion"))
+    parser = RecipeParser("diffusion", __doc__, shared, {"--batch": "--global-batch"})
     add = parser.add_argument
     add("--data", help="folder of IDX files or images; scikit-learn's digits if absent")
-    add("--size", type=int, default=32, help="pixels per side of a folder's images")
-    add("--layout", default="data=2", help="layout")
     add(
         "--emulate",
         type=int,
         default=-1,
         help="virtual CPU devices; 0: real devices, -1: as many as needed",
     )
-    sizes = {
-        "steps": (1000, "optimizer steps"),
-        "batch": (128, "images per step"),
-        "layers": (4, "layers of the model"),
-        "embed": (64, "width of the model"),
-        "heads": (4, "attention heads"),
-        "seed": (0, "seed"),
-        "sampling_steps": (25, "steps of sampling"),
-    }
-    for name, (default, words) in sizes.items():
-        add(f"--{name.replace('_', '-')}", type=int, default=default, help=words)
-    add("--learning-rate", type=float, default=3e-3, help="peak learning rate")
+    add(
+        "--size", type=positive, default=32, help="pixels per side of a folder's images"
+    )
+    add("--layers", type=positive, default=4, help="layers of the model")
+    add("--embed", type=positive, default=64, help="width of the model")
+    add("--heads", type=positive, default=4, help="attention heads")
+    add("--sampling-steps", type=positive, default=25, help="steps of sampling")
     add("--prediction", choices=PATHS, default="flow", help="kind of prediction")
     add("--method", choices=METHODS, default="heun", help="method of sampling")
     add("--guidance", type=float, default=2.0, help="guidance; 1: none")
-    add("--out", type=Path, default=Path("runs/diffusion"), help="folder of samples")
-    args = parser.parse_args(argv)
-    for name in (*sizes, "size"):
-        least = 0 if name == "seed" else 1
-        if getattr(args, name) < least:
-            parser.error(f"--{name} {getattr(args, name)}: give {least} or more")
-    return args
+    return parser.parse_options(argv)
 
 
 if __name__ == "__main__":

@@ -13,25 +13,25 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import sys
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
 import optax
-import tyro
 
 from meshpar import InputError, Layout, TrainState, TrainStep, emulate, make_train_step
 from meshpar.data.batches import mixed
-from meshpar.errors import escape_unencodable, local_path, print_end, whole_number
+from meshpar.errors import escape_unencodable, print_end
 from meshpar.machine.emulate import num_cpu_devices
-from meshpar.model.lora import TARGETS, LoRA
 from meshpar.models.convert.chat_template import read_template
 from meshpar.models.convert.run_files import TOKENIZER, keep_files
 from meshpar.recipes.conversations import (
@@ -40,9 +40,12 @@ from meshpar.recipes.conversations import (
     read_conversations,
 )
 from meshpar.recipes.elastic import newest_description
+from meshpar.recipes.finetune_config import FinetuneConfig
 from meshpar.recipes.loaded import Loaded, OfRun, WithoutTokenizer, load
+from meshpar.recipes.optimizers import named_optimizer
 from meshpar.recipes.options import parse_words, with_values
-from meshpar.recipes.resume import changes, read_description
+from meshpar.recipes.resume import changes, read_description, refuse_other_optimizer
+from meshpar.recipes.run_log import on_console
 from meshpar.recipes.texts import SHAKESPEARE, split_texts
 from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.data import (
@@ -53,97 +56,12 @@ from meshpar.train.data import (
 )
 from meshpar.train.folder_in_use import folder_in_use
 
+LOGGER = logging.getLogger("meshpar.recipes.finetune")
+
 HELD_OUT = 10  # one conversation of so many
 _KEPT = ("from_weights", "model_sizes", "lora", "seed")
 """Settings that a resumed run must keep."""
 LORA_RATE, FULL_RATE = 1e-3, 5e-5
-
-
-@dataclass(frozen=True, kw_only=True)
-class FinetuneConfig:
-    """A run of the recipe.
-
-    Args:
-        from_weights: Folder of a model, GGUF file, or folder of a run.
-        out: Folder of the run.
-        text: Text file, or folder of .txt files; Shakespeare's plays by default.
-        chat: File of conversations as JSON lines, instead of text.
-        tokenizer: A tokenizer.json instead of the model's, or for a run on token files,
-            which has none.
-        layout: Layout of the run.
-        rank: Rank of LoRA's matrices; 0 trains all weights.
-        alpha: Scale of LoRA: its product is multiplied by alpha / rank.
-        targets: Matrices that LoRA changes, by parts of their paths.
-        steps: Total number of optimizer steps.
-        global_batch: Rows per step.
-        seq: Tokens per row.
-        learning_rate: Peak learning rate, after a tenth of the steps; then a cosine
-            decays to 0. By default 1e-3 with LoRA and 5e-5 without.
-        validation_rows: Number of held-out rows to evaluate.
-        validate_every: Steps between evaluations.
-        save_every: Steps between checkpoints; the newest two are kept.
-        seed: Seed of the order of rows and of LoRA's initial values.
-        resume: Resume from the newest checkpoint of --out, or start if there is none
-            (True and "auto" are the same).
-        emulate: Number of virtual CPU devices; 0 uses the real devices, -1 as many
-            virtual ones as the layout needs.
-
-    Raises:
-        InputError: A number is out of its range.
-    """
-
-    from_weights: Annotated[Path, tyro.conf.arg(aliases=("--from",))]
-    out: Path = Path("runs/finetuned")
-    text: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
-    chat: Path | None = None
-    tokenizer: Path | None = None
-    layout: str = "data=1"
-    rank: int = 8
-    alpha: float = 16.0
-    targets: tuple[str, ...] = TARGETS
-    steps: int = 40
-    global_batch: int = 8
-    seq: int = 128
-    learning_rate: float | None = None
-    validation_rows: int = 16
-    validate_every: int = 20
-    save_every: int = 200
-    seed: int = 0
-    resume: bool | Literal["auto"] = False
-    emulate: int = -1
-
-    def __post_init__(self) -> None:
-        for name in ("from_weights", "out", "chat", "tokenizer"):
-            if (path := getattr(self, name)) is not None:
-                local_path(f"--{name.replace('_', '-')}", path)
-        for path in self.text:
-            local_path("--text", path)
-        for name in (
-            *("steps", "global_batch", "seq"),
-            *("validation_rows", "validate_every", "save_every"),
-        ):
-            whole_number(name, getattr(self, name))
-        for name in ("rank", "seed"):
-            whole_number(name, getattr(self, name), 0)
-        if self.text and self.chat:
-            raise InputError(
-                f"text {str(self.text[0])!r} and chat {str(self.chat)!r} are both "
-                "given; give one of them",
-                key="run.text_and_chat",
-            )
-
-    @property
-    def lora(self) -> LoRA | None:
-        """LoRA settings, or None if all parameters are trained."""
-        if self.rank == 0:
-            return None
-        precision: Any = Layout.parse(self.layout).precision
-        return LoRA(
-            rank=self.rank,
-            alpha=self.alpha,
-            targets=self.targets,
-            frozen_dtype=precision,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,12 +93,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def finetune(config: FinetuneConfig) -> Finetuned:
+def finetune(config: FinetuneConfig, *, console: bool = True) -> Finetuned:
     """Trains, validates before and after, and saves.
+
+    Args:
+        config: The run.
+        console: Print what the run logs (logger `meshpar.recipes.finetune`).
 
     Raises:
         InputError: Something of the run cannot be.
     """
+    with on_console() if console else nullcontext():
+        return _finetuned(config)
+
+
+def _finetuned(config: FinetuneConfig) -> Finetuned:
     layout = Layout.parse(config.layout)
     layout.check_sizes()
     if config.emulate:
@@ -205,13 +132,13 @@ def finetune(config: FinetuneConfig) -> Finetuned:
 
         state = first_state(config, loaded, step, checkpoints)
         keep_tokenizer(config, loaded)
-        _print_sizes(step, state)
+        _log_sizes(step, state)
         before = validate(config, step, state, held_out)
         state = trained(config, step, state, train, held_out, save=save)
         after = validate(config, step, state, held_out)
         checkpoints.save(state, description)
         folder.refuse_deleted()
-    print(f"saved in {config.out}; meshpar export {config.out} --to FOLDER")
+    LOGGER.info(f"saved in {config.out}; meshpar export {config.out} --to FOLDER")
     return Finetuned(before=before, after=after, folder=config.out)
 
 
@@ -274,22 +201,23 @@ def tokenized_rows(
         check_answers(held_out, "held out", config.validation_rows),
     ):
         if line:
-            print(line, flush=True)
+            LOGGER.info(line)
     return train, held_out
 
 
 def make_step(config: FinetuneConfig, loaded: Loaded) -> TrainStep:
     """The compiled step: of LoRA's matrices, or of every weight."""
     lora, layout = config.lora, Layout.parse(config.layout)
-    schedule = optax.warmup_cosine_decay_schedule(
+    model = lora.model(loaded.model) if lora else loaded.model
+    rate = optax.warmup_cosine_decay_schedule(
         0.0,
         learning_rate_schedule(config),
         max(config.steps // 10, 1),
         max(config.steps, 2),
     )
     return make_train_step(
-        lora.model(loaded.model) if lora else loaded.model,
-        optax.adamw(schedule),
+        model,
+        named_optimizer(config.optimizer, rate, model),
         layout,
         devices=jax.devices()[: layout.num_devices],
         max_grad_norm=1.0,
@@ -321,7 +249,8 @@ def refuse_other_run(
         )
     before, now = read_description(checkpoints), json.loads(json.dumps(now))
     for line in changes(before, now):
-        print(f"goes on with {line}", flush=True)
+        LOGGER.info(f"goes on with {line}")
+    refuse_other_optimizer(before, now)
     for name in _KEPT:
         if name in before and before[name] != now[name]:
             raise InputError(
@@ -362,9 +291,7 @@ def trained(
         loss = float(metrics["loss"])
         seconds = time.perf_counter() - start
         learned = "" if float(metrics["weight_sum"]) else ", no token of it counts"
-        print(
-            f"step {number + 1}: loss {loss:.4f}, {seconds:.2f} s{learned}", flush=True
-        )
+        LOGGER.info(f"step {number + 1}: loss {loss:.4f}, {seconds:.2f} s{learned}")
         done = number + 1
         if done % config.validate_every == 0 and done < config.steps:
             validate(config, step, state, held_out)
@@ -383,7 +310,7 @@ def validate(
         loss, weight = step.evaluate(state, batch)
         loss_sum, weight_sum = loss_sum + float(loss), weight_sum + float(weight)
     mean = loss_sum / max(weight_sum, 1.0)
-    print(f"step {int(state.step)}: validation loss {mean:.4f}", flush=True)
+    LOGGER.info(f"step {int(state.step)}: validation loss {mean:.4f}")
     return mean
 
 
@@ -405,6 +332,7 @@ def described(
         "global_batch": config.global_batch,
         "seq": config.seq,
         "learning_rate": learning_rate_schedule(config),
+        "optimizer": config.optimizer,
         **_data_identity(config),
     }
     if chat_date is not None:
@@ -455,12 +383,12 @@ def _has_own_tokenizer(loaded: Loaded) -> bool:
     return loaded.tokenizer_file is None and not of_run
 
 
-def _print_sizes(step: TrainStep, state: TrainState) -> None:
+def _log_sizes(step: TrainStep, state: TrainState) -> None:
     trained_, frozen = (
         sum(x.size for x in jax.tree.leaves(tree))
         for tree in (state.params, state.model_state)
     )
-    print(f"{step.layout}: {trained_:,} values to train, {frozen:,} that stay")
+    LOGGER.info(f"{step.layout}: {trained_:,} values to train, {frozen:,} that stay")
 
 
 if __name__ == "__main__":

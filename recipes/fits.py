@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 import jax
-from rich.console import Console
 
 from meshpar import InputError, TrainStep, batch_shapes
 from meshpar.distributed import Processes
@@ -21,9 +20,7 @@ _SMALL = 0.01
 _FEW_TOKENS = 8192
 
 
-def check_memory(
-    config: RunConfig, step: TrainStep, processes: Processes, console: Console
-) -> None:
+def check_memory(config: RunConfig, step: TrainStep, processes: Processes) -> None:
     """Compares what a step takes by arithmetic with the memory of this process.
 
     Virtual CPU devices share their host's memory, as do several processes there.
@@ -54,7 +51,7 @@ def check_memory(
     )
     if config.on_low_memory == "stop":
         raise InputError(line, key="run.too_little_memory")
-    report.print_warning(console, line)
+    report.log_warning(line)
 
 
 def _gb(num_bytes: float) -> str:

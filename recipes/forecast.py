@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import logging
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -26,11 +27,14 @@ from typing import Any
 import numpy as np
 
 from meshpar import Layout, emulate
-from meshpar.cli.parsing import check_picture, output_file, positive
+from meshpar.cli.parsing import check_picture, positive
 from meshpar.errors import print_end
-from meshpar.layout import MESH_AXES
 from meshpar.recipes.printed_rows import write_rows
+from meshpar.recipes.run_log import on_console
 from meshpar.recipes.shallow_water import Band, State, balanced
+from meshpar.recipes.shared_options import RecipeParser, metrics_file
+
+LOGGER = logging.getLogger("meshpar.recipes.forecast")
 
 BAND = Band(height=32, width=64)
 MEMBERS, JUDGED = 20, 8
@@ -101,13 +105,14 @@ def _fields(state: State) -> np.ndarray:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the recipe: 0 if forecasts beat persistence, 1 if not, 2 on bad input."""
-    args = _parser().parse_args(argv)
+    args = _parser().parse_options(argv)
     try:
         if args.png:
             check_picture("--png", args.png, {".png": "matplotlib"})
         layout = Layout.parse(args.layout)
         emulate(layout.num_devices)
-        return run(args, layout)
+        with on_console():
+            return run(args, layout)
     except Exception as error:
         return print_end("forecast", error)
 
@@ -116,21 +121,20 @@ def run(args: argparse.Namespace, layout: Layout) -> int:
     """Simulates, trains, judges and draws."""
     began = time.perf_counter()
     weather = Weather.simulated(args.seed)
-    print(
+    LOGGER.info(
         f"{MEMBERS} members of {(LEADS - 1) / 2:.0f} days simulated in "
         f"{time.perf_counter() - began:.0f} s; relative drift: "
-        + ", ".join(f"{name} {value:.1e}" for name, value in weather.drift.items()),
-        flush=True,
+        + ", ".join(f"{name} {value:.1e}" for name, value in weather.drift.items())
     )
     rows, forecasts = [], weather.judged
     for row, found in train(weather, args, layout):
         rows.append(row)
         forecasts = found
-        print(in_words(row), flush=True)
-    write_rows(rows, args.log_json)
+        LOGGER.info(in_words(row))
+    write_rows(rows, metrics_file(args))
     errors, unmoved = rows[-1]["error"], rows[-1]["persistence"]
     for at, (error, other) in enumerate(zip(errors, unmoved, strict=True), start=1):
-        print(f"after {12 * at} h: error {error:.4f}, persistence {other:.4f}")
+        LOGGER.info(f"after {12 * at} h: error {error:.4f}, persistence {other:.4f}")
     if args.png:
         draw(weather, forecasts, args.png)
     return 0 if all(map(np.less, errors, unmoved)) else 1
@@ -156,7 +160,8 @@ def train(
         init_std=0.05,
     )
     rules = _GIVEN if layout.context == layout.tensor == 1 else _RULES
-    rate = optax.warmup_cosine_decay_schedule(0.0, args.rate, 20, max(args.steps, 21))
+    peak, steps = args.learning_rate, max(args.steps, 21)
+    rate = optax.warmup_cosine_decay_schedule(0.0, peak, 20, steps)
     step = make_train_step(
         afno(config),
         optax.adamw(rate),
@@ -172,7 +177,7 @@ def train(
     for number in range(1, args.steps + 1):
         state, metrics = step(state, weather.batch(rng, args.global_batch))
         loss = float(metrics["loss"])
-        if number % args.every and number != args.steps:
+        if number % args.validate_every and number != args.steps:
             continue
         forecasts = rolled_out(weather, functools.partial(step.logits, state))
         truth = weather.judged[:, 1 : 1 + forecasts.shape[1]]
@@ -252,25 +257,16 @@ def draw(weather: Weather, forecasts: np.ndarray, png: str) -> None:
     figure.savefig(png, dpi=80)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m recipes.forecast",
-        description=__doc__.splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+def _parser() -> RecipeParser:
+    shared = dict(layout="data=2,context=2,tensor=2", steps=1500, global_batch=16)
+    shared |= dict(learning_rate=3e-3, validate_every=300, seed=0)
+    files = dict(out=None, log_json=None, png=None)
+    renamed = {"--every": "--validate-every", "--rate": "--learning-rate"}
+    parser = RecipeParser("forecast", __doc__, {**shared, **files}, renamed)
+    parser.add_argument(
+        "--layers", type=positive, default=2, help="layers of the model"
     )
-    add = parser.add_argument
-    axes = ", ".join(MESH_AXES)
-    layout = "data=2,context=2,tensor=2"
-    add("--layout", default=layout, metavar="LINE", help=f"layout: sizes of {axes}")
-    add("--steps", type=positive, default=1500, metavar="N", help="optimizer steps")
-    add("--every", type=positive, default=300, help="steps between scores")
-    add("--global-batch", type=positive, default=16, help="examples per step")
-    add("--layers", type=positive, default=2, help="layers of the model")
-    add("--embed", type=positive, default=32, help="width of the model")
-    add("--rate", type=float, default=3e-3, help="peak learning rate")
-    add("--seed", type=int, default=0, help="seed")
-    add("--log-json", type=output_file, metavar="FILE", help="write a row per score")
-    add("--png", metavar="FILE", help="draw a forecast")
+    parser.add_argument("--embed", type=positive, default=32, help="width of the model")
     return parser
 
 

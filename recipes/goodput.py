@@ -41,13 +41,18 @@ class Ledger:
     noted: int = 0
     firsts: list[int] = field(default_factory=list)
 
-    def lose(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Takes rows of metrics whose steps do not count any more."""
+    def lose(self, rows: Iterable[Mapping[str, Any]], every: int = 1) -> None:
+        """Takes rows of metrics whose steps do not count any more.
+
+        Args:
+            rows: The rows.
+            every: Steps that each of them stands for.
+        """
         for row in rows:
             if "step_s" in row and row["step"] not in self.firsts:
-                self.lost_s += row["step_s"]
+                self.lost_s += every * row["step_s"]
                 if row["step"] < self.noted:
-                    self.undone_s += row["step_s"]
+                    self.undone_s += every * row["step_s"]
 
     def parts_s(self, wall_s: float) -> dict[str, float]:
         """Seconds by use; the sum is `wall_s`.
@@ -89,15 +94,21 @@ class Goodput:
         """The next step is compiled first."""
         self._before.firsts.append(step)
 
-    def lose(self, rows: Iterable[Mapping[str, Any]], done: int | None = None) -> None:
+    def lose(
+        self,
+        rows: Iterable[Mapping[str, Any]],
+        done: int | None = None,
+        every: int = 1,
+    ) -> None:
         """Takes rows whose steps are to be done again.
 
         Args:
             rows: Of metrics.
             done: Steps that this start has done; none when absent.
+            every: Steps that each row stands for.
         """
         self._before.noted = self._before.noted if done is None else done
-        self._before.lose(rows)
+        self._before.lose(rows, every)
 
     def note(self, done: int) -> float:
         """Writes what is spent once `done` steps are done; the productive share."""

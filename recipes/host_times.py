@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
-from rich.console import Console
 
 from meshpar.recipes import report
 from meshpar.recipes.data_waits import DataWaits
@@ -42,9 +41,9 @@ class HostTimes:
         self._data_s.append(waited_s[self._run.processes.process_id])
         return self._waits.note(step_s, waited_s)
 
-    def look(self, console: Console, done: int) -> None:
-        """Prints what is slow. All processes take part."""
-        report.print_waits(console, done, self._waits.line())
+    def look(self, done: int) -> None:
+        """Logs what is slow. All processes take part."""
+        report.log_waits(done, self._waits.line())
         step_s, data_s = map(statistics.median, (self._steps_s, self._data_s))
         self._steps_s, self._data_s = [], []
         devices = self._devices()
@@ -55,13 +54,13 @@ class HostTimes:
         if not processes.is_first:
             return
         for line in slow_ones([one[2] for one in told], processes.hosts):
-            report.print_waits(console, done, line)
+            report.log_waits(done, line)
         if processes.num_processes > 1:
             try:
                 self._write(done, told)
             except OSError as error:
                 line = f"times of processes are not written: {error}; the run goes on"
-                report.print_line(console, line)
+                report.log_line(line)
 
     def _write(
         self, done: int, told: Sequence[tuple[float, float, list[float]]]

@@ -12,6 +12,7 @@ outputs of its document change.
 from __future__ import annotations
 
 import argparse
+import logging
 import re
 import sys
 import time
@@ -22,10 +23,16 @@ import numpy as np
 import optax
 
 import meshpar
+from meshpar.cli.parsing import not_negative
 from meshpar.errors import print_end
 from meshpar.models.llama import LlamaConfig, llama
+from meshpar.recipes.printed_rows import write_rows
+from meshpar.recipes.run_log import on_console
+from meshpar.recipes.shared_options import RecipeParser, metrics_file
 from meshpar.recipes.texts import BYTE_VOCAB, SHAKESPEARE
 from meshpar.train.data import HostBatch, byte_tokens, read_texts
+
+LOGGER = logging.getLogger("meshpar.recipes.long_context")
 
 _SCENE = re.compile(r"(?=^SCENE |^Scene )", re.MULTILINE)
 _PADDING = -1
@@ -37,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Packs, probes and trains; 0 done, 2 on bad input."""
     args = _arguments(argv)
     try:
-        run(args)
+        with on_console():
+            run(args)
     except Exception as error:
         return print_end("long_context", error)
     return 0
@@ -63,15 +71,18 @@ def run(args: argparse.Namespace) -> None:
     )
     step = meshpar.make_train_step(model, optax.adam(3e-3), args.layout)
     state = step.init(args.seed)
-    batches = packed_batches(scenes(), args.seq, args.rows, args.seed)
+    batches = packed_batches(scenes(), args.seq, args.global_batch, args.seed)
     first = next(batches)
-    print(f"{args.layout}: {described(first)}")
-    print(f"one token changed: {probe(step, state, first)}")
+    LOGGER.info(f"{args.layout}: {described(first)}")
+    LOGGER.info(f"one token changed: {probe(step, state, first)}")
+    rows = []
     for number in range(args.steps):
         start = time.perf_counter()
         state, metrics = jax.block_until_ready(step(state, next(batches)))
         seconds = time.perf_counter() - start
-        print(f"step {number}: loss {float(metrics['loss']):.4f}, {seconds:.2f} s")
+        rows.append(dict(step=number, loss=float(metrics["loss"]), step_s=seconds))
+        LOGGER.info(f"step {number}: loss {rows[-1]['loss']:.4f}, {seconds:.2f} s")
+    write_rows(rows, metrics_file(args))
 
 
 def scenes() -> list[np.ndarray]:
@@ -145,22 +156,14 @@ def _stacked(rows: list[HostBatch]) -> HostBatch:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m recipes.long_context",
-        description=__doc__.splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--layout", default="context=8", metavar="LINE", help="layout")
-    add("--seq", type=int, default=8192, metavar="N", help="tokens per row")
-    add("--rows", type=int, default=1, metavar="N", help="rows per step")
-    add("--steps", type=int, default=10, metavar="N", help="optimizer steps")
-    add("--seed", type=int, default=0, metavar="N", help="seed")
-    args = parser.parse_args(argv)
-    least = dict(seq=_LEAST_SEQ, rows=1, steps=0, seed=0)
-    for name, number in least.items():
-        if getattr(args, name) < number:
-            parser.error(f"--{name} {getattr(args, name)}: give {number} or more")
+    shared = dict(layout="context=8", seq=8192, global_batch=1, steps=10, seed=0)
+    files = dict(out=None, log_json=None)
+    renamed = {"--rows": "--global-batch"}
+    types = {"steps": not_negative}
+    parser = RecipeParser("long_context", __doc__, {**shared, **files}, renamed, types)
+    args = parser.parse_options(argv)
+    if args.seq < _LEAST_SEQ:
+        parser.error(f"--seq {args.seq}: give {_LEAST_SEQ} or more")
     return args
 
 

@@ -1,64 +1,83 @@
-"""The metrics of a step, and where they go: JSON lines, TensorBoard, a function."""
+"""The metrics of a step, and where they go: JSON lines, trackers, functions."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import resource
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from meshpar import InputError, TrainStep
+from meshpar import TrainStep
 from meshpar.distributed import Processes
-from meshpar.errors import install_extra
 from meshpar.hardware.devices import device_from_kind
 from meshpar.planner.from_model import traced_workload
 from meshpar.recipes.config import RunConfig
+from meshpar.recipes.trackers import open_trackers
 from meshpar.train.metrics import JsonLines
 
 OnMetrics = Callable[[dict[str, Any]], None]
 """Is given each row as it is written; `step` is in it."""
+
+Callback = Callable[[int, dict[str, Any]], None]
+"""Is given the step and the metrics of each row as it is written."""
+
+LOGGER = logging.getLogger("meshpar.recipes.pretrain")
 
 
 class MetricsLog:
     """Every row of a run, written to all who want it.
 
     Args:
-        config: Which files.
+        config: Which files and trackers.
         on_metrics: Called with every row.
+        callbacks: Called with the step and the metrics of every row.
         done: Steps that the run resumes after; TensorBoard forgets later ones.
 
     Raises:
-        InputError: TensorBoard is asked for and not installed.
+        InputError: A tracker is not installed, or does not begin.
     """
 
     def __init__(
-        self, config: RunConfig, *, on_metrics: OnMetrics | None = None, done: int = 0
+        self,
+        config: RunConfig,
+        *,
+        on_metrics: OnMetrics | None = None,
+        callbacks: Sequence[Callback] = (),
+        done: int = 0,
     ) -> None:
-        self._events = _events_writer(config, done) if config.tensorboard else None
-        self._on_metrics = on_metrics
+        self._trackers = open_trackers(config, done)
+        self._failed: set[str] = set()
+        self._on_metrics, self._callbacks = on_metrics, callbacks
         self._lines = JsonLines(config.metrics_path)
         self.path = self._lines.path
 
     def write(self, *, step: int, **row: float | None) -> None:
         """Hands one row to all; None is what cannot be known here."""
         self._lines.write(step=step, **row)
-        if self._events is not None:
-            for name, value in row.items():
-                if value is not None:
-                    self._events.add_scalar(name, value, step)
+        known = {name: value for name, value in row.items() if value is not None}
+        for name, tracker in self._trackers.items():
+            try:
+                tracker.write(step, known)
+            except Exception as error:  # A server that is away ends no run.
+                if name not in self._failed:
+                    self._failed.add(name)
+                    LOGGER.warning("step %d: --tracker %s: %s", step, name, error)
         if self._on_metrics is not None:
             self._on_metrics({"step": step, **row})
+        for callback in self._callbacks:
+            callback(step, dict(row))
 
     def __enter__(self) -> MetricsLog:
         self._lines.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._events is not None:
-            self._events.close()
+        for tracker in self._trackers.values():
+            tracker.close()
         self._lines.__exit__(*error)
 
 
@@ -71,25 +90,20 @@ class NoLog:
 
 @contextlib.contextmanager
 def metrics_log(
-    processes: Processes, config: RunConfig, on_metrics: OnMetrics | None, done: int
+    processes: Processes,
+    config: RunConfig,
+    on_metrics: OnMetrics | None,
+    callbacks: Sequence[Callback],
+    done: int,
 ) -> Iterator[MetricsLog | NoLog]:
     """The log of process 0, open; no log for the others."""
     if not processes.is_first:
         yield NoLog()
         return
-    with MetricsLog(config, on_metrics=on_metrics, done=done) as log:
+    with MetricsLog(
+        config, on_metrics=on_metrics, callbacks=callbacks, done=done
+    ) as log:
         yield log
-
-
-def _events_writer(config: RunConfig, done: int) -> Any:
-    try:
-        from tensorboardX import SummaryWriter
-    except ModuleNotFoundError as error:
-        raise InputError(
-            f"--tensorboard needs tensorboardX: {install_extra('tensorboard')}",
-            key="run.missing_package",
-        ) from error
-    return SummaryWriter(str(config.tensorboard), purge_step=done)
 
 
 class Utilization:

@@ -1,12 +1,10 @@
-"""The language model that a run trains, and its optimizer."""
+"""The language model that a run trains."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
 from typing import Any
-
-import optax
 
 from meshpar import InputError, Model
 from meshpar.cli.parsing import parse_sizes
@@ -21,7 +19,6 @@ from meshpar.models.presets import (
 from meshpar.planner.workload.shapes import SHAPES
 from meshpar.recipes.config import PRESET, RunConfig
 from meshpar.recipes.tokenizer import default_vocab, vocab_needed
-from meshpar.train.local_steps import nesterov
 
 
 def build_model(config: RunConfig) -> Model:
@@ -110,31 +107,3 @@ def _name(config: RunConfig) -> str:
     if config.model is None:
         return f"preset {config.preset or PRESET!r}"
     return f"model {config.model!r}"
-
-
-def learning_rate_schedule(config: RunConfig) -> optax.Schedule:
-    """The learning rate by updates done: up over a tenth of the run, then a cosine.
-
-    It ends at a tenth of its peak after `decay_steps`, and stays there.
-    """
-    steps = config.decay_steps or config.steps
-    warmup = min(max(steps // 10, 1), steps - 1)
-    peak = config.learning_rate
-    return optax.warmup_cosine_decay_schedule(
-        0.0, peak, warmup, max(steps, 2), peak / 10
-    )
-
-
-def make_optimizer(config: RunConfig) -> optax.GradientTransformation:
-    """AdamW with that learning rate."""
-    return optax.adamw(learning_rate_schedule(config), b2=0.95, weight_decay=0.1)
-
-
-def make_outer_optimizer(config: RunConfig) -> optax.GradientTransformation:
-    """Return the outer optimizer of local steps."""
-    rate, momentum = config.outer_learning_rate, config.outer_momentum
-    if config.outer_optimizer == "adam":
-        return optax.adam(rate, b1=momentum)
-    if config.outer_optimizer == "sgd":
-        return optax.sgd(rate)
-    return nesterov(rate, momentum)

@@ -12,53 +12,44 @@ time.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 
 from meshpar import InputError, Layout, emulate
-from meshpar.cli.parsing import check_picture, output_file, positive
+from meshpar.cli.parsing import check_picture
 from meshpar.errors import print_end
 from meshpar.recipes.printed_rows import Row, printed, write_rows
+from meshpar.recipes.run_log import on_console
+from meshpar.recipes.shared_options import RecipeParser, metrics_file
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the recipe; 0 done, 2 on bad input."""
-    args = _parser().parse_args(argv)
+    args = _parser().parse_options(argv)
     try:
         layout = Layout.parse(args.layout)
         layout.check_sizes()
         if args.png is not None:
             check_picture("--png", args.png, {".png": "matplotlib"})
         emulate(layout.num_devices)
-        rows = printed(
-            train(args.preset, layout, args.steps, args.global_batch, args.seq),
-            in_words,
-        )
+        with on_console():
+            rows = printed(
+                train(args.preset, layout, args.steps, args.global_batch, args.seq),
+                in_words,
+            )
     except Exception as error:
         return print_end("moe", error)
-    write_rows(rows, args.log_json)
+    write_rows(rows, metrics_file(args))
     if args.png is not None:
         draw(rows, args.png)
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m recipes.moe",
-        description=__doc__.splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument(
-        "--layout", default="data=2,expert=4", metavar="LINE", help="layout"
-    )
+def _parser() -> RecipeParser:
+    shared = dict(layout="data=2,expert=4", steps=150, global_batch=16, seq=128)
+    files = dict(out=None, log_json=None, png=None)
+    parser = RecipeParser("moe", __doc__, {**shared, **files})
     parser.add_argument("--preset", default="tiny-moe", metavar="NAME", help="model")
-    add = parser.add_argument
-    add("--steps", type=positive, default=150, metavar="N", help="optimizer steps")
-    add("--global-batch", type=positive, default=16, help="sequences per step")
-    add("--seq", type=positive, default=128, help="tokens per sequence")
-    add("--log-json", type=output_file, metavar="FILE", help="write a row per step")
-    add("--png", metavar="FILE", help="draw loads over time")
     return parser
 
 

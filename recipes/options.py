@@ -25,6 +25,7 @@ from meshpar.recipes.config import (
     RunConfig,
 )
 from meshpar.recipes.config_file import SAVED, read_options
+from meshpar.recipes.optimizer_options import FIRST_DEFAULT
 from meshpar.recipes.option_checks import DATA_OPTIONS
 
 _DESCRIPTION = """\
@@ -109,6 +110,8 @@ def _folder_options(
             does not repeat them.
     """
     kept = _without(_file_options(words, saved, command, faults), _NOT_OF_A_FOLDER)
+    if not any(_option(word) == "--optimizer" for word in kept):
+        kept.insert(0, f"--optimizer={FIRST_DEFAULT}")  # Saved by version 0.2.
     given = {_option(word) for word in words}
     for option in sorted(_WRITTEN - given):
         path = _value(kept, option)

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from rich.console import Console
 
 from meshpar import TrainState
 from meshpar.cli.lint import wide_console
+from meshpar.cli.parsing import import_function
 from meshpar.data.batches import device_batches
 from meshpar.distributed import Processes
 from meshpar.recipes import config_file, report
@@ -46,13 +48,14 @@ from meshpar.recipes.joined import (
     run_folder,
 )
 from meshpar.recipes.metrics import (
+    Callback,
     MetricsLog,
     NoLog,
     OnMetrics,
     Utilization,
     metrics_log,
 )
-from meshpar.recipes.model import learning_rate_schedule
+from meshpar.recipes.optimizers import learning_rate_schedule
 from meshpar.recipes.options import resuming_command
 from meshpar.recipes.phases import Phases
 from meshpar.recipes.profile import Profile
@@ -61,6 +64,7 @@ from meshpar.recipes.replicas import mean_over_replicas, num_replicas, skipped_i
 from meshpar.recipes.rollback import rolled_back
 from meshpar.recipes.rows import check_files
 from meshpar.recipes.run import PROGRAM, Run, RunResult
+from meshpar.recipes.run_log import on_console
 from meshpar.recipes.save import save, told_if_not_saved
 from meshpar.recipes.started import started
 from meshpar.recipes.step import audited, check_intervals, make_step, timed_step
@@ -68,6 +72,7 @@ from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.data import ordered_batches, padded_batches
 from meshpar.train.faults import BadStepError, StepWatch, StopRequest, Watchdog
 from meshpar.train.heap import share_heaps
+from meshpar.train.optimizer.average import averaged_state
 from meshpar.train.same_step import check_same_step
 from meshpar.train.sample import sample_tokens
 
@@ -80,6 +85,8 @@ def pretrain(
     config: RunConfig,
     *,
     on_metrics: OnMetrics | None = None,
+    callbacks: Sequence[Callback] = (),
+    console: bool = True,
     program: Sequence[str] = PROGRAM,
     began: float | None = None,
 ) -> RunResult:
@@ -90,12 +97,11 @@ def pretrain(
         on_metrics: Called with every row of metrics, a dict: of a step `step`, `loss`,
             `grad_norm`, `tokens_per_s`, `step_s`, `learning_rate`, `mfu`, `skipped` and
             bytes of memory, of a look at the validation text `validation_loss`. What
-            cannot be known here is None. For Weights & Biases:
-
-                import wandb
-                wandb.init(project="mine", config=config.values())
-                pretrain(config, on_metrics=wandb.log)
-
+            cannot be known here is None.
+        callbacks: Functions called with the step and a dict of the metrics of every
+            row, after those that `config.callback` names.
+        console: Print what the run logs. Its records are INFO and WARNING of the logger
+            `meshpar.recipes.pretrain`, for a program that handles them itself.
         program: The words that resume it, but for its options; printed when it stops.
         began: When its time began, by `time.perf_counter`; now when absent.
 
@@ -106,34 +112,46 @@ def pretrain(
     share_heaps()
     with join(config) as processes:
         config = agreed(config, processes)
-        with Watchdog(config.hang_timeout, processes) as watchdog:
+        report.LOGGER.disabled = not processes.is_first
+        screen = wide_console() if console and processes.is_first else None
+        with (
+            nullcontext() if screen is None else on_console(screen),
+            Watchdog(config.hang_timeout, processes) as watchdog,
+        ):
             phases = Phases(watchdog, began)
-            return joined_run(config, processes, phases, on_metrics, program)
+            named = [import_function(one, "--callback") for one in config.callback]
+            log = partial(
+                metrics_log,
+                processes,
+                on_metrics=on_metrics,
+                callbacks=(*named, *callbacks),
+            )
+            return joined_run(config, processes, phases, log, screen, program)
 
 
 def joined_run(
     config: RunConfig,
     processes: Processes,
     phases: Phases,
-    on_metrics: OnMetrics | None,
+    open_log: Callable[..., AbstractContextManager[MetricsLog | NoLog]],
+    screen: Console | None,
     program: Sequence[str],
 ) -> RunResult:
     """The run of one process among all; the first prints and writes for them."""
     if processes.is_first:
         check_files(config)
-    console = wide_console() if processes.is_first else Console(quiet=True)
     texts = load_corpus(
         config,
         processes,
-        partial(report.print_line, console),
+        report.log_line,
         on_file=partial(phases.begin, "starting"),
     )
     line, told = fitted(config, jax.device_count(), processes.num_processes)
     step = make_step(replace(config, layout=line))
     check_intervals(config, step.layout)
     step.check_batch(config.global_batch)
-    report.print_fitted(console, told)
-    check_memory(config, step, processes, console)
+    report.log_fitted(told)
+    check_memory(config, step, processes)
     with (
         run_folder(config, processes) as folder,
         Checkpoints(
@@ -149,7 +167,7 @@ def joined_run(
             step=step,
             texts=texts,
             checkpoints=checkpoints,
-            console=console,
+            console=screen or Console(quiet=True),
             program=program,
             processes=processes,
             phases=phases,
@@ -161,12 +179,12 @@ def joined_run(
         run, state = started(run)
         if processes.is_first:
             saved_as = config_file.save(config, config.folder)
-            report.print_config(console, config, saved_as)
-        report.print_layout(console, step, config)
+            report.log_config(config, saved_as)
+        report.log_layout(step, config)
         if processes.is_first:
-            report.print_slow_links(console, step, config)
-        report.print_bytes(console, step, state, texts)
-        with metrics_log(processes, config, on_metrics, run.position.step) as log:
+            report.log_slow_links(step, config)
+        report.log_bytes(step, state, texts)
+        with open_log(config, done=run.position.step) as log:
             with StopRequest() as stop:
                 run, state = trained(run, state, log, stop)
                 phases.begin("saving")
@@ -213,7 +231,7 @@ def train(
     times = HostTimes(run)
     with (
         report.progress_bar(run.console) as progress,
-        Profile(config, first=first, console=run.console) as profile,
+        Profile(config, first=first) as profile,
         device_batches(
             make_batches(run), run.step.place, num_steps=max(last - first, 0)
         ) as batches,
@@ -234,10 +252,11 @@ def train(
             is_over, waited = after_step(run.processes, stop, data_s)
             told = {"learning_rate": learning_rate, **use.row(row["step_s"])}
             told["data_s"] = times.note(row["step_s"], waited)
-            log.write(step=number, **row, **told)
+            if is_logged(config, number, first, last):
+                log.write(step=number, **row, **told)
             is_skipped = row["skipped"] > skipped
             if is_skipped:
-                report.print_skipped(progress.console, number, row)
+                report.log_skipped(number, row)
             is_bad = is_skipped and row["weight_sum"] != 0
             run.watch.check(number, loss=row["loss"], skipped=is_bad)
             skipped = row["skipped"]
@@ -250,8 +269,8 @@ def train(
                     loss = validate(run, state, QUICK_BATCHES)
                 share = run.goodput.note(done)
                 log.write(step=number, validation_loss=loss, goodput=share)
-                report.print_look(progress.console, done, row, loss)
-                times.look(progress.console, done)
+                report.log_look(done, row, loss)
+                times.look(done)
                 progress.update(task, description="training")
             if done % config.save_every == 0:
                 save(run, state, done)
@@ -259,6 +278,18 @@ def train(
             if is_over:
                 break
     return state
+
+
+def is_logged(config: RunConfig, number: int, first: int, last: int) -> bool:
+    """Return True if a step has a row of metrics: every Nth, a start's first and last.
+
+    Args:
+        config: Options of the run.
+        number: The step, from 0.
+        first: First step of this start.
+        last: Step after its last.
+    """
+    return (number + 1) % config.log_every == 0 or number in (first, last - 1)
 
 
 def make_batches(run: Run) -> Any:
@@ -273,11 +304,11 @@ def make_batches(run: Run) -> Any:
 
 
 def validate(run: Run, state: TrainState, num_batches: int | None = None) -> float:
-    """Mean loss per token over the validation text, or over its first batches.
+    """Return the mean loss per token over the validation text, or its first batches.
 
-    Of those as many more as it takes to have a token that counts.
+    More of them are read if no token of the first ones counts.
     """
-    windows = run.texts.validation
+    windows, state = run.texts.validation, evaluated(run, state)
     loss_sum = weight_sum = 0.0
     global_batch = run.config.global_batch
     rows = run.step.rows_here(global_batch)
@@ -290,28 +321,32 @@ def validate(run: Run, state: TrainState, num_batches: int | None = None) -> flo
     return loss_sum / weight_sum
 
 
+def evaluated(run: Run, state: TrainState) -> TrainState:
+    """Return the state to validate: with averaged parameters if the run uses them."""
+    return averaged_state(run.step, state) if run.config.validates_average else state
+
+
 def finish(
     run: Run, state: TrainState, log: MetricsLog | NoLog, stop: StopRequest
 ) -> RunResult:
     """The results, or how to go on, and where everything is."""
     config, done, loss = run.config, int(state.step), None
     if stop.requested or done < config.steps:
-        report.print_stopped(run.console, done, resuming_command(config, run.program))
+        report.log_stopped(done, resuming_command(config, run.program))
     else:
         loss = validate(run, state)
         share = run.goodput.note(done)
         log.write(step=done - 1, validation_loss=loss, goodput=share)
-        report.print_results(run.console, loss, run.texts)
-        report.print_sample(run.console, run.texts, sample(run, state))
+        report.log_results(loss, run.texts)
+        report.log_sample(run.texts, sample(run, state))
         if run.step.layout.stage > 1:
-            report.print_bubble(
-                run.console,
+            report.log_bubble(
                 run.step,
                 *run_bubble(run, state, make_batches(run)(0)),
             )
     run.goodput.note(done)
-    report.print_goodput(run.console, run.goodput.line())
-    report.print_where(run.console, run.checkpoints.directory, config.metrics_path)
+    report.log_goodput(run.goodput.line())
+    report.log_where(run.checkpoints.directory, config.metrics_path)
     return RunResult(
         steps_done=done,
         validation_loss=loss,
@@ -324,7 +359,7 @@ def sample(run: Run, state: TrainState) -> np.ndarray:
     """Tokens that follow the first of the validation text."""
     return sample_tokens(
         run.step,
-        state,
+        evaluated(run, state),
         run.texts.prompt,
         num_tokens=run.config.sample_tokens,
         seq=run.config.seq,

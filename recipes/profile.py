@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-from rich.console import Console
 
 from meshpar.recipes import report
 from meshpar.recipes.config import RunConfig
@@ -26,12 +25,11 @@ class Profile:
     Args:
         config: How many, `profile`, and the folder of the run.
         first: The first step of this start.
-        console: Which is told.
     """
 
-    def __init__(self, config: RunConfig, *, first: int, console: Console) -> None:
+    def __init__(self, config: RunConfig, *, first: int) -> None:
         self._traced = range(first + _UNTRACED, first + _UNTRACED + config.profile)
-        self._folder, self._console = config.folder / "profile", console
+        self._folder = config.folder / "profile"
         if jax.process_count() > 1:
             self._folder /= f"process{jax.process_index()}"
         self._is_on = False
@@ -53,7 +51,7 @@ class Profile:
     def _stop(self) -> None:
         self._is_on = False
         jax.profiler.stop_trace()
-        report.print_profiled(self._console, self._traced, self._folder)
+        report.log_profiled(self._traced, self._folder)
 
     def __enter__(self) -> Profile:
         return self
@@ -67,4 +65,4 @@ class Profile:
             if kind is None:
                 raise
             # What ended the run is not to be lost behind it.
-            report.print_warning(self._console, f"no trace is written: {failed}")
+            report.log_warning(f"no trace is written: {failed}")

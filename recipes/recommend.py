@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import sys
 import time
 from collections.abc import Generator, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,7 +36,6 @@ from meshpar import (
     emulate,
     make_train_step,
 )
-from meshpar.cli.parsing import output_file, positive
 from meshpar.errors import print_end
 from meshpar.recipes.clicks import (
     NUMBERS,
@@ -49,6 +48,8 @@ from meshpar.recipes.clicks import (
     split,
 )
 from meshpar.recipes.printed_rows import Row, printed, write_rows
+from meshpar.recipes.run_log import on_console
+from meshpar.recipes.shared_options import RecipeParser, metrics_file
 from meshpar.tables.placement import AUTO
 from meshpar.tables.table import KINDS, ROW_WISE
 from meshpar.train.folder_in_use import folder_in_use
@@ -56,6 +57,8 @@ from meshpar.train.folder_in_use import folder_in_use
 if TYPE_CHECKING:
     from meshpar.tables import TableStep
     from meshpar.train.checkpoint import Checkpoints
+
+LOGGER = logging.getLogger("meshpar.recipes.recommend")
 
 DATA = {"drawn": drawn, "movielens": movielens}
 TABLE_RATES = {"drawn": 0.05, "movielens": 0.02}
@@ -69,46 +72,32 @@ DIM = 16
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the recipe; 0 done, 2 on bad input."""
-    args = _parser().parse_args(argv)
+    args = _parser().parse_options(argv)
     try:
         layout = Layout.parse(args.layout)
         layout.check_sizes()
         emulate(layout.num_devices)
-        rows = printed(train(args, layout, *split(DATA[args.data]())), in_words)
+        with on_console():
+            rows = printed(train(args, layout, *split(DATA[args.data]())), in_words)
     except Exception as error:
         return print_end("recommend", error)
-    write_rows(rows, args.log_json)
+    write_rows(rows, metrics_file(args))
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m recipes.recommend",
-        description=__doc__.splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+def _parser() -> RecipeParser:
+    shared = dict(layout="data=4,stage=2,microbatches=2", steps=600, global_batch=1024)
+    files = dict(out=None, save_every=200, log_json=None)
+    parser = RecipeParser("recommend", __doc__, {**shared, **files})
     add = parser.add_argument
     add("--data", choices=DATA, default="drawn", help="clicks to learn")
-    layout = "data=4,stage=2,microbatches=2"
-    add("--layout", default=layout, metavar="LINE", help="layout")
     add(
         "--placement",
         choices=(AUTO, *KINDS),
         default=ROW_WISE,
         help="placement of all tables",
     )
-    add("--steps", type=positive, default=600, metavar="N", help="optimizer steps")
-    add("--global-batch", type=positive, default=1024, help="examples per step")
-    add(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        help="folder of checkpoints",
-    )
-    words = "steps between checkpoints"
-    add("--save-every", type=positive, default=200, metavar="N", help=words)
     add("--resume", action="store_true", help="resume from the checkpoint in --out")
-    add("--log-json", type=output_file, metavar="FILE", help="write the printed rows")
     return parser
 
 
@@ -128,7 +117,7 @@ def train(
             "examples to train on; give a smaller one",
             key="batch.more_than_examples",
         )
-    print(step.placements)
+    LOGGER.info(step.placements)
     with _checkpoints(args, step) as checkpoints:
         state = _first_state(args, step, checkpoints)
         state = yield from _steps(args, step, state, train_set, checkpoints)

@@ -28,4 +28,4 @@ def check_replay(
         return
     if run.config.on_bad_step != "skip":
         raise BadStepError(number, told, key="run.step_not_repeatable")
-    report.print_replay(run.console, number, told)
+    report.log_replay(number, told)

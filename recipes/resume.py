@@ -8,7 +8,8 @@ from typing import Any
 
 from meshpar import InputError, Layout
 from meshpar.recipes.config import RunConfig
-from meshpar.recipes.model import learning_rate_schedule
+from meshpar.recipes.optimizer_options import FIRST_DEFAULT, state_parts
+from meshpar.recipes.optimizers import learning_rate_schedule
 from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.checkpoint.contents import check_description
 
@@ -18,8 +19,18 @@ Description = Mapping[str, Any]
 _TOLD = (
     *("layout", "precision", "steps", "decay_steps", "global_batch", "seq"),
     *("learning_rate", "text", "sources", "data", "validation_data", "tokenizer"),
-    *("eos", "pack", "schedule"),
+    *("eos", "pack", "schedule", "optimizer", "learning_rate_schedule"),
+    *("warmup_steps", "cooldown_steps", "final_rate_ratio", "max_grad_norm"),
+    "ema_decay",
 )
+"""Options whose changes are printed."""
+
+_OF_RATE = (
+    *("steps", "decay_steps", "learning_rate", "learning_rate_schedule"),
+    *("warmup_steps", "cooldown_steps", "final_rate_ratio"),
+    *("optimizer", "ema_decay", "validate_with"),
+)
+"""Options that the learning rate depends on, and those they are checked with."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +71,7 @@ def refuse_other(before: Description, now: Description, done: int) -> None:
         done: Steps done.
 
     Raises:
-        InputError: Another model or seed, or fewer steps than are done.
+        InputError: Another model, seed or optimizer, or fewer steps than are done.
     """
     sizes, wanted = before.get("model_sizes", {}), now["model_sizes"]
     for name, size in sizes.items():  # In an order that no run changes.
@@ -79,12 +90,34 @@ def refuse_other(before: Description, now: Description, done: int) -> None:
             "it; leave --seed out, or start another run",
             key="run.changed_seed",
         )
+    refuse_other_optimizer(before, now)
     if done > now["steps"]:
         raise InputError(
             f"the checkpoint is at step {done}, beyond steps={now['steps']}; give at "
             f"least --steps {done}",
             key="run.too_few_steps",
         )
+
+
+def refuse_other_optimizer(before: Description, now: Description) -> None:
+    """Refuses an optimizer whose state has other arrays than the checkpoint's.
+
+    Raises:
+        InputError: It has.
+    """
+    texts = [said.get("optimizer", FIRST_DEFAULT) for said in (before, now)]
+    had, has = (
+        state_parts(text, said.get("ema_decay"))
+        for text, said in zip(texts, (before, now), strict=True)
+    )
+    for name, value in had.items():
+        if value != has[name]:
+            raise InputError(
+                f"the checkpoint has the optimizer state of {name}={value}, not "
+                f"{has[name]} (--optimizer {texts[0]} before, {texts[1]} now): give "
+                "the same, or start another run from its weights with --from",
+                key="run.changed_optimizer",
+            )
 
 
 def refuse_other_replicas(before: Description, now: Description) -> None:
@@ -169,10 +202,12 @@ def rate_change(
         >>> rate_change(config, before, done=20)[0][:38]
         'learning rate of step 20 0.001 -> 0.00'
     """
-    known = {"steps", "decay_steps", "learning_rate"}
-    if not known <= before.keys():
+    if not {"steps", "decay_steps", "learning_rate"} <= before.keys():
         return []
-    earlier = replace(config, **{name: before[name] for name in known})
+    default = RunConfig().values()
+    earlier = replace(
+        config, **{name: before.get(name, default[name]) for name in _OF_RATE}
+    )
     then, now = (
         float(learning_rate_schedule(one)(done - skipped)) for one in (earlier, config)
     )

@@ -53,7 +53,7 @@ def rolled_back(run: Run, bad: BadStepError) -> tuple[Run, TrainState]:
     checkpoints.forget_after(back)
     windows = run.position.after(bad.step + 1, config.global_batch)
     cut_rows_after(run, back, done=bad.step + 1)
-    report.print_rolled_back(run.console, bad, back, windows)
+    report.log_rolled_back(bad, back, windows)
     position = Position(step=back, windows=windows)
     return replace(run, position=position, num_rollbacks=run.num_rollbacks + 1), state
 

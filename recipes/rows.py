@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from meshpar import InputError
-from meshpar.errors import install_extra
 from meshpar.foreign_files import parse_json
 from meshpar.recipes import host_times, report
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.run import Run
+from meshpar.recipes.trackers import check_trackers
 from meshpar.train.metrics import cut_rows
 
 
@@ -52,7 +49,7 @@ def check_files(config: RunConfig) -> None:
 
     Raises:
         InputError: There is a run that this one does not resume, the file of metrics
-            cannot be, or TensorBoard is not installed.
+            cannot be, or a tracker is not installed.
     """
     names = [path.name for path in (config.folder / "checkpoints").glob("*")]
     steps = [int(name) for name in names if name.isdecimal()]
@@ -69,14 +66,10 @@ def check_files(config: RunConfig) -> None:
             "another file in --log-json",
             key="run.unwritable_metrics",
         ) from error
-    if config.tensorboard and importlib.util.find_spec("tensorboardX") is None:
-        raise InputError(
-            f"--tensorboard needs tensorboardX: {install_extra('tensorboard')}",
-            key="run.missing_package",
-        )
+    check_trackers(config)
 
 
-def begin_rows(config: RunConfig, console: Console) -> None:
+def begin_rows(config: RunConfig) -> None:
     """Renames the file of a run that began before to FILE.before, or refuses it.
 
     Where a run may be one that began before (`resume="auto"`) its rows are of a start
@@ -88,7 +81,7 @@ def begin_rows(config: RunConfig, console: Console) -> None:
     if config.resume == "auto":
         path = config.metrics_path
         if path.is_file() and path.stat().st_size:
-            report.print_renamed(console, path, path.replace(f"{path}.before"))
+            report.log_renamed(path, path.replace(f"{path}.before"))
     else:
         refuse_rows(config.metrics_path)
 
@@ -111,7 +104,7 @@ def cut_rows_after(run: Run, back: int, done: int | None = None) -> None:
     cut_rows(path, lambda row: comes_again(row, back, steps))
     cut_rows(run.config.folder / host_times.NAME, lambda row: row["step"] >= back)
     kept_bytes = path.stat().st_size if path.is_file() else 0
-    run.goodput.lose(_rows_in(before[kept_bytes:]), done)
+    run.goodput.lose(_rows_in(before[kept_bytes:]), done, run.config.log_every)
 
 
 def _rows_in(data: bytes) -> Iterator[dict[str, Any]]:

@@ -35,4 +35,4 @@ def told_if_not_saved(run: Run) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        report.print_not_saved(run.console, error)
+        report.log_not_saved(error)

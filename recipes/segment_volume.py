@@ -3,7 +3,7 @@
     pip install 'meshpar[volumes,plots]'
     python -m recipes.segment_volume --png slices.png
     python -m recipes.segment_volume --layout context=8 --image t1.nii.gz \\
-        --truth tissue.nii.gz --out found.nii.gz
+        --truth tissue.nii.gz --prediction found.nii.gz
 
 Without files it reads the MNI152 template of nilearn (197 x 233 x 189 voxels of 1 mm),
 takes means of 5 x 5 x 5 voxels (`--downsample`), and degrades it like a scan (`--bias`,
@@ -17,6 +17,7 @@ and mirroring, because the network would memorise a scan that is always the same
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,8 @@ from meshpar import InputError, Layout, emulate
 from meshpar.cli.parsing import check_picture, output_file, positive
 from meshpar.errors import print_end
 from meshpar.recipes.printed_rows import write_rows
+from meshpar.recipes.run_log import on_console
+from meshpar.recipes.shared_options import RecipeParser, deprecated, metrics_file
 from meshpar.recipes.volumes import (
     Scan,
     best_band,
@@ -42,6 +45,10 @@ from meshpar.recipes.volumes import (
     template,
     write,
 )
+
+LOGGER = logging.getLogger("meshpar.recipes.segment_volume")
+
+_NIFTI = (".nii", ".nii.gz")
 
 HELD_OUT = 1 / 3
 """Share of the scan's second dim, at its end, that is held out."""
@@ -127,7 +134,8 @@ class Task:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the recipe; 0 done, 2 on bad input."""
-    args = _parser().parse_args(argv)
+    args = _parser().parse_options(argv)
+    _move_prediction(args)
     try:
         layout = Layout.parse(args.layout)
         layout.check_sizes()
@@ -138,13 +146,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         if args.png is not None:
             check_picture("--png", args.png, {".png": "matplotlib"})
-        if args.out is not None and not args.out.endswith((".nii", ".nii.gz")):
+        path = args.prediction
+        if path is not None and not path.endswith(_NIFTI):
             raise InputError(
-                f"--out {args.out!r}: end it in .nii or .nii.gz",
+                f"--prediction {path!r}: end it in .nii or .nii.gz",
                 key="command.unknown_suffix",
             )
         emulate(layout.num_devices)
-        run(args, layout)
+        with on_console():
+            run(args, layout)
     except Exception as error:
         return print_end("segment_volume", error)
     return 0
@@ -160,23 +170,24 @@ def run(args: argparse.Namespace, layout: Layout) -> None:
     task = make_task(scan, args.patch * 2 ** (args.levels - 1), layout)
     baseline = task.dice(task.threshold)
     shape = " x ".join(map(str, task.scan.image.shape))
-    print(
+    LOGGER.info(
         f"{shape} voxels, padded to {' x '.join(map(str, task.sizes))}; {layout}\n"
         f"held out: Dice of the best band of intensities {baseline:.4f}"
     )
     rows, found = [], task.threshold
     for row, found in train(task, args, layout):  # noqa: B007
         rows.append(row)
-        print(in_words(row), flush=True)
-    print(
+        LOGGER.info(in_words(row))
+    LOGGER.info(
         f"held out: Dice {task.dice(found):.4f} of the U-Net, {baseline:.4f} of the "
         f"best band; a whole volume takes {rows[-1]['inference_s']:.1f} s"
     )
-    write_rows(rows, args.log_json)
+    write_rows(rows, metrics_file(args))
     if args.png is not None:
         draw(task.scan, found, args.png)
-    if args.out is not None:
-        write(found, task.scan.affine, args.out)
+    prediction = args.prediction or (args.out and str(args.out / "prediction.nii.gz"))
+    if prediction is not None:
+        write(found, task.scan.affine, prediction)
 
 
 def load_scan(args: argparse.Namespace) -> Scan:
@@ -228,7 +239,7 @@ def train(
         patch=args.patch,
         groups=2,
     )
-    rate = optax.cosine_onecycle_schedule(args.steps, args.rate, pct_start=0.2)
+    rate = optax.cosine_onecycle_schedule(args.steps, args.learning_rate, pct_start=0.2)
     step = make_train_step(
         unet3d(config),
         optax.adam(rate),
@@ -245,7 +256,7 @@ def train(
         seen = task.anew(rng) if args.anew else task
         state, metrics = step(state, step.place(seen.batch))
         loss = float(metrics["loss"])
-        if number % args.every and number != args.steps:
+        if number % args.validate_every and number != args.steps:
             continue
         seconds = time.perf_counter() - began
         asked = time.perf_counter()
@@ -269,23 +280,18 @@ def in_words(row: dict[str, Any]) -> str:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m recipes.segment_volume",
-        description=__doc__.splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+def _parser() -> RecipeParser:
+    shared = dict(layout="context=2,tensor=2", steps=160, learning_rate=0.01)
+    shared |= dict(validate_every=10, seed=0)
+    files = dict(out=None, log_json=None, png=None)
+    renamed = {"--every": "--validate-every", "--rate": "--learning-rate"}
+    parser = RecipeParser("segment_volume", __doc__, {**shared, **files}, renamed)
     add = parser.add_argument
-    add("--layout", default="context=2,tensor=2", metavar="LINE", help="layout")
     add("--image", metavar="FILE", help="NIfTI volume; the template if absent")
     add("--truth", metavar="FILE", help="NIfTI map of its tissue")
-    add("--steps", type=positive, default=160, metavar="N", help="optimizer steps")
-    add("--every", type=positive, default=10, help="steps between scores")
     add("--levels", type=positive, default=3, help="levels of the U-Net")
     add("--base", type=positive, default=8, help="channels of the finest level")
     add("--patch", type=positive, default=1, help="voxels per side of a patch")
-    add("--rate", type=float, default=0.01, help="peak learning rate")
-    add("--seed", type=int, default=0, help="seed")
     add("--downsample", type=positive, metavar="N", help="means of N^3 voxels")
     add("--bias", type=float, metavar="SHARE", help="range of the uneven factor")
     add("--noise", type=float, metavar="SHARE", help="noise over the brightest voxel")
@@ -300,7 +306,21 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--out", type=output_file, metavar="FILE", help="write the prediction, as NIfTI"
     )
+    add(
+        "--prediction",
+        type=output_file,
+        metavar="FILE",
+        help="write the predicted voxels as NIfTI (default: OUT/prediction.nii.gz, if "
+        "there is --out)",
+    )
     return parser
+
+
+def _move_prediction(args: argparse.Namespace) -> None:
+    """Take a NIfTI file in `--out`, its old meaning, for `--prediction`."""
+    if args.out is not None and str(args.out).endswith(_NIFTI):
+        deprecated("--out FILE.nii.gz", "--prediction FILE.nii.gz")
+        args.prediction, args.out = str(args.out), None
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from meshpar.models.convert.run_files import keep_files
 from meshpar.models.convert.weights import read_weights
 from meshpar.recipes import report
 from meshpar.recipes.model import model_config
+from meshpar.recipes.optimizer_options import FIRST_DEFAULT
 from meshpar.recipes.replicas import num_replicas, skipped_in
 from meshpar.recipes.resume import (
     changes,
@@ -36,7 +37,7 @@ def started(run: Run) -> tuple[Run, TrainState]:
     newest = newest_common_step(run)
     if newest is None and config.resume is not True:
         if run.processes.is_first:
-            begin_rows(config, run.console)
+            begin_rows(config)
         state = first_state(run)
         if run.processes.is_first:
             keep_files(
@@ -57,7 +58,7 @@ def started(run: Run) -> tuple[Run, TrainState]:
     told = [*changes(before, now), *rates]
     if run.processes.is_first and now["tokenizer"] != before.get("tokenizer"):
         keep_files(config.folder, tokenizer=config.tokenizer)
-    report.print_resumed(run.console, done, told, run.position)
+    report.log_resumed(done, told, run.position)
     cut_rows_after(run, done)
     return run, state
 
@@ -72,12 +73,7 @@ def first_state(run: Run) -> TrainState:
         config.seed, params=weights.params, model_state=weights.model_state
     )
     read = f"{weights.source.bytes_read:,} bytes read by this process"
-    run.console.print(
-        f"weights from {weights.source.where}, {read}",
-        soft_wrap=True,
-        highlight=False,
-        markup=False,
-    )
+    report.log_line(f"weights from {weights.source.where}, {read}")
     return state
 
 
@@ -94,7 +90,7 @@ def restored(run: Run) -> tuple[dict[str, Any], TrainState]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DamagedCheckpointWarning)  # It is printed.
         while True:
-            before = read_description(checkpoints)
+            before = {"optimizer": FIRST_DEFAULT, **read_description(checkpoints)}
             done = checkpoints.step_read or 0
             refuse_other(before, run.description(), done)
             state = checkpoints.restore(step.state_shapes, step.shardings)
@@ -107,7 +103,7 @@ def tell_damaged(run: Run, told: set[int]) -> set[int]:
     """Prints the checkpoints passed over that are not told yet; all that are then."""
     damaged = run.checkpoints.damaged
     for step in sorted(damaged.keys() - told, reverse=True):
-        report.print_damaged(run.console, step, damaged[step])
+        report.log_damaged(step, damaged[step])
     return told | damaged.keys()
 
 

@@ -20,7 +20,9 @@ from meshpar import (
     make_train_step,
 )
 from meshpar.recipes.config import RunConfig
-from meshpar.recipes.model import build_model, make_optimizer, make_outer_optimizer
+from meshpar.recipes.model import build_model
+from meshpar.recipes.optimizer_options import keeps_average
+from meshpar.recipes.optimizers import make_optimizer, make_outer_optimizer
 
 
 def audited(
@@ -40,12 +42,13 @@ def make_step(config: RunConfig, mesh: Mesh | AbstractMesh | None = None) -> Tra
         layout = replace(layout, sync_every=config.sync_every)
     if mesh is None:
         mesh = make_mesh(layout, mesh_devices(layout), order=config.mesh_order)
+    model = build_model(config)
     return make_train_step(
-        build_model(config),
-        make_optimizer(config),
+        model,
+        make_optimizer(config, model),
         layout,
         mesh=mesh,
-        max_grad_norm=1.0,
+        max_grad_norm=config.max_grad_norm or None,
         schedule=config.schedule,
         gradient_reduction=config.gradient_reduction,
         outer_optimizer=make_outer_optimizer(config) if layout.sync_every > 1 else None,
@@ -72,6 +75,13 @@ def check_intervals(config: RunConfig, layout: Layout) -> None:
             f"--{given[0].replace('_', '-')} is given, but sync_every=1 has no outer "
             "optimizer; leave it out, or give --sync-every 2 or more",
             key="run.option_without_local_steps",
+        )
+    if every > 1 and keeps_average(config.optimizer, config.ema_decay):
+        raise InputError(
+            f"optimizer={config.optimizer!r} with ema_decay={config.ema_decay} "
+            f"averages the parameters, and with sync_every={every} each replica would "
+            "have another average; leave ema_decay out, or train without local steps",
+            key="run.average_with_local_steps",
         )
 
 

@@ -33,7 +33,9 @@ SMALL = dict(
 _OF_STEP = (
     *("layout", "schedule", "preset", "model", "dtype", "from_weights", "tokenizer"),
     *("data", "sync_every", "outer_optimizer", "outer_learning_rate", "mesh_order"),
-    *("outer_momentum", "gradient_reduction", "learning_rate"),
+    *("outer_momentum", "gradient_reduction", "learning_rate", "optimizer"),
+    *("learning_rate_schedule", "warmup_steps", "cooldown_steps", "final_rate_ratio"),
+    *("max_grad_norm", "ema_decay"),
 )
 
 _made = functools.cache(make_step)

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-from rich.console import Console
 
 import meshpar
 from meshpar.distributed import Processes
@@ -474,22 +473,23 @@ def test_a_control_group_may_have_less_memory_than_its_host(
 
 
 def test_a_run_that_does_not_fit_is_told_with_both_numbers(
-    monkeypatch, capsys, refuses
+    monkeypatch, caplog, refuses
 ):
-    console = Console(width=500)
     config = RunConfig(**SMALL, layout="data=2")
     step = pretrain.make_step(config)
     states, temporary = estimated_bytes(step, meshpar.batch_shapes(8, 16))
     needed = 2 * (states + temporary)
     monkeypatch.setattr(fits, "_memory_bytes", lambda device: needed)
-    fits.check_memory(config, step, Processes(), console)
+    fits.check_memory(config, step, Processes())
     monkeypatch.setattr(fits, "estimated_bytes", lambda *args: (states, temporary))
     monkeypatch.setattr(fits, "_memory_bytes", lambda device: needed - 1)
     with refuses("run.too_little_memory", "data=2", "0.0", 2, "CPU"):
-        fits.check_memory(config, step, Processes(), console)
+        fits.check_memory(config, step, Processes())
     config = replace(config, on_low_memory="warn")
-    fits.check_memory(config, step, Processes(), console)
-    assert "warning: layout 'data=2' needs about" in capsys.readouterr().out
+    fits.check_memory(config, step, Processes())
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage().startswith("layout 'data=2' needs about")
 
 
 def test_processes_compare_their_steps_once_before_the_first(small, monkeypatch):

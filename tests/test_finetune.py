@@ -327,11 +327,12 @@ def test_held_out_answers_of_which_nothing_is_left_are_refused(
     rows_of_chats(theirs, chats, seq=64, validation_rows=2)
 
 
-def test_answers_that_are_cut_are_counted(theirs, tmp_path, capsys):
+def test_answers_that_are_cut_are_counted(theirs, tmp_path, caplog):
+    caplog.set_level("INFO")
     long = "Nay answer me " * 40
     chats = chats_of(tmp_path, *["Barnardo"] * 10, long, long, *["Barnardo"] * 8)
     train, _ = rows_of_chats(theirs, chats, seq=48)
-    (line,) = capsys.readouterr().out.splitlines()
+    (line,) = caplog.messages
     said = sum(train.kept(index).said for index in range(18))
     kept = sum(int(train[index]["weights"].sum()) for index in range(18))
     assert 0 < kept < said
@@ -339,13 +340,14 @@ def test_answers_that_are_cut_are_counted(theirs, tmp_path, capsys):
     assert names(line, f"{said - kept} of {said} tokens") and names(line, "--seq 48")
 
 
-def test_nothing_is_told_where_nothing_is_cut(theirs, tmp_path, capsys):
+def test_nothing_is_told_where_nothing_is_cut(theirs, tmp_path, caplog):
+    caplog.set_level("INFO")
     rows_of_chats(theirs, chats_of(tmp_path, *["Barnardo"] * 20), seq=200)
-    assert capsys.readouterr().out == ""
+    assert caplog.messages == []
 
 
 def test_what_a_resumed_run_has_otherwise_is_told(
-    run, theirs, small_text, tmp_path, capsys
+    run, theirs, small_text, tmp_path, caplog
 ):
     """Data of the same name and another content too."""
     loaded, text = load(theirs), tmp_path / small_text.name
@@ -363,9 +365,10 @@ def test_what_a_resumed_run_has_otherwise_is_told(
         resume=True,
     )
     step = make_step(config, loaded)
+    caplog.set_level("INFO")
     with Checkpoints(run.folder / "checkpoints") as checkpoints:
         refuse_other_run(config, described(config, loaded, step), checkpoints)
-    lines = capsys.readouterr().out.splitlines()
+    lines = [one.getMessage() for one in caplog.records if "recipes" in one.name]
     told = "layout", "steps 12 -> 14", "global_batch 4 -> 8", "seq 32 -> 16"
     told += "learning_rate 0.03 -> 0.01", f"-> {text}", "data crc32"
     assert len(lines) == len(told)

@@ -14,7 +14,7 @@ from meshpar.planner.workload.problems import layout_problems
 from meshpar.planner.workload.shapes import SHAPES
 from meshpar.recipes import pretrain as run_module
 from meshpar.recipes.config import RunConfig
-from meshpar.recipes.model import learning_rate_schedule, make_outer_optimizer
+from meshpar.recipes.optimizers import learning_rate_schedule, make_outer_optimizer
 from meshpar.recipes.options import parse_arguments
 from meshpar.recipes.pretrain import pretrain
 from meshpar.recipes.resume import refuse_other_replicas

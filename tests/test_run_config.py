@@ -20,7 +20,8 @@ from meshpar.recipes.config import OPTIONS, RunConfig
 from meshpar.recipes.config_file import SAVED, as_toml, save
 from meshpar.recipes.model import build_model, model_config
 from meshpar.recipes.options import parse_arguments, program_words, resuming_command
-from meshpar.recipes.report import print_config
+from meshpar.recipes.report import log_config
+from meshpar.recipes.run_log import on_console
 from tests.refusals import ending_of, names
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -376,7 +377,8 @@ def test_help_has_every_option_an_example_and_the_exit_statuses(capsys):
 def test_a_name_in_brackets_is_printed_as_it_is():
     console = Console(width=200, record=True)
     config = RunConfig(out=Path("runs/x[/old]"), text=(Path("my[red].txt"),))
-    print_config(console, config, Path("config.toml"))
+    with on_console(console):
+        log_config(config, Path("config.toml"))
     text = console.export_text()
     assert "x[/old]" in text and "my[red].txt" in text
 

@@ -17,10 +17,11 @@ from meshpar.hardware.devices import DEVICES
 from meshpar.planner.workload.shapes import SHAPES
 from meshpar.recipes import host_times, metrics, pretrain, report
 from meshpar.recipes.config import RunConfig
-from meshpar.recipes.model import learning_rate_schedule
+from meshpar.recipes.optimizers import learning_rate_schedule
 from meshpar.recipes.pretrain import make_step
 from meshpar.recipes.profile import Profile
 from meshpar.recipes.rows import cut_rows_after
+from meshpar.recipes.run_log import on_console
 from tests import run_steps
 from tests.conftest import rows
 from tests.run_steps import shared_steps as shared_steps
@@ -145,7 +146,7 @@ def test_memory_is_of_the_fullest_device():
 
 
 def test_a_full_disk_under_the_times_of_processes_does_not_end_the_run(
-    monkeypatch, tmp_path, capsys
+    monkeypatch, tmp_path, caplog
 ):
     path = tmp_path / host_times.NAME
     before = '{"step": 1, "process": 0}\n'
@@ -169,15 +170,16 @@ def test_a_full_disk_under_the_times_of_processes_does_not_end_the_run(
             gather=lambda value: [value, value],
         ),
     )
+    caplog.set_level("INFO")
     times = host_times.HostTimes(run)
     times.note(1.0, [0.0, 0.0])
-    times.look(Console(width=500), 4)
-    assert f"[Errno {errno.ENOSPC}]" in capsys.readouterr().out
+    times.look(4)
+    assert f"[Errno {errno.ENOSPC}]" in caplog.text
     assert path.read_text() == before
 
 
 def test_what_ends_a_run_is_not_lost_behind_a_trace_that_fails(
-    monkeypatch, tmp_path, capsys
+    monkeypatch, tmp_path, caplog
 ):
     monkeypatch.setattr(jax.profiler, "start_trace", lambda *args, **options: None)
 
@@ -188,11 +190,11 @@ def test_what_ends_a_run_is_not_lost_behind_a_trace_that_fails(
     config = replace(SMALL, profile=2, out=tmp_path)
     with (
         pytest.raises(ZeroDivisionError),
-        Profile(config, first=0, console=Console(width=500)) as profile,
+        Profile(config, first=0) as profile,
         profile.step(2),
     ):
         raise ZeroDivisionError
-    assert f"[Errno {errno.ENOSPC}]" in capsys.readouterr().out
+    assert f"[Errno {errno.ENOSPC}]" in caplog.text
 
 
 def test_processes_write_traces_into_folders_of_their_own(monkeypatch, tmp_path):
@@ -205,8 +207,7 @@ def test_processes_write_traces_into_folders_of_their_own(monkeypatch, tmp_path)
     config = replace(SMALL, profile=1, out=tmp_path)
     for process in (0, 1):
         monkeypatch.setattr(jax, "process_index", lambda number=process: number)
-        console = Console(quiet=True)
-        with Profile(config, first=0, console=console) as profile, profile.step(2):
+        with Profile(config, first=0) as profile, profile.step(2):
             pass
     assert folders == [f"{tmp_path}/profile/process{n}" for n in (0, 1)]
 
@@ -217,7 +218,7 @@ def test_a_resumed_run_cuts_the_times_of_processes_as_its_other_rows(tmp_path):
     run = SimpleNamespace(
         config=replace(SMALL, out=tmp_path, steps=9),
         processes=SimpleNamespace(is_first=True),
-        goodput=SimpleNamespace(lose=lambda rows, done: list(rows)),
+        goodput=SimpleNamespace(lose=lambda rows, done, every: list(rows)),
     )
     cut_rows_after(run, 4)
     for name in (host_times.NAME, "metrics.jsonl"):
@@ -225,5 +226,6 @@ def test_a_resumed_run_cuts_the_times_of_processes_as_its_other_rows(tmp_path):
 
 
 def test_a_line_that_names_a_file_is_printed_as_it_is(capsys):
-    report.print_line(Console(width=20), "tokenized [b].txt and [/b].txt in 2 s")
+    with on_console(Console(width=20)):
+        report.log_line("tokenized [b].txt and [/b].txt in 2 s")
     assert capsys.readouterr().out == "tokenized [b].txt and [/b].txt in 2 s\n"

@@ -83,9 +83,9 @@ MUTANTS = (
     Mutant(
         name="learning-rate-falls-too-long",
         effect="the learning rate is too high when the run ends",
-        file="recipes/model.py",
-        old="0.0, peak, warmup, max(steps, 2), peak / 10",
-        new="0.0, peak, warmup, max(steps, 2) + warmup, peak / 10",
+        file="recipes/optimizers.py",
+        old="0.0, peak, warmup, steps, end)",
+        new="0.0, peak, warmup, steps + warmup, end)",
         tests=(
             "tests/test_run_metrics.py"
             "::test_the_learning_rate_rises_for_a_tenth_and_ends_at_a_tenth",
