@@ -15,6 +15,7 @@ from meshpar.cli.parsing import (
     output_file,
     positive,
 )
+from meshpar.errors import install_extra
 
 _SHARED: Mapping[str, Mapping[str, Any]] = {
     "layout": dict(metavar="LINE", help="layout of the devices"),
@@ -36,7 +37,7 @@ _SHARED: Mapping[str, Mapping[str, Any]] = {
         help="file of metrics, one JSON object per line (default: OUT/metrics.jsonl, "
         "if there is --out)",
     ),
-    "png": dict(metavar="FILE", help="picture to draw (pip install 'meshpar[plots]')"),
+    "png": dict(metavar="FILE", help=f"picture to draw ({install_extra('plots')})"),
 }
 """Name of an option -> arguments of `add_argument`, without the recipe's default."""
 
