@@ -287,8 +287,9 @@ class RunConfig:
         check_optimizer(self.values())
         for name in self.tracker:
             if name not in TRACKERS:
+                known = ", ".join(TRACKERS)
                 raise InputError(
-                    f"tracker={name!r}: must be one of {', '.join(TRACKERS)}",
+                    f"tracker={reprlib.repr(name)}: must be one of {known}",
                     key="run.unknown_tracker",
                 )
         if self.dtype not in (None, "fp32", "bf16"):

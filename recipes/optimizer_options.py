@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,6 +54,9 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
 Muon's `beta1`, `beta2` and `epsilon` are of Adam, which updates what is no matrix.
 """
 
+_SHOWN = 40
+"""Characters of a wrong value that its error quotes."""
+
 _BELOW_ONE = ("beta1", "beta2", "momentum", "decay_rate")
 _WORDS = {"true": True, "false": False}
 
@@ -72,8 +76,8 @@ def parse_optimizer(text: str) -> tuple[str, dict[str, Any]]:
     name = word.strip().replace("-", "_")
     if name not in OPTIMIZERS:
         raise InputError(
-            f"optimizer={text!r}: there is no optimizer {name!r}; "
-            f"{nearest(name, OPTIMIZERS)}",
+            f"optimizer={reprlib.repr(text)}: there is no optimizer "
+            f"{reprlib.repr(name)}; {nearest(name[:_SHOWN], OPTIMIZERS)}",
             key="run.unknown_optimizer",
         )
     defaults = OPTIMIZERS[name]
@@ -101,9 +105,10 @@ def _unknown_option(name: str, option: str, value: str) -> InputError:
     owners = [other for other, options in OPTIMIZERS.items() if option in options]
     known = ", ".join(f"{one}={it}" for one, it in OPTIMIZERS[name].items())
     whose = f" (an option of {', '.join(owners)})" if owners else ""
+    given = f"{option[:_SHOWN]}={value[:_SHOWN]}"
     return InputError(
-        f"optimizer {name!r} has no option {option}={value}{whose}; leave it out, or "
-        f"take another optimizer; options of {name} and their defaults: {known}",
+        f"optimizer {name!r} has no option {given}{whose}; leave it out, or take "
+        f"another optimizer; options of {name} and their defaults: {known}",
         key="run.unknown_optimizer_option",
     )
 
@@ -115,7 +120,7 @@ def _value(option: str, text: str, default: Any) -> Any:
     elif isinstance(default, bool):
         wanted, is_right, value = "true or false", text in _WORDS, _WORDS.get(text)
     elif isinstance(default, int):
-        is_right = text.isdecimal() and 1 <= int(text) < 1 << 31
+        is_right = text.isdecimal() and len(text) < 10 and int(text) >= 1
         wanted, value = "a whole number of at least 1", int(text) if is_right else None
     else:
         value = _number(text)
@@ -124,7 +129,8 @@ def _value(option: str, text: str, default: Any) -> Any:
         is_right = value is not None and 0 <= value < limit
     if not is_right:
         raise InputError(
-            f"optimizer option {option}={text}: must be {wanted} (default {default})",
+            f"optimizer option {option}={text[:_SHOWN]}: must be {wanted} "
+            f"(default {default})",
             key="value.out_of_range",
         )
     return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -117,8 +118,9 @@ def check_optimizer(values: Mapping[str, Any]) -> None:
         ("validate_with", ("average", "trained")),
     ):
         if values[option] not in (None, *choices):
+            shown = reprlib.repr(values[option])
             raise InputError(
-                f"{option}={values[option]!r}: must be one of {', '.join(choices)}",
+                f"{option}={shown}: must be one of {', '.join(choices)}",
                 key=f"run.unknown_{option}",
             )
     _check_share("final_rate_ratio", values["final_rate_ratio"], "at most 1", most=1.0)

@@ -115,7 +115,7 @@ def refuse_other_optimizer(before: Description, now: Description) -> None:
             raise InputError(
                 f"the checkpoint has the optimizer state of {name}={value}, not "
                 f"{has[name]} (--optimizer {texts[0]} before, {texts[1]} now): give "
-                "the same, or start another run from its weights with --from",
+                "the same, or export its weights and start another run with --from",
                 key="run.changed_optimizer",
             )
 

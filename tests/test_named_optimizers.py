@@ -10,6 +10,7 @@ import pytest
 from optax import contrib
 
 from meshpar.models.presets import build
+from meshpar.recipes import pretrain
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.optimizer_options import (
     FIRST_DEFAULT,
@@ -25,9 +26,13 @@ from meshpar.recipes.optimizers import (
 )
 from meshpar.recipes.resume import refuse_other_optimizer
 from meshpar.rules.sharding import path_name
+from meshpar.train.checkpoint import Checkpoints
+from meshpar.train.checkpoint.contents import read_arrays
 from meshpar.train.optimizer.average import averaged_state, parameter_average
 from tests.marks import slow
 from tests.pipelined import batch_of, mlp_of, step_of
+from tests.run_steps import SMALL
+from tests.states import drawn
 
 SPLIT, STAGED = "fsdp=2,tensor=2", "stage=2,microbatches=2"
 ALL = [*OPTIMIZERS, "adamw with an average"]
@@ -246,3 +251,55 @@ def test_options_are_of_the_type_of_their_default():
     assert (name, options["ns_steps"]) == ("muon", 6)
     assert (options["nesterov"], options["rms"]) == (False, 0.0)
     assert options["beta2"] == OPTIMIZERS["muon"]["beta2"]
+
+
+@pytest.mark.parametrize("name", ["schedule_free", "adamw with an average"])
+def test_an_average_is_restored_under_another_layout_and_read_for_an_export(
+    name, tmp_path
+):
+    step, other = made(name, "data=1"), made(name, SPLIT)
+    state = drawn(step, scale=0.3, steps_done=3)
+    with Checkpoints(tmp_path, layer_orders=step.layer_orders) as checkpoints:
+        checkpoints.save(state, {"layout": "data=1"})
+    with Checkpoints(tmp_path, layer_orders=other.layer_orders) as checkpoints:
+        restored = checkpoints.restore(other.state_shapes, other.shardings)
+    same = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7)
+    jax.tree.map(same, restored.opt_state, state.opt_state)
+    wanted = averaged_state(other, restored).params
+    found = read_arrays(tmp_path, average=True)[1]["params"]
+    jax.tree.map(lambda one, array: same(array[...], one), wanted, found)
+    differs = [
+        np.abs(np.asarray(one) - np.asarray(trained)).max() > 0.1
+        for one, trained in zip(
+            *map(jax.tree.leaves, (wanted, restored.params)), strict=True
+        )
+    ]
+    assert all(differs), "the average is not what is trained"
+
+
+def test_a_checkpoint_without_an_average_is_refused(tmp_path, refuses):
+    step = made("sgd", "data=1")
+    with Checkpoints(tmp_path, layer_orders=step.layer_orders) as checkpoints:
+        checkpoints.save(drawn(step, scale=0.3, steps_done=3), {"layout": "data=1"})
+    with refuses("checkpoint.no_average", "--ema-decay", words=False):
+        read_arrays(tmp_path, average=True)
+    with refuses("optimizer.no_average", "parameter_average"):
+        averaged_state(step, drawn(step, scale=0.3))
+
+
+@pytest.mark.slow
+def test_a_run_resumed_under_a_pipeline_keeps_its_average(tmp_path, small_text):
+    given = dict(layout="data=2", text=small_text, ema_decay=0.9, decay_steps=6)
+    given = {**SMALL, "model": "vocab=256,layers=2", **given, "warmup_steps": 0}
+    losses = {
+        use: pretrain.pretrain(
+            RunConfig(**given, steps=6, validate_with=use, out=tmp_path / use)
+        ).validation_loss
+        for use in ("average", "trained")
+    }
+    out = tmp_path / "part"
+    pretrain.pretrain(RunConfig(**given, steps=3, out=out))
+    given["layout"] = "stage=2,microbatches=2"
+    rest = pretrain.pretrain(RunConfig(**given, steps=6, out=out, resume=True))
+    assert rest.validation_loss == pytest.approx(losses["average"], rel=1e-5)
+    assert losses["average"] != pytest.approx(losses["trained"], rel=1e-4)
