@@ -252,9 +252,9 @@ def train(
             is_over, waited = after_step(run.processes, stop, data_s)
             told = {"learning_rate": learning_rate, **use.row(row["step_s"])}
             told["data_s"] = times.note(row["step_s"], waited)
-            if is_logged(config, number, first, last):
-                log.write(step=number, **row, **told)
             is_skipped = row["skipped"] > skipped
+            if is_skipped or is_logged(config, number, first, last):
+                log.write(step=number, **row, **told)
             if is_skipped:
                 report.log_skipped(number, row)
             is_bad = is_skipped and row["weight_sum"] != 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,8 @@ from meshpar.train.layer_order import (
     model_order_structs,
 )
 from meshpar.train.state import TrainState
+
+LOGGER = logging.getLogger("meshpar.checkpoint")
 
 
 class Checkpoints:
@@ -130,6 +133,7 @@ class Checkpoints:
             self._choice.move_damaged_aside()
             if step != self.latest_step:
                 self._begin(step, state, run, wait)
+                LOGGER.info("checkpoint of step %d: saving in %s", step, self.directory)
         except BaseException:
             self._failed = earlier  # Which is not to be lost beside it.
             raise
@@ -220,6 +224,7 @@ class Checkpoints:
                 model: a global shape differs.
         """
         self._settle()
+        LOGGER.info("checkpoint: restoring from %s", self.directory)
         orders = portable(self._orders_beside(shapes))
         to = portable(shapes), portable(shardings)
         in_order = model_order_structs(*to, orders)
