@@ -398,8 +398,12 @@ def test_patterns_and_parameters_without_a_match_are_findings():
         for one in lint(model, "tensor=2", seq=SEQ).findings
         if one.key == "model.unmatched_name"
     ]
-    down = [f"layers.{at}.down" for at in range(LAYERS)]
-    assert found == ["names['**/qkv']", "embed", *down, "out"]
+    assert found == ["names['**/qkv']", "names"]
+    assert model.name_problems["names"].startswith(
+        "no pattern matches embed, layers.*.down, out"
+    )
+    whole = from_loss(init_listed, run_list, names={"**": None}, inputs=TOKENS)
+    assert whole.name_problems == {}
 
 
 @pytest.mark.parametrize(

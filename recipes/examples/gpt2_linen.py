@@ -101,5 +101,5 @@ BLOCKS = "params/h"
 def model(blocks: str | None) -> meshpar.Model:
     columns, rows = ("embed", "mlp"), ("mlp", "embed")
     names = {"**/c_fc/kernel": columns, "**/c_fc/bias": ("mlp",)}
-    names["**/mlp/c_proj/kernel"] = rows
+    names |= {"**/mlp/c_proj/kernel": rows, "**": None}
     return meshpar.from_loss(init, loss, names=names, blocks=blocks)

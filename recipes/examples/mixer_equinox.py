@@ -78,5 +78,5 @@ def model(blocks: str | None) -> meshpar.Model:
     patches = Input(("batch", None, None), shape=(None, PATCHES, PIXELS))
     inputs = {"patches": patches, "label": Input(("batch",), "int", below=CLASSES)}
     names = {"**/hidden_mlp/layers/0/weight": ("mlp", "embed")}
-    names["**/hidden_mlp/layers/1/weight"] = ("embed", "mlp")
+    names |= {"**/hidden_mlp/layers/1/weight": ("embed", "mlp"), "**": None}
     return meshpar.from_loss(init, loss, names=names, blocks=blocks, inputs=inputs)

@@ -84,4 +84,4 @@ BLOCKS = "layers"
 def model(blocks: str | None) -> meshpar.Model:
     columns, rows = ("embed", "mlp"), ("mlp", "embed")
     names = {"**/up/kernel": columns, "**/up/bias": ("mlp",), "**/down/kernel": rows}
-    return meshpar.from_loss(init, loss, names=names, blocks=blocks)
+    return meshpar.from_loss(init, loss, names={**names, "**": None}, blocks=blocks)

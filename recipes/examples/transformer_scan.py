@@ -62,5 +62,5 @@ BLOCKS = "params/layers"
 
 def model(blocks: str | None) -> meshpar.Model:
     names = {"**/gate/kernel": ("embed", "mlp"), "**/down/kernel": ("mlp", "embed")}
-    names["params/out/kernel"] = ("embed", None)
+    names |= {"**": None}
     return meshpar.from_loss(init, loss, names=names, blocks=blocks)

@@ -30,7 +30,13 @@ from meshpar.model.loss.facts import (
     in_stream,
     known_batch,
 )
-from meshpar.model.loss.leaf_names import NONE, BlockLeaves, find_blocks, leaf_axes
+from meshpar.model.loss.leaf_names import (
+    NONE,
+    BlockLeaves,
+    Names,
+    find_blocks,
+    leaf_axes,
+)
 from meshpar.model.loss.program import STACKED, LossProgram
 from meshpar.model.loss.user_tree import UserLeaf, UserTree
 from meshpar.model.parameter import Parameter, Params
@@ -46,7 +52,7 @@ def from_loss(
     init: Callable[[jax.Array], Any],
     loss: Loss,
     *,
-    names: Mapping[str, Sequence[str | None]] | None = None,
+    names: Names | None = None,
     blocks: str | None = None,
     inputs: Mapping[str, Input] | None = None,
 ) -> Model:
@@ -68,7 +74,8 @@ def from_loss(
             of the loss over the examples of the batch, and the sum of their weights. A
             third value, a dict of name -> sum, adds metrics.
         names: Pattern of a parameter's path -> a logical axis, or None, for each of its
-            dims, without the dim of layers where blocks are stacked. `*` stands for
+            dims, without the dim of layers where blocks are stacked; None leaves all
+            dims whole. `*` stands for
             one key of the path, `**` for any number of them: `**/attn/*/kernel`. The
             first pattern that matches counts; a module's own names (`nnx.Param`
             metadata, Linen's `with_partitioning`) count where none does.

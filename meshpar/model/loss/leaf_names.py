@@ -13,6 +13,9 @@ from meshpar.model.contract import NO_BLOCKS
 from meshpar.model.loss.user_tree import UserLeaf
 from meshpar.rules.rules import LogicalAxes
 
+Names = Mapping[str, Sequence[str | None] | None]
+"""Pattern of paths -> a logical axis, or None, for each dim; None for all whole."""
+
 
 class UnmatchedNameWarning(UserWarning):
     """A pattern of `from_loss(names=)` matches no parameter."""
@@ -151,7 +154,7 @@ def _check_equal(
 
 def leaf_axes(
     leaves: Sequence[UserLeaf],
-    names: Mapping[str, Sequence[str | None]],
+    names: Names,
     blocks: BlockLeaves,
 ) -> tuple[list[LogicalAxes], dict[str, str]]:
     """Return the logical axes of each leaf, and what lint reports about the names.
@@ -176,18 +179,19 @@ def leaf_axes(
             if expression.fullmatch("/" + "/".join(leaf.path))
         ]
         unused -= set(matching)
-        chosen = tuple(names[matching[0]]) if matching else own
-        if matching and len(tuple(names[matching[0]])) != dims:
+        given = names[matching[0]] if matching else own
+        chosen = (None,) * dims if matching and given is None else given
+        if matching and chosen is not None and len(chosen) != dims:
             raise InputError(
-                f"names={{{matching[0]!r}: {tuple(names[matching[0]])}}} has "
-                f"{len(names[matching[0]])} names, but {leaf.name} has {dims} dims, "
+                f"names={{{matching[0]!r}: {tuple(chosen)}}} has "
+                f"{len(chosen)} names, but {leaf.name} has {dims} dims, "
                 f"of shape {leaf.shape[len(leaf.shape) - dims :]}; give one, or None, "
                 "for each",
                 key="model.wrong_number_of_names",
             )
         if chosen is None and dims > 1 and leaf.role == "param":
             unnamed.append(leaf.name)
-        axes.append((None,) * dims if chosen is None else chosen)
+        axes.append((None,) * dims if chosen is None else tuple(chosen))
     problems = {
         f"names[{pattern!r}]": "matches no parameter; known: "
         + ", ".join("/".join(leaf.path) for leaf in leaves[:3])
@@ -196,14 +200,13 @@ def leaf_axes(
     }
     for where, problem in problems.items():
         warnings.warn(f"{where} {problem}", UnmatchedNameWarning, stacklevel=3)
-    problems |= dict.fromkeys(unnamed if names else (), _UNNAMED)
+    if unnamed and names:
+        alike = dict.fromkeys(re.sub(r"\b\d+\b", "*", path) for path in unnamed)
+        problems["names"] = (
+            f"no pattern matches {', '.join(alike)}, so that tensor does not split "
+            "them; name their dims, or say that they stay whole: {..., '**': None}"
+        )
     return axes, problems
-
-
-_UNNAMED = (
-    "no pattern of names= matches it, so that tensor does not split it; name its dims, "
-    "or say (None, ...) for one that stays whole"
-)
 
 
 def _expression(pattern: str) -> re.Pattern[str]:
