@@ -1,7 +1,7 @@
 """Every program in README and in the documentation runs as it stands there."""
 
 import ast
-import importlib
+import importlib.util
 import json
 import os
 import re
@@ -14,7 +14,7 @@ import meshpar
 import meshpar.schedules
 import meshpar.testing
 from meshpar.cli.main import SUBCOMMANDS
-from tests import marks, warm
+from tests import chromium, marks, warm
 from tests.documents import ROOT, RUN, SHOWN, blocks, documents
 
 ALL = {document: [*blocks(document)] for document in documents()}
@@ -145,6 +145,7 @@ def test_the_documentation_builds_without_a_warning(tmp_path):
     page = (tmp_path / "reference" / "meshpar.html").read_text()
     assert "A training step of" in page  # from the docstring
     assert_loads_nothing(tmp_path)
+    assert_fits_and_finds(tmp_path)
 
 
 def test_pages_build_without_the_reference_and_miss_only_its_names(tmp_path):
@@ -165,6 +166,21 @@ def assert_loads_nothing(site):
     pages = [path.read_text() for path in site.rglob("*.html")]
     loads = re.compile(r'(?:src|href)="(?:https?:)?//[^"]+\.(?:js|css|woff2?)')
     assert not any(map(loads.search, pages)), "something is loaded from elsewhere"
+
+
+def assert_fits_and_finds(site):
+    """No page is wider than its window, and search works in pages opened from files."""
+    if chromium.chromium() is None or importlib.util.find_spec("playwright") is None:
+        return
+    with chromium.browser() as browser:
+        for path in sorted(site.rglob("*.html")):
+            for width in chromium.WIDTHS:
+                with chromium.opened(browser, path, width) as opened:
+                    wider, faults = opened.overflow(), opened.faults
+                assert (wider <= 0, faults) == (True, []), (path, width, wider)
+        with chromium.opened(browser, site / "index.html", 1280) as opened:
+            opened.page.fill(".md-search__input", "zigzag")
+            opened.page.wait_for_selector(".md-search-result__item")
 
 
 BROKEN = ("[gone](gone.md)", "[gone](index.md#gone)", "![gone](gone.png)")
