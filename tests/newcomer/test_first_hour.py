@@ -73,7 +73,7 @@ def test_the_wheel_runs_what_readme_shows_outside_of_the_checkout(quick):
         name = re.match(r"# (\w+\.py)\n", code)
         if name:
             (quick.home / name[1]).write_text(code)
-    own = [code for code in programs if "from_nnx(" in code]
+    own = [code for code in programs if "from_loss(" in code]
     assert own
     program = "".join([FIRST, COMMAND, *(code + LINT for code in own), WHERE])
     check_where_it_is(quick, quick.python(program))
