@@ -19,6 +19,8 @@ from meshpar.model.loss.leaf_names import UnmatchedNameWarning
 from meshpar.model.parameter import initial_values
 from meshpar.model.scope import Scope
 from meshpar.planner.from_model import traced_workload
+from meshpar.testing.equivalence import check_layouts
+from meshpar.train.checkpoint import Checkpoints
 from recipes.examples.__main__ import (
     EXAMPLES,
     added_lines,
@@ -26,6 +28,7 @@ from recipes.examples.__main__ import (
     main,
     plain_losses,
 )
+from tests.costs import COMPILING
 from tests.marks import slow
 from tests.test_zoo import ZOO
 
@@ -533,6 +536,22 @@ def test_attend_and_positions_follow_a_split_sequence(layout, blocks, refuses):
     np.testing.assert_allclose(*zip(*losses, strict=True), rtol=BOUND)
 
 
+def test_a_compiled_step_is_the_one_that_runs():
+    model = from_loss(init_listed, run_list, names=NAMES, inputs=TOKENS)
+    step = make_train_step(model, optax.adam(1e-3), "data=2,fsdp=2,tensor=2")
+    state, batch, compiled = step.init(seed=0), tokens(8), []
+
+    def listen(event, duration_s, **_):
+        if event == COMPILING:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    step.compile(batch)
+    before = len(compiled)
+    step(state, batch)
+    assert len(compiled) == before > 0
+
+
 def test_attention_of_ones_own_is_pointed_to_attend(refuses):
     own = functools.partial(run_attention, attend=plain_attend)
     model = from_loss(init_listed, own, names=NAMES, inputs=TOKENS)
@@ -581,3 +600,29 @@ def test_models_of_the_zoo_go_through_both_doors(name):
             losses.append(float(metrics["loss"]))
         found.append(losses)
     np.testing.assert_allclose(*found, rtol=BOUND)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blocks", [None, "layers"])
+def test_random_layouts_train_as_one_device(blocks):
+    nanogpt = example("nanogpt_nnx")
+    model = nanogpt.model(blocks)
+    report = check_layouts(model, num=4, seed=1, batch=nanogpt.batch())
+    assert "4 of 4 layouts agree" in str(report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blocks", [None, "layers"])
+def test_a_checkpoint_is_resumed_on_another_layout(blocks, tmp_path):
+    names = dict(names=NAMES, blocks=blocks, inputs=TOKENS)
+    model, batch = from_loss(init_listed, run_list, **names), tokens(8)
+    lines = ("fsdp=4,tensor=2", "data=8" if blocks is None else STAGES)
+    one, other = (make_train_step(model, optax.adam(1e-2), line) for line in lines)
+    state, _ = one(one.init(seed=0), batch)
+    with Checkpoints(tmp_path / "run", layer_orders=one.layer_orders) as checkpoints:
+        checkpoints.save(state, {})
+    with Checkpoints(tmp_path / "run", layer_orders=other.layer_orders) as checkpoints:
+        restored = checkpoints.restore(other.state_shapes, other.shardings)
+    _, expected = one(state, batch)
+    _, metrics = other(restored, batch)
+    np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=BOUND)

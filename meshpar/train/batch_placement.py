@@ -181,6 +181,13 @@ class BatchPlacement:
         whole = jax.ShapeDtypeStruct(shape, rows.dtype)
         return jax.make_array_from_callback(shape, self._sharding(name, whole), part)
 
+    def structs(self, batch: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the shapes of a global batch, with their shardings."""
+        return {
+            name: with_sharding(struct, self._sharding(name, struct))
+            for name, struct in batch_structs(batch).items()
+        }
+
     def _sharding(self, name: str, array: Any) -> NamedSharding:
         if self.sharding_of is None:
             return self.sharding
@@ -212,3 +219,8 @@ def batch_structs(batch: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
         ),
         dict(batch),
     )
+
+
+def with_sharding(struct: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of an array, with its sharding."""
+    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)

@@ -29,7 +29,7 @@ from meshpar.audit.subject import Subject
 from meshpar.errors import InputError
 from meshpar.parallel.pipeline.stages import in_layer_order
 from meshpar.parallel.prefetch import prefetch_notes
-from meshpar.train.batch_placement import BatchPlacement, batch_structs
+from meshpar.train.batch_placement import BatchPlacement, batch_structs, with_sharding
 from meshpar.train.layer_order import placed_start
 from meshpar.train.local_steps import StepCount, sync_notes
 from meshpar.train.refusals import check_logits
@@ -290,11 +290,19 @@ class TrainStep:
 
     def lower(self, batch: Batch) -> jax.stages.Lowered:
         """Return the lowered step for a batch of arrays or `jax.ShapeDtypeStruct`s."""
+        state, batch = self._argument_shapes(batch)
+        if isinstance(self.mesh, Mesh):
+            # With shardings JAX knows it again as the program that a step runs.
+            state = jax.tree.map(with_sharding, state, self.shardings)
+            batch = self._batches.structs(batch)
         with jax.set_mesh(self._devices_mesh):
-            return self._programs.update.lower(*self._argument_shapes(batch))
+            return self._programs.update.lower(state, batch)
 
     def compile(self, batch: Batch) -> jax.stages.Compiled:
-        """Return the compiled step for a batch of arrays or `jax.ShapeDtypeStruct`s."""
+        """Return the compiled step for a batch of arrays or `jax.ShapeDtypeStruct`s.
+
+        JAX keeps it: a step on such a batch compiles nothing.
+        """
         with jax.set_mesh(self._devices_mesh):
             return self.lower(batch).compile()
 
