@@ -65,7 +65,7 @@ try:
     meshpar.distributed.start(**by_hand)
 except meshpar.InputError as error:
     print("refused:", error.key, error, flush=True)
-    meshpar.distributed.endings(2)
+    meshpar.distributed.leave(2)
 """
 
 
