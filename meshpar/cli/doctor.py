@@ -66,7 +66,7 @@ _COMPARED = {
 }
 
 
-class Requirement(NamedTuple):
+class PackageRequirement(NamedTuple):
     """A line of a distribution's requirements.
 
     Args:
@@ -143,7 +143,7 @@ def report() -> dict[str, Any]:
     return {**found, "problems": [*_problems(core, extras, found["error"])]}
 
 
-def requirements(distribution: str) -> list[Requirement]:
+def requirements(distribution: str) -> list[PackageRequirement]:
     """Return a distribution's requirements; none if it is not installed.
 
     Those of meshpar itself, in a checkout that is not installed, are read from its
@@ -166,13 +166,13 @@ def _checkout_lines() -> list[str]:
     return [*project["dependencies"], *lines]
 
 
-def _parsed(line: str) -> Requirement:
+def _parsed(line: str) -> PackageRequirement:
     match = _REQUIREMENT.match(line)
     if match is None:
-        return Requirement(line, (), "", "")
+        return PackageRequirement(line, (), "", "")
     name, extras, versions, marker = match.groups(default="")
     extra = _EXTRA.search(marker)
-    return Requirement(
+    return PackageRequirement(
         name=name,
         extras=tuple(filter(None, re.split(r"[\s,]+", extras))),
         versions=versions.replace(" ", ""),
@@ -180,7 +180,7 @@ def _parsed(line: str) -> Requirement:
     )
 
 
-def _packages(needed: list[Requirement], extra: str) -> Iterator[Package]:
+def _packages(needed: list[PackageRequirement], extra: str) -> Iterator[Package]:
     """Yield the packages of an extra, with those of the extras that it names."""
     for one in needed:
         if one.extra == extra:
@@ -259,7 +259,7 @@ def _is_importable(module: str) -> bool:
         return False
 
 
-def _extra(needed: list[Requirement], name: str) -> dict[str, Any]:
+def _extra(needed: list[PackageRequirement], name: str) -> dict[str, Any]:
     packages = list(_packages(needed, name))
     missing = [package.name for package in packages if package.version is None]
     return {

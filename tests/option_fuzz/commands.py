@@ -55,7 +55,7 @@ _WORK = (
     "meshpar.cli.measure:_child",
     "meshpar.cli.report.laid_out:laid_out",
     "meshpar.generation.programs:Programs.from_model",
-    "meshpar.recipes.finetune:step_of",
+    "meshpar.recipes.finetune:make_step",
     "meshpar.recipes.pretrain:check_memory",
     "meshpar.testing.equivalence:run_cases",
     "meshpar.testing.layout_cases:draw_cases",
