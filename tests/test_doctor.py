@@ -11,7 +11,7 @@ import tomllib
 
 import jax
 import pytest
-from packaging.requirements import PackageRequirement
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from meshpar.cli import doctor
@@ -123,7 +123,7 @@ def test_requirements_are_read_as_packaging_reads_them(monkeypatch):
     lines = [*PROJECT["dependencies"], *itertools.chain(*EXTRAS.values())]
     read = doctor.requirements("meshpar")
     for line, one in zip(lines, read, strict=True):
-        wanted = PackageRequirement(line)
+        wanted = Requirement(line)
         assert (one.name, {*one.extras}) == (wanted.name, wanted.extras)
         assert SpecifierSet(one.versions) == wanted.specifier
 

@@ -32,6 +32,7 @@ WORDS: Mapping[str, Sequence[str]] = {
     "generate": ["--from", "a_model", "--prompt", "To be", "--max-tokens", "2"],
     "inspect": ["a_run"],
     "export": ["a_run", "--to", "exported"],
+    "doctor": [],
     "train": [
         *("--preset", "test", "--model", "vocab=256", "--layout", "data=2"),
         *("--text", "a_file.txt", "--seq", "16", "--out", "trained"),
