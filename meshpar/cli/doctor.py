@@ -15,6 +15,7 @@ import operator
 import os
 import platform
 import re
+import sysconfig
 import tomllib
 from collections.abc import Iterator
 from itertools import groupby
@@ -133,7 +134,7 @@ def report() -> dict[str, Any]:
     found = {
         "meshpar": meshpar.__version__,
         "python": platform.python_version(),
-        "platform": platform.platform(),
+        "platform": sysconfig.get_platform(),
         "packages": [_as_json(package) for package in core],
         **_devices(),
         "targets": {name: _target(name) for name in PLATFORMS},
