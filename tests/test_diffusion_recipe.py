@@ -19,7 +19,7 @@ from meshpar.recipes.diffusion import (
 from meshpar.recipes.labelled_images import LabelledImages, labelled_images
 
 TINY = [
-    *("--steps", "2", "--batch", "8", "--embed", "16", "--layers", "2"),
+    *("--steps", "2", "--global-batch", "8", "--embed", "16", "--layers", "2"),
     *("--sampling-steps", "1", "--method", "euler"),
 ]
 

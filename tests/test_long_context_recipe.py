@@ -24,9 +24,15 @@ def test_what_cannot_be_is_told_in_one_line(
     refuses_recipe(lambda: main(words), *refusal)
 
 
-@pytest.mark.parametrize("words", [["--seq", "3"], ["--rows", "0"]])
-def test_sizes_that_hold_nothing_are_refused(words, refuses_recipe):
-    refuses_recipe(lambda: main(words), None, " ".join(words))
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        (["--seq", "3"], (None, "--seq 3", 4)),
+        (["--global-batch", "0"], ("value.not_whole_number", "--global-batch", 0, 1)),
+    ],
+)
+def test_sizes_that_hold_nothing_are_refused(words, refusal, refuses_recipe):
+    refuses_recipe(lambda: main(words), *refusal)
 
 
 def test_the_shortest_sequence_has_a_document():

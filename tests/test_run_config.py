@@ -31,7 +31,7 @@ RECIPES = Path(__file__).parents[1] / "recipes"
     "module",
     [
         *("config", "config_file", "data_waits", "goodput", "option_checks", "options"),
-        *("resume", "texts"),
+        *("optimizer_options", "resume", "texts"),
     ],
 )
 def test_the_examples_of_the_recipe_hold(module):
@@ -41,7 +41,8 @@ def test_the_examples_of_the_recipe_hold(module):
 
 def test_reading_the_options_imports_no_jax():
     """So that `meshpar train --help` and a wrong option answer at once."""
-    for name in ("command", "options", "config", "config_file", "option_checks"):
+    modules = ("command", "options", "config", "config_file", "option_checks")
+    for name in (*modules, "optimizer_options"):
         tree = ast.parse((RECIPES / f"{name}.py").read_text())
         found = {
             name
@@ -54,6 +55,7 @@ def test_reading_the_options_imports_no_jax():
         light |= {"meshpar.errors"}
         ours = {f"meshpar.recipes.{name}" for name in ("config", "config_file")}
         ours |= {"meshpar.recipes.options", "meshpar.recipes.option_checks"}
+        ours |= {"meshpar.recipes.optimizer_options"}
         assert all(
             name in light | ours or name.split(".")[0] in sys.stdlib_module_names
             for name in found
@@ -208,7 +210,7 @@ def test_a_resumed_run_is_as_it_was_but_for_what_is_given(tmp_path):
 def test_a_folder_does_not_decide_on_other_processes_and_devices(tmp_path):
     of_start = f'coordinator = "10.0.0.1:1"\nnum_processes = 2\nout = "{tmp_path}/b"\n'
     (tmp_path / SAVED).write_text(
-        f"seq = 64\nemulate = 4096\nstop_after = 1\n{of_start}"
+        f'seq = 64\nemulate = 4096\nstop_after = 1\noptimizer = "adamw"\n{of_start}'
     )
     found = parse_arguments(["--resume", "--out", str(tmp_path)])
     assert found == RunConfig(seq=64, resume=True, out=tmp_path)

@@ -208,7 +208,7 @@ def test_the_recipe_learns_a_scan_of_ones_own_and_writes_what_it_found(
         "--truth",
         f"{tmp_path}/truth.nii.gz",
     ]
-    made = ["--out", str(out), "--png", str(png)]
+    made = ["--prediction", str(out), "--png", str(png)]
     # The documented layout takes 4 devices; here are 8.
     options = ["--steps", "40", "--levels", "2", "--layout", "context=4,tensor=2"]
     assert segment_volume.main([*files, *made, *options]) == 0
