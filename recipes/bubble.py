@@ -1,4 +1,4 @@
-"""The bubble of a pipelined step: what its schedule predicts, and what is measured.
+"""Predicted and measured bubble of a pipelined step.
 
 Predicted is the lock step of the schedule: all ranks run every tick, those without
 work on zeros. Measured is the part of a step's time that is not in proportion to its

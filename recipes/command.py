@@ -1,4 +1,4 @@
-"""The recipe as a command: its options, its exit status, an error in one line."""
+"""The training recipe as a command: options, exit status and one-line errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of tokens that a run's data are, texts tokenized on the way."""
+"""Token files of a run's data; texts are tokenized first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which process waits for its data, and for how long."""
+"""Report which process waits for its data, and for how long."""
 
 from __future__ import annotations
 

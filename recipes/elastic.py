@@ -1,4 +1,4 @@
-"""A run that goes on with other devices than before: the same batches, cut otherwise.
+"""Resume a run on another number of devices, with the same batches.
 
 The global batch stays, and so does the order of the data. The axes that split the batch
 take the devices that are there, and microbatches change so that a device still holds no

@@ -1,4 +1,4 @@
-"""Goodput: the share of all the time of a run in which steps were done that count."""
+"""Goodput: the share of a run's time spent in steps that count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes of a run: joined, and started with the same options."""
+"""Connect the processes of a run, and compare their options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trained model by the name of its files: a run's folder, safetensors, or GGUF."""
+"""Load a trained model from a run's folder, safetensors or GGUF."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of a run that do not go together, by their values alone."""
+"""Check that the options of a run fit together, by their values."""
 
 from __future__ import annotations
 

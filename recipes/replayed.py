@@ -1,4 +1,4 @@
-"""A step computed twice in a run, and what follows where it differs."""
+"""Compute steps of a run twice, and act on a difference."""
 
 from __future__ import annotations
 

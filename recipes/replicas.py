@@ -1,4 +1,4 @@
-"""Metrics of a run's replicas, where each takes local steps of its own."""
+"""Metrics of the replicas of a run with local steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Back to an earlier checkpoint after a bad step, and on with the text after it."""
+"""Return to an earlier checkpoint after a bad step, and skip the text up to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of metrics of an earlier run: refused, or cut where they come again."""
+"""Metrics rows of an earlier run: refuse them, or cut those that come again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that cannot be saved goes on: the disk may have room the next time."""
+"""Save a run; a failed save does not end it."""
 
 from __future__ import annotations
 

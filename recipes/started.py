@@ -1,4 +1,4 @@
-"""Where a run begins: at its first step, or at the newest checkpoint that is good."""
+"""Start a run at its first step, or at the newest good checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where and how a benchmark ran: what every printed table stands beside."""
+"""Conditions of a benchmark: hardware, versions and command."""
 
 from __future__ import annotations
 

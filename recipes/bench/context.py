@@ -1,4 +1,4 @@
-"""Time and memory of attention over a split sequence, by method.
+"""Compare time and memory of attention over a split sequence, by method.
 
     python -m recipes.bench.context
     python -m recipes.bench.context --seq 16384 --context 8

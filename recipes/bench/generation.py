@@ -1,4 +1,4 @@
-"""Time of a generated token: ours, a hand-written JAX loop, and transformers.
+"""Time per generated token: ours, a hand-written JAX loop, and transformers.
 
     python -m recipes.bench.generation
     python -m recipes.bench.generation --batch 16

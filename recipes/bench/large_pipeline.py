@@ -1,4 +1,4 @@
-"""A pipeline of 34.6B parameters, compiled for 64 devices that are not there.
+"""Compile a pipeline of 34.6B parameters for 64 absent devices.
 
     python -m recipes.bench.large_pipeline --target gpu:h100:8x8 tpu:v5p:4x4x4
 

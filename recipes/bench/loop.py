@@ -1,4 +1,4 @@
-"""Measure the time of a run's loop beside that of its steps alone.
+"""Measure the time of a run's loop, and of its steps alone.
 
     python -m recipes.bench.loop
 

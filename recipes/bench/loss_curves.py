@@ -1,4 +1,4 @@
-"""Loss curves of several runs of `recipes/pretrain.py` in one picture.
+"""Draw loss curves of several runs of `recipes/pretrain.py`.
 
     python -m recipes.pretrain --steps 300 --layout LINE --log-json fp32.jsonl
     python -m recipes.pretrain --steps 300 --layout LINE,precision=bf16,... \\

@@ -1,4 +1,4 @@
-"""Memory of a training step, part by part: formula beside the compiler's figure.
+"""Compare the memory of a training step by formula with the compiler's.
 
     python -m recipes.bench.memory
 

@@ -1,4 +1,4 @@
-"""Time and memory of routed experts beside one device and a hand-written exchange.
+"""Compare routed experts with one device and with a hand-written exchange.
 
     python -m recipes.bench.moe --devices 8 --tokens 2048
 

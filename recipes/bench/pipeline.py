@@ -1,4 +1,4 @@
-"""meshpar's pipeline against a differentiated scan over ticks, by microbatches.
+"""Compare meshpar's pipeline with a differentiated scan over ticks.
 
     python -m recipes.bench.pipeline
     python -m recipes.bench.pipeline --microbatches 8 32 --rounds 11

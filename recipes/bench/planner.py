@@ -1,4 +1,4 @@
-"""Predicted against measured step times of twelve layouts of one small model.
+"""Compare predicted and measured step times of twelve layouts of a small model.
 
     python -m recipes.bench.planner
     python -m recipes.bench.planner --rounds 9 --hardware measured.toml

@@ -1,4 +1,4 @@
-"""The planner's bytes beside the compiler's, for models, layouts and absent machines.
+"""Compare the planner's bytes with the compiler's, for absent machines.
 
     python -m recipes.bench.planner_memory
     python -m recipes.bench.planner_memory --target tpu --preset llama3-8b

@@ -1,4 +1,4 @@
-"""The planner's error against published runs: its table, and a picture.
+"""Print the planner's error against published runs, and draw it.
 
     python -m recipes.bench.planner_validation --png recipes/planner_validation.png
 

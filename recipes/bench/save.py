@@ -1,4 +1,4 @@
-"""For how long a checkpoint keeps the training loop waiting.
+"""Measure how long a checkpoint blocks the training loop.
 
     python -m recipes.bench.save
 

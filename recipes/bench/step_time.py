@@ -1,4 +1,4 @@
-"""Step and compile time of meshpar against a hand-written JAX step of the same model.
+"""Compare step and compile time of meshpar with a hand-written JAX step.
 
     python -m recipes.bench.step_time
     python -m recipes.bench.step_time --layout fsdp=4,tensor=2 --runs 50

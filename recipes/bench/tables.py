@@ -1,4 +1,4 @@
-"""Time and memory of embedding tables beside the dense gradient of the same model.
+"""Compare embedding tables with the dense gradient of the same model.
 
     python -m recipes.bench.tables
     python -m recipes.bench.tables --rows 100000 --tables 4 --examples 2048

@@ -1,4 +1,4 @@
-"""Collectives of a compiled program: how many of each kind run, on how many bytes."""
+"""Collectives of a compiled program: number and bytes of each kind."""
 
 from __future__ import annotations
 
