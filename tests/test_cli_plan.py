@@ -63,22 +63,42 @@ def test_the_keys_that_scripts_rely_on():
         assert Layout.parse(other["layout"]) and other["reason"] and "." in other["key"]
 
 
-def test_people_get_a_line_to_paste_into_the_recipe(capsys):
+def test_the_answer_comes_first_and_the_rest_by_all(capsys):
+    report, _ = report_and_page()
     assert main(GOOD) == 0
-    text = capsys.readouterr().out
+    answer = capsys.readouterr().out.splitlines()
+    assert main([*GOOD, "--all"]) == 0
+    everything = capsys.readouterr().out.splitlines()
+    assert len(answer) <= 10
+    best = report["plans"][0]
+    assert f"layout {best['layout']}: " in answer[1]
+    assert f"MFU {best['mfu']:.1%}" in answer[2]
+    assert "of 84.9 GB: fits" in answer[3]
+    assert answer[4].startswith("most of the step: computing ")
+    (assumed,) = [line for line in answer if "assumed" in line]
+    decides = [one for one in report["assumptions"] if one["decides"]]
+    assert bool(decides) != assumed.startswith("no assumed number decides")
+    for line in (*answer[:4], answer[-1]):
+        assert line in everything
     for words in (
         "layouts considered in",
         "plans, fastest first:",
         "rejected, such as",
+        "  twice the network: ",
+        "  assumed, not measured",
     ):
-        assert words in text
+        assert [line for line in everything if words in line]
+
+
+def test_people_get_a_line_to_paste_into_the_recipe(capsys):
+    assert main(GOOD) == 0
+    text = capsys.readouterr().out
     line = text.strip().splitlines()[-1]
     words = shlex.split(line)
     assert words[:5] == ["run", "it:", "meshpar", "train", "--layout"]
     assert Layout.parse(words[5]).num_devices == 8
     model, batch = ["--preset", "llama3-8b"], ["--global-batch", "16", "--seq", "8192"]
     assert words[6:] == [*model, *batch, "--emulate", "0"]
-    assert "twice the network: " in text
 
 
 @pytest.mark.parametrize(

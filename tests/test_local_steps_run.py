@@ -229,6 +229,7 @@ def test_a_checkpoint_is_of_as_many_replicas(before, now, had, has, refuses):
 def test_a_plan_of_local_steps_has_replicas_in_every_layout(capsys):
     words = ["plan", "--model", "llama3-8b", "--hardware", "h100-80gb", "--devices"]
     words += ["16", "--global-batch", "32", "--seq", "4096", "--plans", "3"]
+    words += ["--all"]
     assert main([*words, "--sync-every", "8"]) == 0
     text = capsys.readouterr().out
     plans = text.partition("plans, fastest first:\n")[2].splitlines()[:3]

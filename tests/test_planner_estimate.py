@@ -7,7 +7,7 @@ import pytest
 from meshpar.cli.main import main
 from meshpar.layout import Layout
 from meshpar.layout.requirements import layout_errors
-from meshpar.planner.cost.estimate import estimate, estimate_in_words
+from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.workload.problems import layout_problems
 from meshpar.planner.workload.shapes import SHAPES
@@ -48,8 +48,8 @@ def test_people_read_memory_time_and_why(capsys):
     text = capsys.readouterr().out
     for words in (
         "llama3-8b: 8.03 B parameters on 16 x h100-80gb on 2 hosts",
-        "of 84.9 GB at stage 0: fits",
-        "microbatches in flight, remat=full",
+        "of 84.9 GB: fits",
+        "microbatches in flight at stage 0, remat=full",
         "exposed on tensor (host)",
         "sums of the residual stream stand between",
         "fsdp all-gather over the network",
@@ -182,5 +182,5 @@ def test_why_fsdp_is_exposed_depends_on_what_it_splits_and_when(more, why):
         f"fsdp=16,precision=bf16{more}",
         global_batch=32,
     )
-    [line] = [line for line in estimate_in_words(found) if "exposed on fsdp" in line]
+    [line] = [line for line in found.lines if "exposed on fsdp" in line]
     assert why in line

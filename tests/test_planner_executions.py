@@ -20,7 +20,7 @@ from meshpar.planner.cost.block_time import (
     block_time,
     mlp_linears,
 )
-from meshpar.planner.cost.estimate import at_half_network_s, estimate
+from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.seconds import (
     Row,
@@ -318,7 +318,7 @@ def test_half_the_network_is_slower_and_every_estimate_says_it():
         global_batch=64,
         seq=4096,
     )
-    slow_s = at_half_network_s(found)
+    slow_s = found.half_network_step_s
     assert slow_s == found.as_json()["half_network_step_s"] > found.step_s
     inside = estimate(
         SHAPES["llama3-8b"],
@@ -327,7 +327,7 @@ def test_half_the_network_is_slower_and_every_estimate_says_it():
         global_batch=8,
         seq=4096,
     )
-    assert at_half_network_s(inside) == inside.step_s
+    assert inside.half_network_step_s == inside.step_s
 
 
 def test_the_allocators_reserve_is_part_of_what_has_to_fit():

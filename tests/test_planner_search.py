@@ -1,5 +1,6 @@
 """Search: bounds settle nothing that estimates would not; every no has its why."""
 
+import dataclasses
 import functools
 
 import optax
@@ -12,9 +13,11 @@ from meshpar.models.presets import build
 from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.cost.memory import fullest_memory
 from meshpar.planner.cost.pipeline_time import in_flight, lock_step
+from meshpar.planner.cost.seconds import HOST_SHARE
 from meshpar.planner.cost.step_time import step_time
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.execution import EXECUTIONS, MESHPAR
+from meshpar.planner.search.assumptions import assumptions
 from meshpar.planner.search.bounds import Bounds, held_microbatches
 from meshpar.planner.search.candidates import too_slow
 from meshpar.planner.search.choices import mesh_choices
@@ -390,3 +393,29 @@ def test_splits_can_be_kept():
     kept = Constraints.parse(keep=["stage=2,splits=14/18,schedule=1f1b,remat=full"])
     for plan in search(request(constraints=kept), num_plans=3).plans:
         assert plan.run.stage_blocks == (14, 18)
+
+
+def test_an_assumed_number_decides_where_another_value_makes_another_plan_faster():
+    kept, moved = (
+        estimate(
+            SHAPES["llama3-8b"],
+            EIGHT,
+            f"fsdp=8,remat={remat},precision=bf16",
+            global_batch=16,
+            seq=640,
+        )
+        for remat in ("full", "offload:attention_qkv/attention_out")
+    )
+    assert moved.step_s < kept.step_s
+    host, *others = assumptions([moved, kept])
+    assert host.decides and host.layout == str(kept.run.layout)
+    device = EIGHT.device
+    slower = dataclasses.replace(
+        device, host_bytes_per_s=device.host_bytes_per_s * host.at / HOST_SHARE
+    )
+    gain = 1 - kept.step_on_s(slower) / moved.step_on_s(slower)
+    assert host.faster == pytest.approx(gain) and gain > 0.01
+    assert f"{host.faster:.1%}" in host.text and "not measured" in host.text
+    assert len(others) == 2 and not any(one.decides for one in others)
+    # Where nothing moves to the host, its link is no assumption of the plan.
+    assert len(assumptions([kept])) == 2

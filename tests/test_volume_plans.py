@@ -17,14 +17,9 @@ from meshpar.planner.from_model import traced_space, traced_volume
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.search.space import Constraints
 from meshpar.planner.search.volume_plans import VolumeRequest
-from meshpar.planner.volumes import (
-    Kernel,
-    SpaceWorkload,
-    VolumeWorkload,
-    exposed,
-    halo_bytes,
-)
+from meshpar.planner.volumes import exposed, halo_bytes
 from meshpar.planner.workload.shapes import OTHER_SHAPES, TRACED
+from meshpar.planner.workload.volumes import Kernel, SpaceWorkload, VolumeWorkload
 from meshpar.train.memory_report import estimated_bytes
 from tests.marks import slow
 
@@ -95,7 +90,7 @@ def test_a_second_split_dim_sends_the_halo_of_the_first_too():
     along_height = 2 * (64 / 4 + 2) * 64 * 32
     assert halo_bytes(plan.run) == 2 * (along_depth + along_height)
     assert plan.run.rules == "depth=context,height=tensor"
-    assert 'with_rules(depth="context", height="tensor")' in plan.how_to_run
+    assert 'with_rules(depth="context", height="tensor")' in plan.run.python_call
 
 
 BY_HAND = 4 * 2 * 8 * 8 * 16 * 4
@@ -195,20 +190,23 @@ def test_beams_whose_parts_a_convolution_refuses_are_no_plans(refuses):
 
 
 def test_plans_divide_the_batch_and_the_coarsest_level(refuses):
-    layouts = {str(plan.run.layout) for plan in request(16, global_batch=2).plans()}
+    layouts = {
+        str(plan.run.layout)
+        for plan in request(16, global_batch=2).search(num_plans=99).plans
+    }
     assert "data=2,context=8,precision=bf16" in layouts
     assert "context=8,tensor=2,precision=bf16" in layouts
     assert not any("data=4" in one or "context=16" in one for one in layouts)
     with refuses("plan.no_dividing_layout", 3):
-        request(3).plans()
+        request(3).search()
 
 
 def test_what_does_not_fit_is_no_plan():
     asked = request(8)
     small = dataclasses.replace(asked, constraints=Constraints(max_memory_bytes=0.6e9))
-    assert {plan.run.sharing for plan in small.plans()} == {8}
+    assert {plan.run.sharing for plan in small.search().plans} == {8}
     tiny_room = Constraints(max_memory_bytes=0.5e9)
-    assert not dataclasses.replace(asked, constraints=tiny_room).plans()
+    assert not dataclasses.replace(asked, constraints=tiny_room).search().plans
 
 
 @pytest.mark.parametrize("batch", ["strong", "weak"])

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from meshpar.audit.needs import CONVOLUTION, MATMUL, window_reach
-from meshpar.planner.volumes import SPACE, Kernel
+from meshpar.planner.workload.volumes import SPACE, Kernel
 from meshpar.trace.costs import equation_flops
 from meshpar.trace.operations import Operation
 from meshpar.trace.walk import array_dtype, array_shape

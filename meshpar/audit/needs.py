@@ -14,7 +14,7 @@ from typing import Any
 
 from meshpar.audit.collectives import Collective
 from meshpar.audit.evidence import Evidence, local_shape, sorted_sizes
-from meshpar.planner.volumes import Exchange
+from meshpar.planner.workload.volumes import Exchange
 from meshpar.trace.operations import Operation
 from meshpar.trace.walk import array_dtype, array_shape
 

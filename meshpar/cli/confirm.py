@@ -144,7 +144,7 @@ def compiled(model: Model, target: Target, plan: Estimate) -> Confirmed:
     if report.memory is None:
         return Confirmed(**names, problem=report.problem)
     sent: dict[tuple[str, ...], list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for collective in plan.collectives:
+    for collective in plan.collectives or ():
         sent[collective.mesh_axes][0] += collective.wire_bytes
     for row in report.rows:
         found = row.collective

@@ -12,15 +12,11 @@ from meshpar.cli.options import (
     chosen_cluster,
     chosen_workload,
 )
-from meshpar.cli.plan_other import (
-    add_table_arguments,
-    is_other,
-    other_request,
-    run_estimate,
-)
+from meshpar.cli.plan_options import add_table_arguments
+from meshpar.cli.plan_other import is_other, other_request
 from meshpar.errors import InputError
 from meshpar.layout import Layout
-from meshpar.planner.cost.estimate import Estimate, estimate, estimate_in_words
+from meshpar.planner.cost.estimate import Estimate, estimate
 from meshpar.planner.inference import estimate_inference, inference_lines
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import execution_of
@@ -62,12 +58,12 @@ def run(args: argparse.Namespace) -> int:
     if is_other(args):
         batch = args.global_batch or _smallest_batch(layout, cluster)
         kept = _kept(layout.resolve(cluster.num_devices))
-        return run_estimate(args, other_request(args, cluster, kept, batch))
-    workload = chosen_workload(args)
-    found = estimated(args, workload, layout, cluster)
-    text = "\n".join(estimate_in_words(found))
-    print(json.dumps(found.as_json()) if args.json else text)
-    return 0 if found.fits else 1
+        plan, fits = other_request(args, cluster, kept, batch).kept_plan()
+    else:
+        plan = estimated(args, chosen_workload(args), layout, cluster)
+        fits = plan.fits
+    print(json.dumps(plan.as_json()) if args.json else "\n".join(plan.lines))
+    return 0 if fits else 1
 
 
 def _kept(layout: Layout) -> Constraints:

@@ -16,8 +16,9 @@ from typing import Any
 
 from meshpar.errors import InputError
 from meshpar.hardware.platforms import platform_named
-from meshpar.planner.cost.estimate import Estimate, milliseconds
+from meshpar.planner.cost.estimate import Estimate
 from meshpar.planner.machine.cluster import Cluster
+from meshpar.planner.plan import milliseconds
 
 STEPS = 5
 """Steps of each plan, of which the median counts."""

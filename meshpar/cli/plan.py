@@ -11,63 +11,43 @@ from typing import TYPE_CHECKING, Any
 
 from meshpar.cli.measure import Measured, check_measurable, measure
 from meshpar.cli.options import (
-    add_counts,
     add_workload_arguments,
     chosen_cluster,
     chosen_workload,
     model_words,
     words_to_train,
 )
-from meshpar.cli.parsing import (
-    PAGES,
-    PICTURES,
-    above_zero,
-    check_picture,
-    given_options,
-    option_words,
-    output_file,
-    positive,
-)
-from meshpar.cli.plan_other import (
+from meshpar.cli.parsing import PAGES, check_picture, option_words
+from meshpar.cli.plan_options import (
+    PLANS,
+    add_curve_arguments,
+    add_output_arguments,
+    add_search_arguments,
     add_table_arguments,
-    is_other,
-    other_request,
-    run_other,
-)
-from meshpar.cli.plan_training import (
-    OF_TRAINING,
     add_training_arguments,
-    training_of,
+    check_curve,
+    chosen_constraints,
+    chosen_training,
 )
+from meshpar.cli.plan_other import is_other, other_request
 from meshpar.errors import InputError, local_path
 from meshpar.hardware.platforms import platform_named
-from meshpar.layout import MESH_AXES
-from meshpar.planner.cost.estimate import (
-    Estimate,
-    at_half_network_s,
-    estimate_in_words,
-    gigabytes,
-    milliseconds,
-)
-from meshpar.planner.curve import BATCHES, bend_in_words, curve_in_words, scaling_curve
+from meshpar.planner.curve import bend_in_words, curve_in_words, scaling_curve
 from meshpar.planner.machine.execution import execution_of
-from meshpar.planner.plan import PlanRequest
+from meshpar.planner.plan import Plan, gigabytes, milliseconds
 from meshpar.planner.published import validate
+from meshpar.planner.search.assumptions import assumptions, guess_note
 from meshpar.planner.search.remedies import nearest_fit, sensitivities
-from meshpar.planner.search.search import Request, SearchResult, search
-from meshpar.planner.search.space import Constraints
+from meshpar.planner.search.result import PlanRequest, SearchResult
+from meshpar.planner.search.search import Request
 from meshpar.planner.search.training_cost import TrainingCost, training_cost
 from meshpar.planner.workload.shapes import OTHER_SHAPES, PUBLISHED
 
 if TYPE_CHECKING:  # It needs jax.
     from meshpar.cli.confirm import Confirmed
 
-_GIB = 1 << 30
-_PLANS = 10
 _SHOWN = 12
 """Rejected layouts in the text; --json has more."""
-
-_NOT_WITH_CURVE = ("measure", "confirm", "plans", *OF_TRAINING)
 
 EXAMPLE = "meshpar plan --model llama3-8b --devices 64 --seq 8192 --global-batch 256"
 STATUSES = (
@@ -78,73 +58,11 @@ STATUSES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     add_workload_arguments(parser)
-    add = parser.add_argument
-    add(
-        "--keep",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE,...",
-        help="what every layout must have, such as tensor=8 or remat=full; may be "
-        "repeated",
-    )
-    add("--layout", metavar="LINE", help="the same as --keep: what it says is kept")
-    add(
-        "--forbid",
-        action="append",
-        default=[],
-        metavar="AXIS",
-        help=f"a mesh axis to leave at size 1: {', '.join(MESH_AXES)}; may be repeated",
-    )
-    add(
-        "--sync-every",
-        type=positive,
-        metavar="H",
-        help="the same as --keep sync_every=H: replicas over 'data' average their "
-        "parameters after every H steps, for slow links between sites",
-    )
-    add(
-        "--max-memory-gib",
-        type=above_zero,
-        metavar="G",
-        help="memory of a device to use at most (default: all that a program can have)",
-    )
-    add(
-        "--axes",
-        choices=("built", "planned"),
-        default="built",
-        help="mesh axes to use: both mean all of them, since make_train_step lays out "
-        "each",
-    )
-    add_counts(parser, {"--plans": f"plans to print (default: {_PLANS})"})
-    add(
-        "--confirm",
-        type=positive,
-        metavar="K",
-        help="compile the first K for the machine, which need not be there, and print "
-        "predicted against compiled bytes",
-    )
-    add(
-        "--measure",
-        type=positive,
-        metavar="K",
-        help="run some steps of the first K on this machine's devices, or on virtual "
-        "ones where --hardware is a CPU's file; print predicted against measured, and "
-        "the efficiency that fits (default: nothing is run)",
-    )
+    add_search_arguments(parser)
+    add_output_arguments(parser)
     add_training_arguments(parser)
-    _add_curve_arguments(parser)
+    add_curve_arguments(parser)
     add_table_arguments(parser)
-    add(
-        "--html",
-        type=output_file,
-        metavar="FILE",
-        help="write a report in one file, plot included (needs meshpar[plots])",
-    )
-    add(
-        "--validate",
-        action="store_true",
-        help="instead: print the planner's error against published runs, row by row",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -155,16 +73,14 @@ def run(args: argparse.Namespace) -> int:
         rows = validate.rows()
         print(json.dumps(validate.as_json(rows)) if args.json else validate.text(rows))
         return 0 if all(summary.met for summary in validate.summaries(rows)) else 1
-    _check_curve(args)
-    request = _any_request(args)
+    check_curve(args)
+    request = _chosen_request(args)
     if args.curve is not None:
         return _run_curve(args, request)
-    if not isinstance(request, Request):
-        return run_other(args, request)
-    training = training_of(args)
+    training = chosen_training(args)
     if args.measure is not None:
         check_measurable(request.cluster)
-    found = search(request, num_plans=args.plans or _PLANS)
+    found = request.search(num_plans=args.plans or PLANS)
     if not found.plans:
         return _nothing_fits(args, request, found)
     costs = [training_cost(plan, training) for plan in found.plans if training]
@@ -177,7 +93,8 @@ def run(args: argparse.Namespace) -> int:
 
         confirmed = confirm(args, found.plans[: args.confirm])
     if not args.json:
-        lines = [*_text(found, costs), "", _how_to_run(args, found.plans[0])]
+        text = _everything(found, costs) if args.all else _answer(found, costs)
+        lines = [*text, _how_to_run(args, found.plans[0])]
         for one in confirmed:
             lines += ["", *one.lines()]
         if measured:
@@ -193,6 +110,27 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _chosen_request(args: argparse.Namespace) -> PlanRequest:
+    """Return the request to plan: a transformer, or another model."""
+    if args.global_batch is None:
+        raise InputError(
+            "a plan depends on the batch; give --global-batch N, in sequences of --seq",
+            key="plan.no_batch",
+        )
+    if is_other(args):
+        cluster, constraints = chosen_cluster(args), chosen_constraints(args)
+        return other_request(args, cluster, constraints, args.global_batch)
+    workload = chosen_workload(args)
+    return Request(
+        workload=workload,
+        cluster=chosen_cluster(args),
+        global_batch=args.global_batch,
+        seq=args.seq or workload.seq,
+        execution=execution_of(args.execution),
+        constraints=chosen_constraints(args),
+    )
+
+
 def _report(
     found: SearchResult,
     costs: Sequence[TrainingCost],
@@ -203,6 +141,7 @@ def _report(
     report: dict[str, Any] = found.as_json()
     best = found.plans[0]
     report["sensitivity"] = [change.as_json() for change in sensitivities(best)]
+    report["assumptions"] = [one.as_json() for one in assumptions(found.plans)]
     for plan, cost in zip(report["plans"], costs, strict=False):
         plan["training"] = cost.as_json()
     if confirmed:
@@ -212,54 +151,43 @@ def _report(
     return report
 
 
-def _any_request(args: argparse.Namespace) -> Request | PlanRequest:
-    """Return the request to plan: a transformer, or another model."""
-    if args.global_batch is None:
-        raise InputError(
-            "a plan depends on the batch; give --global-batch N, in sequences of --seq",
-            key="plan.no_batch",
-        )
-    if is_other(args):
-        cluster, constraints = chosen_cluster(args), _constraints(args)
-        return other_request(args, cluster, constraints, args.global_batch)
-    workload = chosen_workload(args)
-    return Request(
-        workload=workload,
-        cluster=chosen_cluster(args),
-        global_batch=args.global_batch,
-        seq=args.seq or workload.seq,
-        execution=execution_of(args.execution),
-        constraints=_constraints(args),
-    )
-
-
-def _constraints(args: argparse.Namespace) -> Constraints:
-    """Return the constraints of the options and of `--layout`."""
-    every, limit = args.sync_every, args.max_memory_gib
-    by_options = [args.layout, None if every is None else f"sync_every={every}"]
-    return Constraints.parse(
-        keep=[*args.keep, *filter(None, by_options)],
-        forbid=args.forbid,
-        max_memory_bytes=None if limit is None else limit * _GIB,
-    )
-
-
 def _nothing_fits(
-    args: argparse.Namespace, request: Request, found: SearchResult
+    args: argparse.Namespace, request: PlanRequest, found: SearchResult
 ) -> int:
-    why, changes = nearest_fit(request)
+    """Print the nearest changes that make something fit; return 1."""
+    if isinstance(request, Request):
+        why, changes = nearest_fit(request)
+    else:
+        capacity = gigabytes(found.capacity_bytes)
+        why, changes = f"nothing fits in {capacity}; give more --devices", ()
     if args.json:
         nearest = [
             {"change": change.text, "layout": str(change.layout)} for change in changes
         ]
         print(json.dumps({**found.as_json(), "problem": why, "changes": nearest}))
-        return 1
-    lines = [why, *(f"  {change.text}: {change.layout}" for change in changes)]
-    print("\n".join(lines))
+    else:
+        lines = [why, *(f"  {change.text}: {change.layout}" for change in changes)]
+        print("\n".join(lines))
     return 1
 
 
-def _text(found: SearchResult, costs: Sequence[TrainingCost]) -> list[str]:
+def _answer(found: SearchResult, costs: Sequence[TrainingCost]) -> list[str]:
+    """Return the best plan in ten lines at most, the command that runs it included."""
+    best = found.plans[0]
+    deciding = [one.text for one in assumptions(found.plans) if one.decides]
+    guess = guess_note(best.run.cluster.device)
+    assumed = deciding[:1] or [guess or "no assumed number decides between the plans"]
+    return [
+        *best.answer,
+        *assumed,
+        *(f"the whole training: {cost.text}" for cost in costs[:1]),
+        f"{found.considered_count:,} layouts considered in {found.seconds:.1f} s; "
+        "--all prints the other plans, each part of this one, and why others fail",
+    ]
+
+
+def _everything(found: SearchResult, costs: Sequence[TrainingCost]) -> list[str]:
+    """Return the best plan part by part, the other plans, and the rejected."""
     best = found.plans[0]
     training = ["", "the whole training, plan by plan:"] if costs else []
     return [
@@ -267,8 +195,9 @@ def _text(found: SearchResult, costs: Sequence[TrainingCost]) -> list[str]:
         f"{found.estimated_count:,} of them estimated; the others fall to bounds",
         *(f"note: {note}" for note in found.notes),
         "",
-        *estimate_in_words(best),
+        *best.lines,
         *(f"  {change.text}" for change in sensitivities(best)),
+        *(f"  {one.text}" for one in assumptions(found.plans)),
         "",
         "plans, fastest first:",
         *(_row(plan) for plan in found.plans),
@@ -280,17 +209,23 @@ def _text(found: SearchResult, costs: Sequence[TrainingCost]) -> list[str]:
         "",
         f"{found.rejected_count:,} rejected, such as:",
         *(f"  {other.layout}: {other.reason}" for other in found.rejected[:_SHOWN]),
+        "",
     ]
 
 
-def _how_to_run(args: argparse.Namespace, best: Estimate) -> str:
+def _row(plan: Plan) -> str:
+    return (
+        f"  {milliseconds(plan.step_s):>8}  at half the network "
+        f"{milliseconds(plan.half_network_step_s):>8}  MFU {plan.mfu:5.1%}  "
+        f"{gigabytes(plan.memory.total_bytes):>8}  {plan.run.layout_text}"
+    )
+
+
+def _how_to_run(args: argparse.Namespace, best: Plan) -> str:
     """Return the command that trains under a plan, or why none does."""
     run = best.run
-    if OTHER_SHAPES.keys() & {args.preset, args.model}:
-        return (
-            "run it: from Python, meshpar.make_train_step(model, optimizer, "
-            f"{str(run.layout)!r}); meshpar train reads text"
-        )
+    if is_other(args) or OTHER_SHAPES.keys() & {args.preset, args.model}:
+        return f"run it: from Python, {run.python_call}; meshpar train reads text"
     if PUBLISHED & {args.preset, args.model}:
         return "run it: not yet; a published run's shape is no preset; give its sizes"
     if args.vocab is not None and (args.model or "").endswith(".json"):
@@ -311,55 +246,8 @@ def _how_to_run(args: argparse.Namespace, best: Estimate) -> str:
     return f"run it: {shlex.join(['meshpar', 'train', *words])}"
 
 
-def _row(plan: Estimate) -> str:
-    return (
-        f"  {milliseconds(plan.step_s):>8}  at half the network "
-        f"{milliseconds(at_half_network_s(plan)):>8}  MFU {plan.mfu:5.1%}  "
-        f"{gigabytes(plan.memory.total_bytes):>8}  {plan.run.layout}"
-    )
-
-
-def _add_curve_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a scaling curve."""
-    add = parser.add_argument
-    add(
-        "--curve",
-        nargs="?",
-        choices=BATCHES,
-        const=BATCHES[0],
-        help="instead: the efficiency of the fastest plan on the devices, on half of "
-        "them, and so on, where it bends and why; strong keeps the batch, weak as many "
-        "examples a device (default: no curve; strong where no word follows)",
-    )
-    add(
-        "--plot",
-        type=output_file,
-        metavar="FILE",
-        help="with --curve: draw it into a .png or .svg (needs meshpar[plots])",
-    )
-
-
-def _check_curve(args: argparse.Namespace) -> None:
-    """Raise InputError for an option of plans with `--curve`, or `--plot` alone."""
-    if args.curve is None:
-        if args.plot is not None:
-            raise InputError(
-                "--plot draws a curve; give --curve too, or --html",
-                key="command.plot_without_curve",
-            )
-        return
-    for option in given_options(args, _NOT_WITH_CURVE):
-        raise InputError(
-            f"{option} is of plans, which --curve does not list; leave one out",
-            key="command.option_with_curve",
-        )
-    if args.plot is not None:
-        check_picture("--plot", args.plot, PICTURES)
-
-
-def _run_curve(args: argparse.Namespace, request: Request | PlanRequest) -> int:
+def _run_curve(args: argparse.Namespace, request: PlanRequest) -> int:
     """Print the curve; return 0 if anything fits, 1 if nothing does."""
-    name = request.workload.name if isinstance(request, Request) else request.name
     curve = scaling_curve(request, args.curve)
     text = "\n".join(curve_in_words(curve))
     printed = json.dumps({"curve": curve.as_json()}) if args.json else text
@@ -372,12 +260,12 @@ def _run_curve(args: argparse.Namespace, request: Request | PlanRequest) -> int:
     if args.html:
         from meshpar.cli.report.curve_plot import curve_page
 
-        page = curve_page(name, curve)
+        page = curve_page(request.name, curve)
         local_path("--html", args.html).write_text(page, encoding="utf-8")
     if args.plot:
         from meshpar.cli.report.curve_plot import write_curve_picture
 
-        write_curve_picture(name, curve, args.plot)
+        write_curve_picture(request.name, curve, args.plot)
     if args.json:  # last: an error is the one object
         print(printed)
     return 0

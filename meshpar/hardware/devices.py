@@ -281,6 +281,16 @@ _KNOWN = (*_GPUS, *_TPUS)
 DEVICES = {known.device.name: known.device for known in _KNOWN}
 """Name for `--hardware` -> device."""
 
+_FRACTIONS = ("matmul", "attention", "memory", "link", "network")
+_CALIBRATED = (_A100_80GB, _A100_40GB, _H100_80GB, _H800_80GB, _H200_141GB)
+
+ASSUMED = {
+    **dict.fromkeys(DEVICES, _FRACTIONS),
+    **dict.fromkeys((device.name for device in _CALIBRATED), ("memory", "network")),
+}
+"""Name of a device -> its fractions that the comments above call taken. A device of
+one's own has none: its file says what it achieves."""
+
 OTHER_NAMES = {known.other_name: known.device for known in _KNOWN if known.other_name}
 """Shorter name -> device."""
 

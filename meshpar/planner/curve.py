@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshpar.errors import InputError
-from meshpar.planner.cost.estimate import Estimate, gigabytes
+from meshpar.planner.cost.step_time import COMPUTING, EXPOSED
 from meshpar.planner.machine.cluster import Cluster
-from meshpar.planner.plan import Plan, PlanRequest
-from meshpar.planner.search.search import Request, search
+from meshpar.planner.plan import Plan, gigabytes
+from meshpar.planner.search.result import PlanRequest
 
 BATCHES = ("strong", "weak")
 """The same batch on all devices, or the same part of it on each."""
@@ -30,9 +30,8 @@ BATCHES = ("strong", "weak")
 BEND = 0.9
 """Efficiency below which a curve has bent: a tenth of the devices is lost."""
 
-_COMPUTE = "computing"
 _WHY = {
-    _COMPUTE: "matmuls are smaller, or more is computed again",
+    COMPUTING: "matmuls are smaller, or more is computed again",
     "bubble": "stages have fewer microbatches to wait with",
     "optimizer": "fewer devices share out the states, or each updates as many",
     "stragglers": "more devices wait for the slowest of all",
@@ -56,7 +55,7 @@ class Point:
 
     cluster: Cluster
     global_batch: int
-    plan: Estimate | Plan | None = None
+    plan: Plan | None = None
     problem: str = ""
     efficiency: float = 0.0
     lost: Mapping[str, float]
@@ -77,11 +76,11 @@ class Point:
         """Reason for `most_lost`, in words."""
         if self.plan is None or not self.most_lost:
             return ""
-        axis = self.most_lost.removeprefix("exposed on ")
+        axis = self.most_lost.removeprefix(EXPOSED)
         if axis in _WHY:
             return _WHY[axis]
         link = self.plan.run.link(axis)
-        return f"over the {link.name}, {self.plan.why_exposed(axis)}"
+        return f"over the {link.name}, {self.plan.run.why_exposed(axis)}"
 
     def as_json(self) -> dict[str, Any]:
         """Return an entry of `points` of `meshpar plan --curve --json`."""
@@ -92,7 +91,7 @@ class Point:
         return {
             **point,
             "fits": True,
-            "layout": plan.layout_text,
+            "layout": plan.run.layout_text,
             "step_s": plan.step_s,
             "sequences_per_s": self.global_batch / plan.step_s,
             "examples_per_s": self.global_batch / plan.step_s,
@@ -156,7 +155,7 @@ class Curve:
         }
 
 
-def scaling_curve(request: Request | PlanRequest, batch: str = "strong") -> Curve:
+def scaling_curve(request: PlanRequest, batch: str = "strong") -> Curve:
     """Return the curve up to a request's devices, their number halved repeatedly.
 
     Args:
@@ -169,6 +168,7 @@ def scaling_curve(request: Request | PlanRequest, batch: str = "strong") -> Curv
 
     Example:
         >>> from meshpar.planner.machine.clusters import cluster_of
+        >>> from meshpar.planner.search.search import Request
         >>> from meshpar.planner.workload.shapes import workload_of
         >>> request = Request(
         ...     workload=workload_of("dit-b2"),
@@ -196,8 +196,6 @@ def scaling_curve(request: Request | PlanRequest, batch: str = "strong") -> Curv
     if fitting:
         base = min(fitting, key=lambda point: sum(_parts(point).values()))
         points = [_compared(point, base) for point in points]
-    if isinstance(request, Request):
-        return Curve(batch=batch, points=tuple(points))
     return Curve(
         batch=batch, points=tuple(points), noun=request.noun, note=request.note
     )
@@ -219,7 +217,7 @@ def curve_in_words(curve: Curve) -> list[str]:
         lost = f"{point.lost[worst]:.1%} {worst}; " if worst else ""
         lines.append(
             f"{counts} {rate:>12,.4g} {point.efficiency:>11.1%}  "
-            f"{lost}{point.plan.layout_text}"
+            f"{lost}{point.plan.run.layout_text}"
         )
     return [*lines, bend_in_words(curve), *([curve.note] if curve.note else [])]
 
@@ -261,28 +259,17 @@ def _halves(cluster: Cluster) -> Iterator[Cluster]:
         yield from _halves(replace(cluster, devices_per_host=each))
 
 
-def _planned(request: Request | PlanRequest, cluster: Cluster, examples: int) -> Point:
+def _planned(request: PlanRequest, cluster: Cluster, examples: int) -> Point:
     """Return the point of the fastest plan, or of the reason why there is none."""
     place: dict[str, Any] = {"cluster": cluster, "global_batch": examples}
     try:
-        plan, capacity = _fastest(request, cluster, examples)
+        found = request.on(cluster, examples).search(num_plans=1)
     except InputError as error:
         return Point(**place, problem=str(error), lost={})
-    if plan is None:
-        return Point(**place, problem=f"nothing fits in {gigabytes(capacity)}", lost={})
-    return Point(**place, plan=plan, lost={})
-
-
-def _fastest(
-    request: Request | PlanRequest, cluster: Cluster, examples: int
-) -> tuple[Estimate | Plan | None, float]:
-    """Return the fastest plan that fits, or None, and the usable bytes of a device."""
-    if isinstance(request, Request):
-        smaller = replace(request, cluster=cluster, global_batch=examples)
-        result = search(smaller, num_plans=1)
-        return next(iter(result.plans), None), result.capacity_bytes
-    other = request.on(cluster, examples)
-    return next(iter(other.plans()), None), other.capacity_bytes
+    if not found.plans:
+        problem = f"nothing fits in {gigabytes(found.capacity_bytes)}"
+        return Point(**place, problem=problem, lost={})
+    return Point(**place, plan=found.plans[0], lost={})
 
 
 def _compared(point: Point, base: Point) -> Point:
@@ -302,14 +289,5 @@ def _parts(point: Point) -> dict[str, float]:
     """Device seconds per example, by part of the step."""
     if point.plan is None:
         return {}
-    time = point.plan.time
-    parts = {
-        _COMPUTE: time.compute_s,
-        "bubble": time.bubble_s,
-        **{f"exposed on {axis}": s for axis, s in time.exposed_s.items()},
-        "optimizer": time.optimizer_s,
-        "stragglers": time.straggler_s,
-        "host": time.host_s,
-    }
     each = point.num_devices / point.global_batch
-    return {name: seconds * each for name, seconds in parts.items()}
+    return {name: seconds * each for name, seconds in point.plan.time.parts.items()}

@@ -50,7 +50,12 @@ from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.step_traffic import sent_in_a_step
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import MESHPAR
-from meshpar.planner.volumes import SPACE, Kernel, SpaceWorkload, VolumeWorkload
+from meshpar.planner.workload.volumes import (
+    SPACE,
+    Kernel,
+    SpaceWorkload,
+    VolumeWorkload,
+)
 from meshpar.planner.workload.workload import TracedBlock, Workload
 from meshpar.schedules import tick_table
 from meshpar.trace.costs import Operand, matmul_flops

@@ -1,22 +1,26 @@
-"""Plan of a model that is no transformer: memory, time, and their text and JSON.
+"""Plan: memory, time and traffic of a step under one layout, their text and JSON.
 
-Volumes and tables give the parts; `meshpar.planner.cost.estimate` has transformers.
+Every planner of a training step returns it: of transformers, volumes and tables. Its
+run describes the model, and a timer gives its seconds on any hardware. Generation has
+no step: `meshpar.planner.inference` has other numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Generic, Protocol, TypeVar
 
+from meshpar.hardware.device import Device
 from meshpar.layout import Layout
-from meshpar.planner.cost.estimate import gigabytes, milliseconds
-from meshpar.planner.cost.step_time import StepTime
+from meshpar.planner.cost.step_time import EXPOSED, StepTime
+from meshpar.planner.cost.step_traffic import Sent
 from meshpar.planner.machine.cluster import Cluster, Link
 
 
 class PlannedRun(Protocol):
-    """A model on a cluster under a layout."""
+    """A model on a cluster under a layout, which describes itself."""
 
     @property
     def cluster(self) -> Cluster: ...
@@ -24,145 +28,272 @@ class PlannedRun(Protocol):
     @property
     def layout(self) -> Layout: ...
 
-    def link(self, *mesh_axes: str) -> Link: ...
-
-
-class PlannedMemory(Protocol):
-    """Bytes of one device."""
-
-    @property
-    def total_bytes(self) -> float: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Estimated memory and time of a step under one layout.
-
-    Args:
-        run: Machine and layout.
-        memory: Bytes of the fullest device.
-        time: Seconds of the step, by what they are spent on.
-        model_flops: FLOPs of the step's matmuls and convolutions, without
-            recomputation.
-        layout_text: The layout, and further arguments of the step.
-        how_to_run: The call that trains under it.
-        memory_parts: Bytes of the memory, by what they are for.
-        reasons: Mesh axis -> why the step waits for it.
-        share: Part of the batch on a device, in words; empty to leave it out.
-        note: Caveat on these devices; empty for none.
-        compute_note: Part of the computing, in words.
-        load: Further line of text about the step; empty for none.
-        details: Further entries of `as_json`.
-    """
-
-    run: PlannedRun
-    memory: PlannedMemory
-    time: StepTime
-    model_flops: float
-    layout_text: str
-    how_to_run: str
-    memory_parts: Mapping[str, float]
-    reasons: Mapping[str, str]
-    share: str = ""
-    note: str = ""
-    compute_note: str = ""
-    load: str = ""
-    details: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of one step."""
-        return self.time.step_s
-
-    @property
-    def mfu(self) -> float:
-        """Model FLOPs over the peak of all devices in that time."""
-        cluster = self.run.cluster
-        peak_flops = cluster.device.peak_flops[self.run.layout.precision]
-        return self.model_flops / (peak_flops * cluster.num_devices * self.step_s)
-
-    @property
-    def fits(self) -> bool:
-        """True if the fullest device has enough memory."""
-        return self.memory.total_bytes <= self.run.cluster.device.usable_bytes
-
-    def why_exposed(self, mesh_axis: str) -> str:
-        """Return the reason why the step waits for a mesh axis."""
-        return self.reasons[mesh_axis]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return one of the `plans` of `meshpar plan --json`."""
-        return {
-            "layout": str(self.run.layout),
-            "step_s": self.step_s,
-            "mfu": self.mfu,
-            "fits": self.fits,
-            "time": self.time.as_json(),
-            **self.details,
-        }
-
-    @property
-    def lines(self) -> list[str]:
-        """Lines of text: memory, time, and what the step waits for."""
-        time, run, device = self.time, self.run, self.run.cluster.device
-        parts = (
-            f"{name} {gigabytes(size)}" for name, size in self.memory_parts.items()
-        )
-        share = f": {self.share}" if self.share else ""
-        return [
-            f"layout {self.layout_text}{share}",
-            f"memory {gigabytes(self.memory.total_bytes)} of "
-            f"{gigabytes(device.memory_bytes)}: "
-            f"{'fits' if self.fits else 'does not fit'}",
-            *([f"  {self.note}"] if self.note else []),
-            f"  {', '.join(parts)}",
-            f"step {milliseconds(self.step_s)}, MFU {self.mfu:.1%}: computing "
-            f"{milliseconds(time.compute_s)}{self.compute_note}, optimizer "
-            f"{milliseconds(time.optimizer_s)}",
-            *([f"  {self.load}"] if self.load else []),
-            *(
-                f"  exposed on {axis} ({run.link(axis).name}) {milliseconds(seconds)}: "
-                f"{self.reasons[axis]}"
-                for axis, seconds in time.exposed_s.items()
-            ),
-        ]
-
-
-@runtime_checkable
-class PlanRequest(Protocol):
-    """A model that is no transformer, on devices, with constraints."""
-
-    @property
-    def cluster(self) -> Cluster: ...
-
     @property
     def global_batch(self) -> int: ...
 
-    @property
-    def capacity_bytes(self) -> float:
-        """Bytes of a device that a plan may fill."""
+    def link(self, *mesh_axes: str) -> Link: ...
 
     @property
     def heading(self) -> str:
         """The model and the machine, in a line."""
 
     @property
-    def name(self) -> str:
-        """Name of the model."""
+    def layout_text(self) -> str:
+        """The layout, and further arguments of the step."""
 
     @property
-    def noun(self) -> str:
-        """Name of its examples."""
+    def share(self) -> str:
+        """Part of the batch on a device, in words."""
 
     @property
-    def note(self) -> str:
-        """Caveat about all plans; empty for none."""
+    def notes(self) -> tuple[str, ...]:
+        """Facts about the program and caveats on these devices."""
 
-    def on(self, cluster: Cluster, global_batch: int) -> PlanRequest:
-        """Return the same request on other devices."""
+    @property
+    def examples(self) -> tuple[float, str]:
+        """Number of what a step trains on, and its name: 65536, tokens."""
 
-    def plans(self) -> Sequence[Plan]:
-        """Return all plans that fit, the fastest first."""
+    @property
+    def model_flops(self) -> float:
+        """FLOPs of one step, without recomputation."""
 
-    def kept_plan(self) -> tuple[Plan, bool]:
-        """Return the plan of the layout that is kept, and True if it fits."""
+    @property
+    def python_call(self) -> str:
+        """Call that makes the training step."""
+
+    def why_exposed(self, mesh_axis: str) -> str:
+        """Return the reason why the step waits for a mesh axis."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return entries of a plan's JSON that only such models have."""
+
+
+class PlannedMemory(Protocol):
+    """Bytes of the fullest device."""
+
+    @property
+    def total_bytes(self) -> float: ...
+
+    def lines(self, layout: Layout) -> list[str]:
+        """Return lines of text: bytes by what they are for."""
+
+    def as_json(self) -> dict[str, float]: ...
+
+
+RunT = TypeVar("RunT", bound=PlannedRun)
+MemoryT = TypeVar("MemoryT", bound=PlannedMemory)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Generic[RunT, MemoryT]):
+    """Memory, time and traffic of a step under one layout.
+
+    Args:
+        run: Model, machine, layout and batch.
+        memory: Bytes of the fullest device.
+        timer: Function that times such a run, on any hardware.
+        collectives: Bytes that one device sends in a step, by mesh axes and kind; None
+            where the planner counts their time alone.
+    """
+
+    run: RunT
+    memory: MemoryT
+    timer: Callable[[RunT], StepTime]
+    collectives: tuple[Sent, ...] | None = None
+
+    @cached_property
+    def time(self) -> StepTime:
+        """Seconds of the step, by what they are spent on."""
+        return self.timer(self.run)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of one step."""
+        return self.time.step_s
+
+    def step_on_s(self, device: Device) -> float:
+        """Return the seconds of a step on as many other devices, laid out so too."""
+        run: Any = self.run
+        cluster = replace(run.cluster, device=device)
+        return self.timer(replace(run, cluster=cluster)).step_s
+
+    @property
+    def half_network_step_s(self) -> float:
+        """Seconds of a step with half the bandwidth between hosts.
+
+        Or of a torus' links. Other jobs, routes and many hosts reduce this bandwidth
+        first, and no data sheet says by how much.
+        """
+        device = self.run.cluster.device
+        halved = replace(device, network_bytes_per_s=device.network_bytes_per_s / 2)
+        if device.torus_dims:
+            halved = replace(halved, link_bytes_per_s=device.link_bytes_per_s / 2)
+        return self.step_on_s(halved)
+
+    @property
+    def model_flops(self) -> float:
+        """FLOPs of one step, without recomputation."""
+        return self.run.model_flops
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs over the peak of all devices in that time."""
+        cluster = self.run.cluster
+        each = cluster.device.peak_flops[self.run.layout.precision]
+        return self.model_flops / (each * cluster.num_devices * self.step_s)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of the global batch per second; volumes or examples without tokens."""
+        return self.run.examples[0] / self.step_s
+
+    @property
+    def fits(self) -> bool:
+        """True if the fullest device has enough memory."""
+        return self.memory.total_bytes <= self.run.cluster.device.usable_bytes
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what `meshpar estimate --json` prints."""
+        device = self.run.cluster.device
+        report = {
+            "layout": str(self.run.layout),
+            "step_s": self.step_s,
+            "mfu": self.mfu,
+            f"{self.run.examples[1]}_per_s": self.tokens_per_s,
+            "half_network_step_s": self.half_network_step_s,
+            "fits": self.fits,
+            "memory": {
+                **self.memory.as_json(),
+                "capacity_bytes": round(device.memory_bytes),
+                "usable_bytes": round(device.usable_bytes),
+            },
+            "time": self.time.as_json(),
+            **self.run.as_json(),
+        }
+        if self.collectives is not None:
+            report["collectives"] = [
+                {
+                    **collective._asdict(),
+                    "mesh_axes": list(collective.mesh_axes),
+                    "wire_bytes": round(collective.wire_bytes),
+                }
+                for collective in self.collectives
+            ]
+        return report
+
+    @property
+    def answer(self) -> list[str]:
+        """Six lines of text: model, layout, time, memory, largest parts of the time."""
+        parts = self.time.parts
+        first, second = sorted(parts, key=parts.__getitem__, reverse=True)[:2]
+        return [
+            self.run.heading,
+            f"layout {self.run.layout_text}: {self.run.share}",
+            self._time_line,
+            self._memory_line,
+            f"most of the step: {self._part(first)}",
+            f"  then {self._part(second)}",
+        ]
+
+    @property
+    def lines(self) -> list[str]:
+        """Lines of text: model and machine, memory, time, communication."""
+        return [
+            *self.answer[:2],
+            *self.run.notes,
+            self._memory_line,
+            *(f"  {line}" for line in self.memory.lines(self.run.layout)),
+            self._time_line,
+            *(f"  {line}" for line in (*self._times, *self._links)),
+        ]
+
+    @property
+    def _memory_line(self) -> str:
+        """Line of text: memory of the fullest device against what a device has."""
+        device = self.run.cluster.device
+        kept = device.memory_bytes - device.usable_bytes
+        reserve = f", {gigabytes(kept)} left in reserve" if kept else ""
+        return (
+            f"memory {gigabytes(self.memory.total_bytes)} of "
+            f"{gigabytes(device.memory_bytes)}: "
+            f"{'fits' if self.fits else 'does not fit'}{reserve}"
+        )
+
+    @property
+    def _time_line(self) -> str:
+        """Line of text: time of a step, MFU, examples per second."""
+        return (
+            f"step {milliseconds(self.step_s)}, MFU {self.mfu:.1%}, "
+            f"{three_digits(self.tokens_per_s)} "
+            f"{self.run.examples[1]}/s"
+        )
+
+    @property
+    def _times(self) -> list[str]:
+        time = self.time
+        lines = [
+            f"computing {self._share(time.compute_s)}, bubble "
+            f"{self._share(time.bubble_s)}, optimizer "
+            f"{self._share(time.optimizer_s)}, slowest of all devices "
+            f"{self._share(time.straggler_s)}",
+            f"at half the network's bandwidth {milliseconds(self.half_network_step_s)}",
+        ]
+        if time.host_s:
+            lines.append(f"waiting for the host {self._share(time.host_s)}")
+        return lines + [self._part(f"{EXPOSED}{axis}") for axis in time.exposed_s]
+
+    def _part(self, name: str) -> str:
+        """Return a part of the time in words, and why the step waits for it."""
+        took, axis = self._share(self.time.parts[name]), name.removeprefix(EXPOSED)
+        if axis == name:
+            return f"{name} {took}"
+        return (
+            f"{name} ({self.run.link(axis).name}) {took}: {self.run.why_exposed(axis)}"
+        )
+
+    @property
+    def _links(self) -> list[str]:
+        return [
+            f"{'+'.join(collective.mesh_axes)} {collective.kind} over the "
+            f"{collective.link}: {gigabytes(collective.wire_bytes)} sent by a device, "
+            f"{collective.reason}"
+            for collective in self.collectives or ()
+        ]
+
+    def _share(self, seconds: float) -> str:
+        return f"{milliseconds(seconds)} ({seconds / self.step_s:.1%})"
+
+
+def gigabytes(num_bytes: float) -> str:
+    """Format bytes with three digits and a unit.
+
+    Example:
+        >>> gigabytes(12.34e9), gigabytes(1234e9), gigabytes(12.3e3), gigabytes(0)
+        ('12.3 GB', '1,234 GB', '12.3 kB', '0 GB')
+    """
+    for unit, size, least in (("GB", 1e9, 1e8), ("MB", 1e6, 1e6), ("kB", 1e3, 1e3)):
+        if num_bytes >= least:
+            return f"{three_digits(num_bytes / size)} {unit}"
+    return f"{num_bytes:.0f} B" if num_bytes >= 1 else "0 GB"
+
+
+def milliseconds(seconds: float) -> str:
+    """Format seconds with three digits and a unit; less than a microsecond is 0 ms.
+
+    Example:
+        >>> milliseconds(0.0123), milliseconds(12.3), milliseconds(1.78e-15)
+        ('12.3 ms', '12.3 s', '0 ms')
+    """
+    if seconds >= 0.9995:
+        return f"{three_digits(seconds)} s"
+    return f"{three_digits(seconds * 1e3 if seconds >= 1e-6 else 0.0)} ms"
+
+
+def three_digits(number: float) -> str:
+    """Format a number with three digits, or all digits before the point.
+
+    Example:
+        >>> three_digits(12.345), three_digits(12345.6)
+        ('12.3', '12,346')
+    """
+    return f"{number:,.0f}" if number >= 999.5 else f"{number:.3g}"

@@ -20,16 +20,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Var
 
+from meshpar.layout import Layout
 from meshpar.model.contract import Model
 from meshpar.model.scope import Scope
 from meshpar.model.single import loss
+from meshpar.planner.plan import gigabytes
 from meshpar.tables.exchange import Exchange
 from meshpar.tables.placement import SPREAD, Store
 from meshpar.tables.programs import TableFunctions, split_state
@@ -60,6 +62,18 @@ class TableMemory:
         """All of them."""
         states = self.model_bytes + self.table_bytes
         return states + self.batch_bytes + self.temp_bytes
+
+    def lines(self, _: Layout) -> list[str]:
+        """Return a line of text: bytes by what they are for."""
+        return [
+            f"tables {gigabytes(self.table_bytes)}, model "
+            f"{gigabytes(self.model_bytes)}, batch {gigabytes(self.batch_bytes)}, "
+            f"temporaries {gigabytes(self.temp_bytes)}"
+        ]
+
+    def as_json(self) -> dict[str, float]:
+        """Return the parts and their sum."""
+        return {**asdict(self), "total_bytes": self.total_bytes}
 
 
 def predicted_memory(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,20 +12,17 @@ import optax
 
 from meshpar.audit.kernels import traced_kernels
 from meshpar.errors import InputError
-from meshpar.hardware import device as matmul_time
 from meshpar.layout import MESH_AXES, Layout
 from meshpar.machine.mesh import absent_mesh
 from meshpar.model.contract import Model
-from meshpar.model.inputs import BATCH_DIM, input_shapes
+from meshpar.model.inputs import BATCH_DIM, Input, input_shapes
 from meshpar.model.scope import Scope
 from meshpar.model.single import loss
-from meshpar.planner.cost.estimate import gigabytes
-from meshpar.planner.cost.step_time import StepTime, straggler_fraction
 from meshpar.planner.machine.cluster import Cluster
-from meshpar.planner.machine.collective_cost import all_reduce_s
 from meshpar.planner.plan import Plan
+from meshpar.planner.search.result import SearchResult, ranked
 from meshpar.planner.search.space import Constraints
-from meshpar.planner.volumes import Kernel
+from meshpar.planner.workload.volumes import Kernel
 from meshpar.tables.optimizers import RowwiseAdagrad
 from meshpar.tables.plan import TableRun, table_plan
 from meshpar.tables.step import TableStep, with_tables
@@ -34,10 +32,44 @@ from meshpar.tables.traffic import table_traffic
 from meshpar.trace.operations import operations
 from meshpar.train.make_step import make_train_step
 
-_VALUE_BYTES, _GRADIENT_BYTES, _UPDATE_BYTES = 4, 4, 28
-"""Bytes of a value, of a parameter's gradient, and moved by Adam's update of it."""
-
 _KEPT = (*MESH_AXES, "precision")
+
+
+def looked_up_input(model: Model) -> tuple[str, Input] | None:
+    """Return the name and the input of looked up rows; None if there is none."""
+    inputs = (model.inputs or {}).items()
+    return next(((name, one) for name, one in inputs if one.has_gradient), None)
+
+
+def feature_tables(
+    name: str, into: str, looked_up: Input, rows: Sequence[int], bags: Sequence[int]
+) -> tuple[Table, ...]:
+    """Return a table for each feature of an input that is looked up.
+
+    Args:
+        name: Name of the model in errors.
+        into: Name of the input.
+        looked_up: The input.
+        rows: Rows of each table, or of all.
+        bags: Ids of an example in each table; empty for 1 each.
+
+    Raises:
+        InputError: There are not as many numbers of rows as features.
+    """
+    features, dim = looked_up.sizes[1] or 0, looked_up.sizes[2] or 0
+    if len(rows) not in (1, features):
+        raise InputError(
+            f"--tables gives {len(rows)} numbers of rows, but {name} has {features} "
+            "features; give one for each, or one for all",
+            key="command.wrong_number_of_tables",
+        )
+    each = rows if len(rows) == features else [*rows] * features
+    return tuple(
+        Table(name=f"id{at}", rows=count, dim=dim, bag=bag, into=into)
+        for at, (count, bag) in enumerate(
+            zip(each, bags or (1,) * features, strict=True)
+        )
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,27 +111,7 @@ class TableRequest:
                     key="plan.not_with_tables",
                 )
 
-    @property
-    def noun(self) -> str:
-        """Name of the examples of a batch."""
-        return "examples"
-
-    @property
-    def note(self) -> str:
-        """Nothing is left out that is known."""
-        return ""
-
-    @property
-    def heading(self) -> str:
-        """The model and the machine, in a line."""
-        rows = sum(table.rows for table in self.tables)
-        values = sum(table.rows * table.dim for table in self.tables)
-        return (
-            f"{self.name}: {self.model.num_parameters / 1e6:.3g} M parameters beside "
-            f"{len(self.tables)} tables of {rows:,} rows "
-            f"({gigabytes(_VALUE_BYTES * values)}), on {self.cluster.text}, "
-            f"{self.global_batch:,} examples a step"
-        )
+    noun, note = "examples", ""
 
     @property
     def capacity_bytes(self) -> float:
@@ -110,14 +122,15 @@ class TableRequest:
         """The same on other devices."""
         return replace(self, cluster=cluster, global_batch=global_batch)
 
-    def plans(self) -> Sequence[Plan]:
-        """The one plan, if it fits.
+    def search(self, *, num_plans: int = 1) -> SearchResult:
+        """Return the one plan, if it fits.
 
         Raises:
             InputError: The devices do not divide the batch.
         """
-        plan, fits = self.kept_plan()
-        return [plan] if fits else []
+        started = time.perf_counter()
+        plan, _ = self.kept_plan()
+        return ranked([plan], self.capacity_bytes, num_plans, started)
 
     def kept_plan(self) -> tuple[Plan, bool]:
         """The plan, and whether it fits.
@@ -154,40 +167,22 @@ class TableRequest:
 
     def _plan(self, layout: Layout) -> Plan:
         step = self._step(layout)
-        device, devices = self.cluster.device, self.cluster.num_devices
         inputs = step.tables.batch_inputs(self.model.known_inputs)
         batch = input_shapes(inputs, {BATCH_DIM: self.global_batch})
         placements, memory = step.placements, step.predicted_memory(batch)
-        traffic = table_traffic(step.functions.stores, placements, self.global_batch)
         run = TableRun(
+            name=self.name,
             cluster=self.cluster,
             layout=layout,
             global_batch=self.global_batch,
+            num_parameters=self.model.num_parameters,
+            kernels=self._kernels(self.global_batch // self.cluster.num_devices),
+            example_flops=sum(one.flops for one in self._kernels(1)),
+            temp_bytes=memory.temp_bytes,
             placements=placements,
-            traffic=traffic,
+            traffic=table_traffic(step.functions.stores, placements, self.global_batch),
         )
-        moved = sum(one.memory_bytes for one in traffic)
-        compute_s = matmul_time.memory_s(device, moved + 2 * memory.temp_bytes)
-        compute_s += sum(
-            matmul_time.matmul_s(device, layout.precision, one.flops, one.num_bytes)
-            for one in self._kernels(self.global_batch // devices)
-        )
-        parameters, link = self.model.num_parameters, run.link("data")
-        waits = sum(one.sent_s(devices, link) for one in traffic)
-        waits += all_reduce_s(_GRADIENT_BYTES * parameters, devices, link)
-        exposed_s = {"data": waits} if devices > 1 else {}
-        optimizer_s = matmul_time.memory_s(device, _UPDATE_BYTES * parameters)
-        busy_s = compute_s + optimizer_s + sum(exposed_s.values())
-        time = StepTime(
-            compute_s=compute_s,
-            bubble_s=0.0,
-            exposed_s=exposed_s,
-            optimizer_s=optimizer_s,
-            straggler_s=busy_s * straggler_fraction(self.cluster),
-            host_s=0.0,
-        )
-        flops = sum(one.flops for one in self._kernels(1))
-        return table_plan(run, memory=memory, time=time, flops=flops)
+        return table_plan(run, memory)
 
     def _step(self, layout: Layout) -> TableStep:
         optimizer = optax.adam(1e-3)

@@ -6,8 +6,8 @@ from itertools import cycle
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshpar.html import COLORS
-from meshpar.planner.cost.estimate import gigabytes
 from meshpar.planner.cost.memory import Memory
+from meshpar.planner.plan import gigabytes
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Bar, Figure

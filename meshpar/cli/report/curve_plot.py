@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshpar.cli.report.page import heading, page, paragraph, plot, table
-from meshpar.planner.cost.estimate import milliseconds
 from meshpar.planner.curve import BEND, Curve, Point, bend_in_words
+from meshpar.planner.plan import milliseconds
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -115,7 +115,7 @@ def _row(point: Point) -> tuple[str, ...]:
     if plan is None:
         return ()
     return (
-        plan.layout_text,
+        plan.run.layout_text,
         f"{point.num_devices:,}",
         f"{point.global_batch:,}",
         milliseconds(plan.step_s),

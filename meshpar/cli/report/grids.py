@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshpar.lint.rows import Shards
-from meshpar.planner.cost.estimate import gigabytes
+from meshpar.planner.plan import gigabytes
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure

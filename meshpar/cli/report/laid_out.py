@@ -107,7 +107,7 @@ def _traffic(estimate: Estimate) -> tuple[AxisTraffic, ...]:
     for axis in MESH_AXES:
         if sizes[axis] > 1:
             sent[axis,] = []
-    for one in estimate.collectives:
+    for one in estimate.collectives or ():
         split = tuple(axis for axis in one.mesh_axes if sizes[axis] > 1)
         sent[split].append(one)
     return tuple(

@@ -8,16 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from meshpar.cli.report.page import heading, page, paragraph, plot, table
 from meshpar.errors import InputError
-from meshpar.planner.cost.estimate import (
-    Estimate,
-    at_half_network_s,
-    estimate,
-    estimate_in_words,
-    gigabytes,
-    milliseconds,
-)
+from meshpar.planner.cost.estimate import estimate
+from meshpar.planner.plan import Plan, gigabytes, milliseconds
 from meshpar.planner.search.remedies import sensitivities
-from meshpar.planner.search.search import SearchResult
+from meshpar.planner.search.result import SearchResult
 
 if TYPE_CHECKING:  # They need jax, which the page does not.
     from plotly.graph_objects import Figure, Scatter
@@ -55,7 +49,7 @@ def plan_page(
         heading("Smallest for their time"),
         _plans(found.front),
         heading("The first plan"),
-        *(paragraph(line.strip()) for line in estimate_in_words(best)),
+        *(paragraph(line.strip()) for line in best.lines),
         *(paragraph(change.text) for change in sensitivities(best)),
         heading("Rejected, such as"),
         table(
@@ -77,7 +71,7 @@ def plan_page(
     return page(title, parts)
 
 
-def _plans(plans: Iterable[Estimate]) -> str:
+def _plans(plans: Iterable[Plan]) -> str:
     return table(
         [
             *("layout", "step", "MFU", "half the network", "memory"),
@@ -88,7 +82,7 @@ def _plans(plans: Iterable[Estimate]) -> str:
                 str(plan.run.layout),
                 milliseconds(plan.step_s),
                 f"{plan.mfu:.1%}",
-                milliseconds(at_half_network_s(plan)),
+                milliseconds(plan.half_network_step_s),
                 gigabytes(plan.memory.total_bytes),
                 milliseconds(plan.time.compute_s),
                 milliseconds(plan.time.bubble_s),
@@ -102,9 +96,7 @@ def _plans(plans: Iterable[Estimate]) -> str:
     )
 
 
-def _training(
-    plans: Sequence[Estimate], costs: Sequence[TrainingCost]
-) -> Iterable[str]:
+def _training(plans: Sequence[Plan], costs: Sequence[TrainingCost]) -> Iterable[str]:
     if not costs:
         return
     yield heading("The whole training")
@@ -117,7 +109,7 @@ def _training(
     )
 
 
-def _exposed(plan: Estimate) -> str:
+def _exposed(plan: Plan) -> str:
     """Return the exposed time of each mesh axis, without line breaks inside."""
     each = [
         f"{axis} {milliseconds(seconds)}".replace(" ", "\N{NO-BREAK SPACE}")
@@ -169,7 +161,7 @@ def _scale(values: list[float]) -> dict[str, Any]:
     return {**look, "type": "log", "dtick": "D2", "tickformat": "~g"}
 
 
-def _estimated(found: SearchResult) -> Iterable[tuple[Estimate, str]]:
+def _estimated(found: SearchResult) -> Iterable[tuple[Plan, str]]:
     """Yield the rejected layouts that can run, estimated, with their reasons."""
     run = found.plans[0].run
     for other in found.rejected:
@@ -191,7 +183,7 @@ def _points(
     name: str,
     color: str,
     symbol: str,
-    points: list[tuple[Estimate, str]],
+    points: list[tuple[Plan, str]],
     mode: str = "markers",
 ) -> Scatter:
     from plotly.graph_objects import Scatter
@@ -207,7 +199,7 @@ def _points(
     )
 
 
-def _hover(name: str, one: Estimate, reason: str) -> str:
+def _hover(name: str, one: Plan, reason: str) -> str:
     """Return lines short enough for a telephone."""
     numbers = (
         f"{milliseconds(one.step_s)}, {gigabytes(one.memory.total_bytes)}, MFU "

@@ -20,7 +20,7 @@ from meshpar.cli.report.laid_out import AxisTraffic, LaidOut
 from meshpar.cli.report.page import heading, page, paragraph, plot, table
 from meshpar.cli.report.timeline import HOW_TO_READ, timeline_plot
 from meshpar.lint.rows import Shards
-from meshpar.planner.cost.estimate import estimate_in_words, gigabytes, milliseconds
+from meshpar.planner.plan import gigabytes, milliseconds
 from meshpar.schedules.render import summary
 
 _LEAST_WIDTH = 640  # pixels, of what has many columns
@@ -29,7 +29,7 @@ _LEAST_WIDTH = 640  # pixels, of what has many columns
 def show_page(found: LaidOut) -> str:
     """Return the text of the page."""
     run = found.run
-    what = estimate_in_words(found.estimate)
+    what = found.estimate.lines
     return page(
         f"{run.workload.name} on {run.cluster.text}",
         [

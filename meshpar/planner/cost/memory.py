@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from meshpar.hardware.attention_choice import SPLASH_LANES
-from meshpar.layout import STAGE_REMATS
+from meshpar.layout import STAGE_REMATS, Layout
 from meshpar.parallel.sizes import HIDDEN_BYTES, SCORE_BYTES, head_parts, tile_tokens
 from meshpar.planner.cost.activations import (
     everything_bytes,
@@ -27,6 +27,7 @@ from meshpar.planner.cost.run import (
     stored_bytes,
     table_parameters,
 )
+from meshpar.planner.plan import gigabytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +101,21 @@ class Memory:
         """Bytes of the device in all."""
         kept = self.parameter_bytes + self.optimizer_bytes
         return kept + self.temporary_bytes + self.reserve_bytes
+
+    def lines(self, layout: Layout) -> list[str]:
+        """Return lines of text: bytes by what they are for."""
+        at_stage = f" at stage {self.stage}" if layout.stage > 1 else ""
+        flight = f"{self.in_flight:g} microbatches in flight{at_stage}"
+        return [
+            f"parameters {gigabytes(self.parameter_bytes)}, gradients "
+            f"{gigabytes(self.gradient_bytes)}, optimizer "
+            f"{gigabytes(self.optimizer_bytes)}",
+            f"activations {gigabytes(self.activation_bytes)} ({flight}, "
+            f"remat={layout.remat})",
+            f"logits {gigabytes(self.logit_bytes)}, gathered weights "
+            f"{gigabytes(self.gathered_bytes)}, workspace "
+            f"{gigabytes(self.workspace_bytes)}",
+        ]
 
     def as_json(self) -> dict[str, float]:
         """Return the parts and their sums, in whole bytes."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 from meshpar.hardware.attention_choice import (
     AttentionChoice,
@@ -29,6 +30,16 @@ gradients of all parameters are summed over them.
 Devices of `expert` have other tokens too, but share the routed experts out (GShard,
 Lepikhin et al. 2020): the gradients of the other parameters are summed over it.
 """
+
+_ONCE = "gradients are reduced once, behind the last backward"
+_WHY_EXPOSED = {
+    "tensor": "sums of the residual stream stand between a block's matmuls",
+    "fsdp": "weights and gradients take longer than the layer's work beside them",
+    "data": _ONCE,
+    "stage": "a stage waits for its input and, where shared, for embedding and head",
+    "context": "keys and values take longer than the attention beside them",
+    "expert": "tokens must reach their experts before these can start",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,6 +256,63 @@ class Run:
     def num_stages(self) -> int:
         """Number of stages: chunks of all ranks."""
         return len(self.stage_blocks)
+
+    # Its description, for `meshpar.planner.plan.Plan`.
+
+    @property
+    def heading(self) -> str:
+        """The model and the machine, in a line."""
+        number = self.workload.num_parameters
+        size = f"{number / 1e9:.3g} B" if number >= 1e8 else f"{number / 1e6:.3g} M"
+        return (
+            f"{self.workload.name}: {size} parameters on {self.cluster.text}, run as "
+            f"{self.execution.name}"
+        )
+
+    @property
+    def layout_text(self) -> str:
+        """The layout as text."""
+        return str(self.layout)
+
+    @property
+    def share(self) -> str:
+        """Part of the batch on a device, in words."""
+        count = self.layout.microbatches
+        return (
+            f"{self.global_batch} sequences of {self.seq} tokens, {count} "
+            f"microbatch{'es' if count > 1 else ''} of {self.microbatch} on a device"
+        )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Words about its attention."""
+        return tuple(filter(None, (self.attention.words,)))
+
+    @property
+    def examples(self) -> tuple[int, str]:
+        """Number of tokens of a step."""
+        return self.global_batch * self.seq, "tokens"
+
+    @property
+    def model_flops(self) -> int:
+        """FLOPs of one step, without recomputation."""
+        return self.workload.model_flops(global_batch=self.global_batch, seq=self.seq)
+
+    @property
+    def python_call(self) -> str:
+        """Call that makes the training step."""
+        return f"meshpar.make_train_step(model, optimizer, {str(self.layout)!r})"
+
+    def why_exposed(self, mesh_axis: str) -> str:
+        """Return the reason why the step waits for a mesh axis."""
+        layer_by_layer = self.layout.zero == 3 and not self.gathers_once
+        if mesh_axis == "fsdp" and not layer_by_layer:
+            return _ONCE
+        return _WHY_EXPOSED[mesh_axis]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return entries of a plan's JSON that only transformers have."""
+        return {"attention": self.attention.words}
 
 
 def _over_rails(link: Link, rails: int) -> Link:

@@ -39,6 +39,9 @@ from meshpar.planner.cost.step_traffic import step_rows
 from meshpar.planner.cost.traffic import end_rows, hop_rows, weight_rows
 from meshpar.planner.machine.cluster import Cluster
 
+COMPUTING, EXPOSED = "computing", "exposed on "
+"""Names of parts of a step's time: the second begins those of mesh axes."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
@@ -72,6 +75,18 @@ class StepTime:
             + self.straggler_s
             + self.host_s
         )
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of each part by its name, computing first; their sum is `step_s`."""
+        return {
+            COMPUTING: self.compute_s,
+            "bubble": self.bubble_s,
+            **{f"{EXPOSED}{axis}": seconds for axis, seconds in self.exposed_s.items()},
+            "optimizer": self.optimizer_s,
+            "stragglers": self.straggler_s,
+            "host": self.host_s,
+        }
 
     def as_json(self) -> dict[str, Any]:
         """Return the `time` of a plan, in seconds."""

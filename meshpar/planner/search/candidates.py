@@ -9,34 +9,17 @@ from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from meshpar.layout import Layout
-from meshpar.planner.cost.estimate import (
-    Estimate,
-    estimate_run,
-    gigabytes,
-    milliseconds,
-)
+from meshpar.planner.cost.estimate import Estimate, estimate_run
 from meshpar.planner.cost.memory import fullest_memory
 from meshpar.planner.cost.run import Run
+from meshpar.planner.plan import gigabytes, milliseconds
 from meshpar.planner.search.bounds import Bound, Bounds
 from meshpar.planner.search.choices import MeshChoices
+from meshpar.planner.search.result import Rejected
 from meshpar.planner.search.space import Variant
 
 FRONT_REACH = 1.5
 """Times the fastest plan's step, beyond which less memory is not worth it."""
-
-
-class Rejected(NamedTuple):
-    """A layout that is no plan.
-
-    Args:
-        layout: The layout.
-        reason: Why, with the numbers that decide it.
-        key: Stable name of the reason, like an `InputError`'s.
-    """
-
-    layout: Layout
-    reason: str
-    key: str
 
 
 class Leaf(NamedTuple):

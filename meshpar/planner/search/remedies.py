@@ -9,14 +9,10 @@ from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
 
 from meshpar.layout import Layout
-from meshpar.planner.cost.estimate import (
-    Estimate,
-    estimate_run,
-    gigabytes,
-    step_on_s,
-)
+from meshpar.planner.cost.estimate import Estimate, estimate_run
 from meshpar.planner.cost.memory import fullest_memory
 from meshpar.planner.machine.cluster import Cluster
+from meshpar.planner.plan import Plan, gigabytes
 from meshpar.planner.search.bounds import Bounds
 from meshpar.planner.search.candidates import too_large
 from meshpar.planner.search.search import Request, possible_meshes, search
@@ -157,7 +153,7 @@ class Sensitivity(NamedTuple):
         return {"change": self.text, "step_s": self.step_s, "faster": self.faster}
 
 
-def sensitivities(plan: Estimate) -> tuple[Sensitivity, ...]:
+def sensitivities(plan: Plan) -> tuple[Sensitivity, ...]:
     """Return the effect of doubling each number of the device, largest first.
 
     Example:
@@ -186,7 +182,7 @@ def sensitivities(plan: Estimate) -> tuple[Sensitivity, ...]:
         ),
         "peak FLOP/s": replace(device, peak_flops=peaks),
     }
-    seconds = {change: step_on_s(plan, device) for change, device in better.items()}
+    seconds = {change: plan.step_on_s(device) for change, device in better.items()}
     effects = [
         Sensitivity(change, step_s, 1 - step_s / plan.step_s)
         for change, step_s in seconds.items()

@@ -18,16 +18,17 @@ from meshpar.planner.cost.estimate import Estimate
 from meshpar.planner.cost.run import Run
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import MESHPAR, Execution
+from meshpar.planner.search.assumptions import guess_note
 from meshpar.planner.search.bounds import Bounds
 from meshpar.planner.search.candidates import (
     FRONT_REACH,
     Findings,
     Leaf,
-    Rejected,
     rejected,
     settle,
 )
 from meshpar.planner.search.choices import mesh_choices, why_method, with_method
+from meshpar.planner.search.result import Rejected, SearchResult
 from meshpar.planner.search.space import Constraints, mesh_layouts
 from meshpar.planner.workload.problems import layout_problems, problems_on_any_mesh
 from meshpar.planner.workload.workload import Workload
@@ -40,57 +41,6 @@ _NO_VARIANT = (
 )
 _SAMPLE = 8
 """Rejected layouts of each kind that a result shows."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearchResult:
-    """Result of a search.
-
-    Args:
-        plans: The fastest layouts that fit, best first.
-        front: Layouts that no other beats in both time and memory, fastest first, up to
-            1.5 times the fastest plan's time.
-        rejected: Some of the others, each with its reason.
-        rejected_count: Number of the others.
-        considered_count: Number of all layouts.
-        estimated_count: Number of layouts that no bound rejected.
-        seconds: Time of the search.
-        capacity_bytes: Memory of a device that a plan may fill.
-        notes: Caveats of the plans.
-    """
-
-    plans: tuple[Estimate, ...]
-    front: tuple[Estimate, ...]
-    rejected: tuple[Rejected, ...]
-    rejected_count: int
-    considered_count: int
-    estimated_count: int
-    seconds: float
-    capacity_bytes: float
-    notes: tuple[str, ...] = ()
-
-    def as_json(self) -> dict[str, Any]:
-        """Object that `meshpar plan --json` prints."""
-        return {
-            "plans": [plan.as_json() for plan in self.plans],
-            "front": [
-                {
-                    "layout": str(plan.run.layout),
-                    "step_s": plan.step_s,
-                    "total_bytes": round(plan.memory.total_bytes),
-                }
-                for plan in self.front
-            ],
-            "rejected": [
-                {"layout": str(other.layout), "reason": other.reason, "key": other.key}
-                for other in self.rejected
-            ],
-            "rejected_count": self.rejected_count,
-            "considered_count": self.considered_count,
-            "estimated_count": self.estimated_count,
-            "seconds": self.seconds,
-            "notes": list(self.notes),
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +79,21 @@ class Request:
             self.workload, kept, self.execution, **batch
         ):
             raise problem.error()
+
+    noun, note = "sequences", ""
+
+    @property
+    def name(self) -> str:
+        """Name of the model."""
+        return self.workload.name
+
+    def on(self, cluster: Cluster, global_batch: int) -> Request:
+        """Return the request on other devices."""
+        return replace(self, cluster=cluster, global_batch=global_batch)
+
+    def search(self, *, num_plans: int = _NUM_PLANS) -> SearchResult:
+        """Find the fastest layouts that fit, and say why the others do not."""
+        return search(self, num_plans=num_plans)
 
     @property
     def capacity_bytes(self) -> float:
@@ -319,13 +284,7 @@ def _one_per_split(leaves: list[Leaf]) -> list[Leaf]:
 
 
 def _notes(request: Request, plans: tuple[Estimate, ...]) -> tuple[str, ...]:
-    notes, device = [], request.cluster.device
-    if device.taken_from:
-        notes.append(
-            f"no published step times calibrate {device.name}: it is taken to achieve "
-            f"what {device.taken_from} achieves of its peaks, attention kernels "
-            "included, so that its times are a guess; meshpar calibrate measures"
-        )
+    notes = [guess_note(request.cluster.device)]
     if plans:
         notes.append(why_method(plans[0].run.layout, plans[0].run))
     return tuple(filter(None, notes))

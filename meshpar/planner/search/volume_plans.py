@@ -6,77 +6,22 @@ too. Stages are none: they cannot stand beside split space.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from meshpar.errors import InputError
-from meshpar.hardware.platforms import platform_named
 from meshpar.layout import MESH_AXES, Layout
-from meshpar.planner.cost.estimate import gigabytes
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.plan import Plan
+from meshpar.planner.search.result import SearchResult, ranked
 from meshpar.planner.search.space import Constraints, divisors
-from meshpar.planner.volumes import (
-    SPACE,
-    VolumeRun,
-    VolumeWorkload,
-    halo_bytes,
-    volume_memory,
-    volume_time,
-)
+from meshpar.planner.volumes import VolumeRun, cluster_notes, volume_plan
+from meshpar.planner.workload.volumes import SPACE, VolumeWorkload
 
 _SPLIT = ("data", "context", "tensor")
 _KEPT = (*MESH_AXES, "precision", "remat")
-
-PADDING = (
-    "note: XLA:TPU lays channels along 128 lanes, and fewer take as much room; so they "
-    "are counted (preset unet3d-512, context=8: 72.7 GB compiled for tpu:v5p:2x2x2, "
-    "73.4 counted), but not the time that they cost; meshpar audit --target compiles a "
-    "layout"
-)
-"""Note of plans for TPUs; measured with jax 0.10.2 (`docs/guides/volumes.md`)."""
-
-
-def volume_plan(run: VolumeRun) -> Plan:
-    """Return the plan of one layout."""
-    memory, halos, work = volume_memory(run), halo_bytes(run), run.workload
-    parts = filter(None, run.rules.split(","))
-    rules = ", ".join(part.replace("=", '="') + '"' for part in parts)
-    more = f", rules=default_rules(layout).with_rules({rules})" if rules else ""
-    sums = (
-        f"halos of convolutions ({gigabytes(halos)} a device) and sums over space "
-        "stand between kernels"
-    )
-    once = "gradients are reduced once, behind the last backward"
-    together = f"{run.sharing} devices together" if run.sharing > 1 else "a device"
-    return Plan(
-        run=run,
-        memory=memory,
-        time=volume_time(run),
-        model_flops=work.flops * run.global_batch,
-        layout_text=f"{run.layout}" + (f" with {run.rules}" if run.rules else ""),
-        how_to_run="meshpar.make_train_step(model, optimizer, "
-        f"{str(run.layout)!r}{more})",
-        memory_parts={
-            "volumes": memory.activation_bytes,
-            "largest halo": memory.halo_bytes,
-            "batch": memory.batch_bytes,
-            "states": memory.state_bytes,
-            "gradients and used parameters": memory.other_bytes,
-        },
-        reasons={"data": once, "context": sums, "tensor": sums},
-        share=f"{_volumes(run.volumes)} on {together}",
-        note=_note(run.cluster),
-        details={
-            "rules": run.rules,
-            "note": _note(run.cluster) or None,
-            "halo_bytes": round(halos),
-            "memory": {
-                **{part: round(size) for part, size in asdict(memory).items()},
-                "total_bytes": round(memory.total_bytes),
-            },
-        },
-    )
+_NUM_PLANS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,30 +46,17 @@ class VolumeRequest:
     def __post_init__(self) -> None:
         check_kept(self.constraints)
 
-    @property
-    def noun(self) -> str:
-        """Name of its examples."""
-        return "volumes"
+    noun = "volumes"
 
     @property
     def note(self) -> str:
         """Caveat of plans for these devices; empty for none."""
-        return _note(self.cluster)
+        return " ".join(cluster_notes(self.cluster))
 
     @property
     def name(self) -> str:
         """Name of the model."""
         return self.workload.name
-
-    @property
-    def heading(self) -> str:
-        """The model and the machine, in a line."""
-        work = self.workload
-        return (
-            f"{work.name}: {work.num_parameters / 1e6:.3g} M parameters, "
-            f"{work.flops / 1e12:.3g} TFLOP a volume forward and backward, on "
-            f"{self.cluster.text}, {_volumes(self.global_batch)} a step"
-        )
 
     def on(self, cluster: Cluster, global_batch: int) -> VolumeRequest:
         """Return the request on other devices."""
@@ -135,15 +67,14 @@ class VolumeRequest:
         """Memory of a device that a plan may fill."""
         return self.constraints.capacity_bytes(self.cluster.device)
 
-    def plans(self) -> list[Plan]:
-        """Return all plans that fit, the fastest first.
+    def search(self, *, num_plans: int = _NUM_PLANS) -> SearchResult:
+        """Estimate all layouts, and return the fastest that fit.
 
         Raises:
             InputError: No layout of so many devices divides the batch and the volume.
         """
-        capacity = self.capacity_bytes
-        fitting = [plan for plan in self._all() if plan.memory.total_bytes <= capacity]
-        return sorted(fitting, key=lambda plan: plan.step_s)
+        started = time.perf_counter()
+        return ranked(self._all(), self.capacity_bytes, num_plans, started)
 
     def kept_plan(self) -> tuple[Plan, bool]:
         """Return the plan of the kept layout, and True if it fits.
@@ -173,10 +104,6 @@ class VolumeRequest:
         return [volume_plan(run) for run in runs]
 
 
-def _note(cluster: Cluster) -> str:
-    return PADDING if platform_named(cluster.device.platform).lanes > 1 else ""
-
-
 def _refusal(run: VolumeRun) -> InputError | None:
     """Return a step's error for parts that `convolution_gradients` cannot take."""
     found = run.workload.short_part(run.degrees)
@@ -191,10 +118,6 @@ def _refusal(run: VolumeRun) -> InputError | None:
         "fewer devices, or leave the examples whole",
         key="grid.short_part_beside_examples",
     )
-
-
-def _volumes(count: int) -> str:
-    return f"{count:,} volume{'s' if count > 1 else ''}"
 
 
 def check_kept(constraints: Constraints) -> None:

@@ -1,0 +1,235 @@
+"""Options of `meshpar plan`: the search, a whole training, a curve, the output."""
+
+from __future__ import annotations
+
+import argparse
+
+from meshpar.cli.options import add_counts
+from meshpar.cli.parsing import (
+    PICTURES,
+    above_zero,
+    check_picture,
+    given_options,
+    output_file,
+    positive,
+)
+from meshpar.errors import InputError
+from meshpar.layout import MESH_AXES
+from meshpar.planner.curve import BATCHES
+from meshpar.planner.search.space import Constraints
+from meshpar.planner.search.training_cost import RESTART_S, Training
+
+PLANS = 10
+"""Plans of an answer, unless `--plans` says how many."""
+
+_GIB, _HOUR_S = 1 << 30, 3600.0
+_NEED_FAILURES = ("checkpoint_s", "restart_s")
+_NEED_TOKENS = ("price", "mtbf", *_NEED_FAILURES)
+TRAINING_OPTIONS = ("tokens", *_NEED_TOKENS)
+"""Names of the options about the whole training."""
+
+_NOT_WITH_CURVE = ("measure", "confirm", "plans", *TRAINING_OPTIONS)
+
+
+def add_search_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the limits of the search: what is kept, forbidden, and most memory."""
+    add = parser.add_argument
+    add(
+        "--keep",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE,...",
+        help="what every layout must have, such as tensor=8 or remat=full; may be "
+        "repeated",
+    )
+    add("--layout", metavar="LINE", help="the same as --keep: what it says is kept")
+    add(
+        "--forbid",
+        action="append",
+        default=[],
+        metavar="AXIS",
+        help=f"a mesh axis to leave at size 1: {', '.join(MESH_AXES)}; may be repeated",
+    )
+    add(
+        "--sync-every",
+        type=positive,
+        metavar="H",
+        help="the same as --keep sync_every=H: replicas over 'data' average their "
+        "parameters after every H steps, for slow links between sites",
+    )
+    add(
+        "--max-memory-gib",
+        type=above_zero,
+        metavar="G",
+        help="memory of a device to use at most (default: all that a program can have)",
+    )
+    add(
+        "--axes",
+        choices=("built", "planned"),
+        default="built",
+        help="mesh axes to use: both mean all of them, since make_train_step lays out "
+        "each",
+    )
+
+
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add how many plans are printed, compiled and run, and where a page goes."""
+    add = parser.add_argument
+    add_counts(parser, {"--plans": f"plans to print (default: {PLANS})"})
+    add(
+        "--all",
+        action="store_true",
+        help="print all plans, what each part of the best takes, the smallest, and why "
+        "others were rejected (default: the answer in ten lines)",
+    )
+    add(
+        "--confirm",
+        type=positive,
+        metavar="K",
+        help="compile the first K for the machine, which need not be there, and print "
+        "predicted against compiled bytes",
+    )
+    add(
+        "--measure",
+        type=positive,
+        metavar="K",
+        help="run some steps of the first K on this machine's devices, or on virtual "
+        "ones where --hardware is a CPU's file; print predicted against measured, and "
+        "the efficiency that fits (default: nothing is run)",
+    )
+    add(
+        "--html",
+        type=output_file,
+        metavar="FILE",
+        help="write a report in one file, plot included (needs meshpar[plots])",
+    )
+    add(
+        "--validate",
+        action="store_true",
+        help="instead: print the planner's error against published runs, row by row",
+    )
+
+
+def add_training_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options about the whole training."""
+    add = parser.add_argument
+    add(
+        "--tokens",
+        type=above_zero,
+        metavar="N",
+        help="tokens of the whole training, such as 15e12: prints the time and device "
+        "hours that every plan takes (default: no training is counted)",
+    )
+    add(
+        "--price",
+        type=above_zero,
+        metavar="P",
+        help="of a device for an hour: prints what the training costs (default: none)",
+    )
+    add(
+        "--mtbf",
+        type=above_zero,
+        metavar="HOURS",
+        help="mean time between failures of the whole machine: prints the best time "
+        "between checkpoints, and counts what failures cost (default: no failures)",
+    )
+    add(
+        "--checkpoint-s",
+        type=above_zero,
+        metavar="S",
+        help="time that a checkpoint stops the training (default: that of copying a "
+        "device's state to its host)",
+    )
+    add(
+        "--restart-s",
+        type=above_zero,
+        metavar="S",
+        help=f"from a failure to the next step (default: {RESTART_S:g})",
+    )
+
+
+def add_curve_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a scaling curve."""
+    add = parser.add_argument
+    add(
+        "--curve",
+        nargs="?",
+        choices=BATCHES,
+        const=BATCHES[0],
+        help="instead: the efficiency of the fastest plan on the devices, on half of "
+        "them, and so on, where it bends and why; strong keeps the batch, weak as many "
+        "examples a device (default: no curve; strong where no word follows)",
+    )
+    add(
+        "--plot",
+        type=output_file,
+        metavar="FILE",
+        help="with --curve: draw it into a .png or .svg (needs meshpar[plots])",
+    )
+
+
+def add_table_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the option that only models with tables have."""
+    parser.add_argument(
+        "--tables",
+        metavar="ROWS,...",
+        help="of a recommendation model: rows of each feature's table, or one number "
+        "for all (default: dlrm-v2's published ones, 1000000 each of others)",
+    )
+
+
+def check_curve(args: argparse.Namespace) -> None:
+    """Raise InputError for an option of plans with `--curve`, or `--plot` alone."""
+    if args.curve is None:
+        if args.plot is not None:
+            raise InputError(
+                "--plot draws a curve; give --curve too, or --html",
+                key="command.plot_without_curve",
+            )
+        return
+    for option in given_options(args, _NOT_WITH_CURVE):
+        raise InputError(
+            f"{option} is of plans, which --curve does not list; leave one out",
+            key="command.option_with_curve",
+        )
+    if args.plot is not None:
+        check_picture("--plot", args.plot, PICTURES)
+
+
+def chosen_constraints(args: argparse.Namespace) -> Constraints:
+    """Return the constraints of the options and of `--layout`."""
+    every, limit = args.sync_every, args.max_memory_gib
+    by_options = [args.layout, None if every is None else f"sync_every={every}"]
+    return Constraints.parse(
+        keep=[*args.keep, *filter(None, by_options)],
+        forbid=args.forbid,
+        max_memory_bytes=None if limit is None else limit * _GIB,
+    )
+
+
+def chosen_training(args: argparse.Namespace) -> Training | None:
+    """Return the training of the options; None without `--tokens`.
+
+    Raises:
+        InputError: What depends on `--tokens` or `--mtbf` is given without it.
+    """
+    if args.tokens is None:
+        for option in given_options(args, _NEED_TOKENS):
+            raise InputError(
+                f"{option} is of a whole training; give --tokens N",
+                key="command.option_without_tokens",
+            )
+        return None
+    if args.mtbf is None:
+        for option in given_options(args, _NEED_FAILURES):
+            raise InputError(
+                f"{option} matters where devices fail; give --mtbf",
+                key="command.option_without_failures",
+            )
+    return Training(
+        tokens=args.tokens,
+        price=args.price,
+        mtbf_s=None if args.mtbf is None else args.mtbf * _HOUR_S,
+        checkpoint_s=args.checkpoint_s,
+        restart_s=args.restart_s or RESTART_S,
+    )
