@@ -37,6 +37,7 @@ from meshpar.models.layers.router import RouterConfig
 from meshpar.models.llama import RESIDUAL, LlamaEnds
 from meshpar.parallel.sizes import LOGITS_BYTES
 from meshpar.planner.workload.config_json import LLAMA_FIELDS
+from meshpar.planner.workload.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,28 +363,16 @@ def moe(config: MoEConfig) -> Model:
         inputs=language_inputs(config.vocab),
         per_token=True,
     )
-    costs = {group.name: _cost(config, model, group.name) for group in model.groups}
+    # A trace does not tell them: a layer's loop over tiles of tokens runs as often as
+    # the routes need.
+    costs = Workload(**_sizes(config)).layer_costs
+    firsts = zip(model.groups, model.first_layers, strict=True)
     return replace(
         model,
         groups=tuple(
-            replace(group, costs=(costs[group.name],) * group.num_layers)
-            for group in model.groups
+            replace(group, costs=costs[first : first + group.num_layers])
+            for group, first in firsts
         ),
-    )
-
-
-def _cost(config: MoEConfig, model: Model, group: str) -> float:
-    """Parameters of a layer's matrices that one token meets, as the planner counts.
-
-    A trace of the layer does not tell: its loop over tiles of tokens runs as often as
-    the routes need.
-    """
-    return sum(
-        math.prod(one.shape) * config.top_k // config.experts
-        if "experts" in one.logical_axes
-        else math.prod(one.shape)
-        for one in flat(model.parameters[group]).values()
-        if len(one.shape) > 1
     )
 
 

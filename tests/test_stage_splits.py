@@ -11,6 +11,7 @@ from jax import lax
 from meshpar import Layout, batch_shapes, memory_report
 from meshpar.models.presets import build
 from meshpar.parallel.pipeline.stages import layer_costs, stage_layers, with_costs
+from meshpar.planner.from_model import traced_workload
 from meshpar.planner.workload.problems import layout_stage_blocks
 from meshpar.planner.workload.shapes import workload_of
 from meshpar.schedules.stage_splits import split_by_cost, split_evenly, tick_cost
@@ -228,10 +229,39 @@ def test_stages_of_experts_are_those_of_the_plan(preset, stages):
 
 
 def test_a_layer_of_experts_costs_what_a_token_meets():
-    """Of Mixtral 2 of 8 experts, the router and attention."""
+    """Of Mixtral 2 of 8 experts, the router, attention's weights and its scores."""
     (group,) = build("mixtral-8x7b").groups
     experts, attention = 2 * 3 * 4096 * 14_336, 2 * 4096 * (4096 + 1024)
-    assert set(group.costs) == {experts + attention + 4096 * 8}
+    weights, scores = experts + attention + 4096 * 8, 2 * 32 * (128 + 128) * 8
+    assert set(group.costs) == {8 * (2 * weights + scores)}
+
+
+UNEQUAL = "layers=6,dense_layers=2,ffn=512"
+
+
+@pytest.mark.parametrize("preset", ["tiny", "tiny-gpt2"])
+def test_costs_by_arithmetic_are_those_of_the_trace(preset):
+    assert layer_costs(build(preset)) == workload_of(preset).layer_costs
+
+
+def test_dense_layers_before_experts_cost_what_their_trace_says():
+    model = build("tiny-moe", layers=6, dense_layers=2, ffn=512)
+    declared = layer_costs(model)
+    assert declared == workload_of("tiny-moe", words=UNEQUAL).layer_costs
+    assert declared[0] == declared[1] > declared[2]
+    undeclared = tuple(replace(group, costs=None) for group in model.groups)
+    traced = layer_costs(replace(model, groups=undeclared), while_length=1)
+    assert traced[:2] == declared[:2]
+
+
+def test_unequal_layers_are_split_alike_by_step_estimate_and_traced_model():
+    model = build("tiny-moe", layers=6, dense_layers=2, ffn=512)
+    layout = Layout.parse("stage=2,microbatches=2,splits=cost")
+    workload = workload_of("tiny-moe", words=UNEQUAL)
+    planned = layout_stage_blocks(workload, layout)
+    assert planned == (2, 4) == stage_layers(model, layout)
+    traced = traced_workload(model, seq=16, precision="fp32")
+    assert layout_stage_blocks(traced, layout) == planned
 
 
 @pytest.mark.parametrize("line", ["stage=2,splits=cost", "stage=4,splits=3/1/2/1"])

@@ -32,6 +32,10 @@ LONGEST_SCORES = 8192
 longer ones use attention in tiles (`meshpar.parallel.context.tiles`), whose memory is
 linear in the sequence."""
 
+COST_TOKENS = 8
+"""Tokens of the sequence on which a layer's cost is counted (`splits=cost`): the FLOPs
+of its forward's matmuls. Every model takes so short a one."""
+
 HIDDEN_BYTES = 512 * 2**20
 """Most bytes of an MLP's hidden values if its backward recomputes them
 (`meshpar.parallel.remat`): each matmul's gradient is one more array of that

@@ -44,6 +44,7 @@ from meshpar.model.tracing import (
 )
 from meshpar.parallel.blocks import vjp_without
 from meshpar.parallel.grids.space import has_space
+from meshpar.parallel.pipeline.stages import layer_costs
 from meshpar.parallel.placement import DTYPES
 from meshpar.parallel.remat import rematerialised
 from meshpar.planner.cost.run import Run
@@ -125,6 +126,8 @@ def traced_workload(
         },
         residual_dtype_bytes=jnp.dtype(dtype).itemsize,
         other_end_parameters=_count(ends) - sum(map(math.prod, tables)),
+        # Experts run their rounds in a while loop, of which there is one in balance.
+        layer_costs=layer_costs(model, while_length=1),
     )
     return Workload(
         name=name,

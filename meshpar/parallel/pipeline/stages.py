@@ -24,13 +24,11 @@ from meshpar.model.tracing import (
     tracing,
     tracing_scope,
 )
+from meshpar.parallel.sizes import COST_TOKENS
 from meshpar.rules.sharding import path_name
 from meshpar.schedules import OwnSchedule, Schedule, chosen_schedule
 from meshpar.schedules.stage_splits import split_by_cost, stage_sizes
 from meshpar.trace.costs import Operand, matmul_flops
-
-SEQ = 8
-"""Tokens of the sequence that is traced; every model takes so short a one."""
 
 NO_LAYER = -1
 """A place that holds no layer, where stages are of uneven size."""
@@ -179,11 +177,7 @@ def stage_layers(model: Model, layout: Layout) -> tuple[int, ...]:
     even = stage_sizes(model.num_layers, layout.stage, layout.chunks)
     if layout.splits != BY_COST:
         return stage_sizes(model.num_layers, layout.stage, layout.chunks, layout.splits)
-    if all(group.costs is not None for group in model.groups):
-        costs = tuple(cost for group in model.groups for cost in group.costs or ())
-    else:
-        costs = _traced_costs(model)
-    return split_by_cost(costs, len(even))
+    return split_by_cost(_layer_costs(model), len(even))
 
 
 def with_costs(model: Model, costs: Sequence[float], layout: Layout) -> Model:
@@ -217,17 +211,21 @@ def arranged_for(model: Model, layout: Layout) -> Model:
     return pipeline_for(model, layout).model if layout.runs_in_ticks else model
 
 
-def layer_costs(model: Model, *, seq: int = SEQ) -> tuple[float, ...]:
-    """Return the matmul FLOPs of every layer's forward on one example; nothing runs.
+def layer_costs(
+    model: Model, *, seq: int = COST_TOKENS, while_length: int | None = None
+) -> tuple[float, ...]:
+    """Return the cost of every layer: declared, or its matmul FLOPs on one example.
 
-    A block is one function of all its layers; layers differ where it branches on
-    `scope.layer` (`lax.cond`, `lax.switch`): that index is known for each layer, and
-    with it the branch.
+    Nothing runs; declared costs count if every group of blocks has them. A block is one
+    function of all its layers; layers differ where it branches on `scope.layer`
+    (`lax.cond`, `lax.switch`): that index is known for each layer, and with it the
+    branch. `Workload.layer_costs` counts the same by arithmetic.
 
     Args:
         model: The model, its groups of blocks in order.
         seq: Tokens of the example; as long as in training where layers differ in how
             they attend.
+        while_length: Iterations of a `while_loop`; None refuses matmuls in it.
 
     Raises:
         InputError: The model cannot be traced on tokens, targets and weights alone, or
@@ -239,6 +237,9 @@ def layer_costs(model: Model, *, seq: int = SEQ) -> tuple[float, ...]:
         >>> len(costs), len(set(costs))
         (3, 1)
     """
+    declared = [group.costs for group in model.groups]
+    if all(costs is not None for costs in declared):
+        return tuple(cost for costs in declared for cost in costs or ())
     problem = f"no layer's cost can be measured on a batch of shape {(1, seq)}"
     with tracing(problem, "give layer_costs="):
         streams = traced_streams(model, 1, seq)
@@ -249,26 +250,28 @@ def layer_costs(model: Model, *, seq: int = SEQ) -> tuple[float, ...]:
             for group, param, stream, state in zip(
                 model.groups, params, streams, states, strict=True
             )
-            for cost in _group_costs(group, param, stream, state, batch)
+            for cost in _group_costs(group, (param, stream, state, batch), while_length)
         )
 
 
 def _group_costs(
-    group: BlockGroup, params: Any, x: Any, state: Any, batch: Any
+    group: BlockGroup, given: tuple[Any, ...], while_length: int | None
 ) -> list[float]:
     def call(layer: jax.Array, params: Any, x: Any, state: Any, batch: Any) -> Any:
         return group.run(params, x, tracing_scope(batch, state, layer=layer))
 
     layer = jax.ShapeDtypeStruct((), jnp.int32)
-    program = jax.make_jaxpr(call)(layer, params, x, state, batch)
+    program = jax.make_jaxpr(call)(layer, *given)
     unknown = [Operand()] * (len(program.jaxpr.invars) - 1)
     return [
-        matmul_flops(program, [Operand(jnp.int32(index)), *unknown]).total
+        matmul_flops(
+            program, [Operand(jnp.int32(index)), *unknown], while_length=while_length
+        ).total
         for index in range(group.num_layers)
     ]
 
 
-_traced_costs = functools.lru_cache(maxsize=16)(layer_costs)
+_layer_costs = functools.lru_cache(maxsize=16)(layer_costs)
 
 
 def in_layer_order(model: Model, tree: Any) -> Any:

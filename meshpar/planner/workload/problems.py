@@ -201,11 +201,7 @@ def layout_stage_blocks(workload: Workload, layout: Layout) -> tuple[int, ...]:
     """
     if layout.splits != BY_COST:
         return stage_sizes(workload.layers, layout.stage, layout.chunks, layout.splits)
-    costs = tuple(
-        workload.active_block_parameters(moe=workload.is_moe(layer))
-        for layer in range(workload.layers)
-    )
-    return _split_by_cost(costs, layout.stage * layout.chunks)
+    return _split_by_cost(workload.layer_costs, layout.stage * layout.chunks)
 
 
 _split_by_cost = lru_cache(maxsize=256)(split_by_cost)

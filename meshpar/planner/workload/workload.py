@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from meshpar.errors import InputError
-from meshpar.parallel.sizes import LOGITS_BYTES
+from meshpar.parallel.sizes import COST_TOKENS, LOGITS_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +23,7 @@ class TracedBlock:
         residual_bytes: Bytes that the backward needs, by remat policy.
         residual_dtype_bytes: Bytes of one value in that trace.
         other_end_parameters: Parameters outside the blocks besides embedding and head.
+        layer_costs: Cost of each layer, as the step counts them.
     """
 
     parameters: int
@@ -32,6 +33,7 @@ class TracedBlock:
     residual_bytes: Mapping[str, float]
     residual_dtype_bytes: int
     other_end_parameters: int
+    layer_costs: tuple[float, ...]
 
 
 _COUNTS = ("layers", "hidden", "heads", "vocab")
@@ -303,6 +305,22 @@ class Workload:
         if self.traced:
             return round(self.traced.mixing_flops * seq / self.traced.seq)
         return 2 * self.heads * (self.query_dim + self.value_dim) * seq
+
+    @property
+    def layer_costs(self) -> tuple[float, ...]:
+        """Cost of each layer (`splits=cost`): FLOPs of its forward's matmuls.
+
+        On one sequence of `COST_TOKENS`, as a step counts them in a model's trace
+        (`meshpar.parallel.pipeline.stages.layer_costs`).
+        """
+        if self.traced:
+            return self.traced.layer_costs
+        mixing = self.attention_flops(COST_TOKENS)
+        costs = {
+            moe: COST_TOKENS * (2.0 * self.active_block_parameters(moe=moe) + mixing)
+            for moe, _ in self.block_kinds
+        }
+        return tuple(costs[self.is_moe(layer)] for layer in range(self.layers))
 
     def model_flops(self, *, global_batch: int, seq: int) -> int:
         """Return the FLOPs of one step, forward and backward, without recomputation.
