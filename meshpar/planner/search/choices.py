@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from meshpar.hardware.platforms import platform_named
 from meshpar.layout import BY_COST, STAGE_REMATS, Layout
+from meshpar.layout.context_method import CONTEXT_METHODS, ContextAttention
 from meshpar.planner.cost.activations import OF_MATMULS
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.seconds import (
@@ -279,15 +280,12 @@ def _splits(like: Run, mesh: Layout) -> Iterator[Splits]:
         yield (*even[longer:][:before], *even[:longer], *even[longer:][before:])
 
 
-METHODS = ("ring", "allgather", "ulysses")
-
-
 def with_method(mesh: Layout, like: Run, constraints: Constraints) -> Layout:
     """Return the mesh with the attention method that takes least time, or the kept."""
     if mesh.context == 1 or "attention" in constraints.kept:
         return mesh
     seconds = dict(_method_seconds(mesh, like))
-    fastest = min(seconds, key=seconds.__getitem__, default="ring")
+    fastest = min(seconds, key=seconds.__getitem__, default=_PLAIN.attention)
     return replace(mesh, attention=fastest)
 
 
@@ -326,8 +324,9 @@ def _methods(mesh: Layout, like: Run) -> tuple[str, ...]:
     """Return all methods, and both degrees if hosts cut `context` evenly."""
     inner, context = like.cluster.link(mesh, "context").inner, mesh.context
     if inner in (1, context) or context % inner:
-        return METHODS
-    return (*METHODS, f"ulysses:{inner}+ring:{context // inner}")
+        return tuple(CONTEXT_METHODS)
+    both = ContextAttention(heads=inner, groups=context // inner)
+    return (*CONTEXT_METHODS, both.text)
 
 
 def _block_s(run: Run) -> float:
