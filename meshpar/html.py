@@ -51,6 +51,12 @@ def paragraph(text: str) -> str:
     return f"<p>{breakable(text)}</p>"
 
 
+def assumed(text: str) -> str:
+    """Return a paragraph that is marked as an assumption."""
+    style = "border-left:4px solid #e69f00;padding-left:.6em"
+    return f'<p class="assumed" style="{style}">{breakable(text)}</p>'
+
+
 def details(summary: str, part: str) -> str:
     """Return a part that a reader opens by its summary."""
     return f"<details><summary>{breakable(summary)}</summary>\n{part}\n</details>"

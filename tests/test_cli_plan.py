@@ -17,9 +17,11 @@ from meshpar.audit.memory import MemoryUse
 from meshpar.audit.report import AuditReport
 from meshpar.cli import confirm as confirming
 from meshpar.cli.main import main
+from meshpar.cli.report.bars import time_plot
 from meshpar.cli.report.page import heading, page, paragraph, table
 from meshpar.layout import Layout
 from meshpar.models.presets import PRESETS
+from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.workload.shapes import PUBLISHED, SHAPES
 from tests.marks import slow
@@ -237,6 +239,37 @@ def test_the_report_is_one_file_with_tables_and_a_plot():
     plot = text[text.rindex("Plotly.newPlot") :]
     for name in ("rejected", "plans", "fastest", "a device holds 78.1 GB"):
         assert f'"name":"{name}"' in plot
+
+
+def test_the_parts_of_every_bar_add_up_to_its_step():
+    pytest.importorskip("plotly")
+    lines = ("fsdp=8", "stage=2,fsdp=2,tensor=2,microbatches=4", "data=8,zero=1")
+    cluster, size = cluster_of("h100-80gb", devices=8), {"global_batch": 64, "seq": 64}
+    plans = [estimate(SHAPES["tiny-8"], cluster, line, **size) for line in lines]
+    figure = time_plot(plans)
+    unit = {"time of a step, s": 1.0, "time of a step, ms": 1e-3}
+    seconds = unit[figure.layout.xaxis.title.text]
+    for place, plan in enumerate(plans, 1):
+        drawn = {
+            bar.name: length * seconds
+            for bar in figure.data
+            for row, length in zip(bar.y, bar.x, strict=True)
+            if row == f"plan {place}"
+        }
+        assert sum(drawn.values()) == pytest.approx(plan.step_s, rel=1e-9)
+        assert drawn == pytest.approx(
+            {name: part for name, part in plan.time.parts.items() if part}
+        )
+    names = {bar.name for bar in figure.data}
+    assert {"computing", "bubble", "optimizer", "exposed on tensor"} <= names
+
+
+def test_assumed_numbers_and_the_answer_head_the_page():
+    report, text = report_and_page()
+    assert text.count('<p class="assumed"') == len(report["assumptions"]) >= 2
+    head = text[text.index("<h1>") : text.index("<h2>")]
+    assert f"MFU {report['plans'][0]['mfu']:.1%}" in head
+    assert "most of the step: computing" in head and "not measured" in head
 
 
 def test_no_text_of_a_page_is_read_as_html():

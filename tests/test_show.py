@@ -142,9 +142,14 @@ def test_a_page_is_written_and_named(capsys, tmp_path):
     assert main([*SMALL, "--html", str(path)]) == 0
     assert capsys.readouterr().out == f"{path}: tiny on 4 x h100-80gb on 1 host\n"
     text = path.read_text()
+    facts = facts_of(capsys, *SMALL[1:])
+    head = text[text.index("<h1>") : text.index("<h2>")]
+    assert f"MFU {facts['mfu']:.1%}" in head and "<p>step " in head
+    for axis in ("data", "tensor"):
+        assert f'"place along {axis}"' in text  # the legend of the device grid
     for heading in ("Machine", "Who holds what", "What each mesh axis sends"):
         assert f"<h2>{heading}</h2>" in text
-    for row in facts_of(capsys, *SMALL[1:])["parameters"]:
+    for row in facts["parameters"]:
         first = f'<td data-head="parameter">{row["path"]}</td>'
         cells = text.partition(first)[2].partition("</tr>")[0]
         assert f">{row['shards']} x {row['copies']}</td>" in cells

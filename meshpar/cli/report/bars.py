@@ -1,13 +1,15 @@
-"""Stacked bars: the memory of each rank, the traffic of each mesh axis."""
+"""Stacked bars: the time of plans, the memory of ranks, the traffic of mesh axes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshpar.html import COLORS
 from meshpar.planner.cost.memory import Memory
-from meshpar.planner.plan import gigabytes
+from meshpar.planner.cost.step_time import EXPOSED
+from meshpar.planner.plan import Plan, gigabytes, milliseconds
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Bar, Figure
@@ -35,29 +37,41 @@ class Part(NamedTuple):
     Args:
         row: Name of the row.
         kind: Name in the legend.
-        num_bytes: Length of the part.
+        size: Length of the part, in bytes or seconds.
         hover: Text on pointing at it.
     """
 
     row: str
     kind: str
-    num_bytes: float
+    size: float
     hover: str
 
 
-def stacked_bars(parts: list[Part], *, title: str, limit: tuple[float, str]) -> Figure:
-    """Return stacked bars, the first row at the top, each part with its bytes.
+_BYTES = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+_SECONDS = (("s", 1.0), ("ms", 1e-3))
+_TIMED = 5
+"""Plans whose time is drawn."""
+
+
+def stacked_bars(
+    parts: list[Part],
+    *,
+    title: str,
+    limit: tuple[float, str] = (0.0, ""),
+    units: Sequence[tuple[str, float]] = _BYTES,
+) -> Figure:
+    """Return stacked bars, the first row at the top, each part with its size.
 
     Args:
         parts: Parts of all rows, in the order in which they are stacked.
         title: Title of the axis; its unit follows.
-        limit: Bytes to draw a line at, and its name; (0, "") for none.
+        limit: Size to draw a line at, and its name; (0, "") for none.
+        units: Names and sizes of units, the largest first.
     """
     from plotly.graph_objects import Figure
 
-    most_bytes = max([limit[0], *(part.num_bytes for part in parts)])
-    units = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
-    unit, size = next((one for one in units if most_bytes >= one[1]), units[-1])
+    most = max([limit[0], *(part.size for part in parts)])
+    unit, size = next((one for one in units if most >= one[1]), units[-1])
     rows = list(dict.fromkeys(part.row for part in parts))
     kinds = list(dict.fromkeys(part.kind for part in parts))
     figure = Figure(
@@ -86,15 +100,15 @@ def stacked_bars(parts: list[Part], *, title: str, limit: tuple[float, str]) -> 
 
 
 def _bar(parts: list[Part], color: str, size: float) -> Bar:
-    """Return the parts of one kind, in units of `size` bytes."""
+    """Return the parts of one kind, in units of `size`."""
     from plotly.graph_objects import Bar
 
     return Bar(
         orientation="h",
         name=parts[0].kind,
         y=[part.row for part in parts],
-        x=[part.num_bytes / size for part in parts],
-        text=[f"{part.num_bytes / size:.3g}" for part in parts],
+        x=[part.size / size for part in parts],
+        text=[f"{part.size / size:.3g}" for part in parts],
         hovertext=[part.hover for part in parts],
         hoverinfo="text",
         textposition="inside",
@@ -112,6 +126,27 @@ def _add_limit(figure: Figure, at: float, name: str) -> None:
     line = {"color": "#b00020", "dash": "dash", "width": 2}
     figure.add_vline(at, line=line)
     figure.add_trace(Scatter(x=[None], y=[None], mode="lines", line=line, name=name))
+
+
+def time_plot(plans: Sequence[Plan]) -> Figure:
+    """Return a bar for each of the first plans, whose parts add up to its step."""
+    drawn = plans[:_TIMED]
+    names = dict.fromkeys(name for plan in drawn for name in plan.time.parts)
+    waits = [name for name in names if name.startswith(EXPOSED)]
+    first, second, *rest = (name for name in names if name not in waits)
+    parts = [
+        Part(
+            f"plan {place}",
+            name,
+            seconds,
+            f"<b>{name}</b> {milliseconds(seconds)} ({seconds / plan.step_s:.1%})<br>"
+            f"plan {place}: step {milliseconds(plan.step_s)}, MFU {plan.mfu:.1%}",
+        )
+        for name in (first, second, *waits, *rest)
+        for place, plan in enumerate(drawn, 1)
+        if (seconds := plan.time.parts.get(name, 0.0)) > 0
+    ]
+    return stacked_bars(parts, title="time of a step", units=_SECONDS)
 
 
 def memory_plot(found: LaidOut) -> Figure:
@@ -190,7 +225,6 @@ def traffic_plot(found: LaidOut) -> Figure:
     return stacked_bars(
         parts,
         title="sent by a device in a step",
-        limit=(0.0, ""),
     )
 
 

@@ -20,12 +20,15 @@ MOST_DEVICES = 512
 """Drawn devices; those after them hold the same shards, or the next ones."""
 
 _MOST_COLUMNS, _MOST_ROWS, _MOST_NAMES = 16, 64, 32
-_MOST_TICKS = 16
+_MOST_TICKS, _MOST_PLACES = 16, 8
 _MOST_NUMBERED, _MOST_PARTED, _MOST_LINES = 32, 128, 64
+
+_PLACE_COLORS = ((0.0, "#f0f6fc"), (1.0, "#6baed6"))
+"""Colours of the first and last place along a mesh axis; black is readable on all."""
 
 # Pixels.
 _ROW_HEIGHT = 26
-_GRID_ABOVE, _GRID_BELOW = 60, 20
+_GRID_ABOVE, _GRID_BELOW = 60, 80
 _ABOVE, _BELOW = 20, 40
 
 
@@ -45,10 +48,10 @@ def device_grid(run: Run) -> Figure:
             hovertext=_device_hovers(run, numbers, positions).reshape(rows, columns),
             hoverinfo="text",
             texttemplate="%{text}",
-            colorscale="Blues",
-            zmin=-0.5,
-            zmax=2 * run.layout.mesh_shape[first],
-            showscale=False,
+            colorscale=_PLACE_COLORS,
+            zmin=0,
+            zmax=_last(run, first),
+            colorbar=_legend(run, first),
             xgap=2,
             ygap=2,
         )
@@ -107,13 +110,37 @@ def _menu(
             "args": [
                 {
                     "z": [place.reshape(shape).tolist()],
-                    "zmax": 2 * run.layout.mesh_shape[axis],
+                    "zmax": _last(run, axis),
+                    "colorbar": _legend(run, axis),
                 }
             ],
         }
         for axis, place in positions.items()
     ]
     return {"buttons": buttons, "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom"}
+
+
+def _last(run: Run, axis: str) -> int:
+    """Return the last place along a mesh axis, at least 1 to span a scale."""
+    return max(1, run.layout.mesh_shape[axis] - 1)
+
+
+def _legend(run: Run, axis: str) -> dict[str, object]:
+    """Return the bar of colours below the grid: places along a mesh axis."""
+    size = run.layout.mesh_shape[axis]
+    places = [*range(0, size, -(-size // _MOST_PLACES))]
+    return {
+        "title": {"text": f"place along {axis}", "side": "top"},
+        "orientation": "h",
+        "tickvals": places,
+        "ticktext": [str(place) for place in places],
+        "thickness": 12,
+        "len": 0.5,
+        "x": 0,
+        "xanchor": "left",
+        "y": 0,
+        "yanchor": "top",
+    }
 
 
 def _hosts(run: Run, rows: int, columns: int) -> dict[str, object]:

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from html import escape
 from typing import TYPE_CHECKING
 
-from meshpar.html import heading, paragraph, table
+from meshpar.html import assumed, heading, paragraph, table
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-__all__ = ["heading", "page", "paragraph", "plot", "table"]
+__all__ = ["assumed", "heading", "page", "paragraph", "plot", "table"]
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem;

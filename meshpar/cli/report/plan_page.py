@@ -1,4 +1,4 @@
-"""Page of `meshpar plan --html`: plans, and step time against memory."""
+"""Page of `meshpar plan --html`: the answer, plans, their time and memory."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from meshpar.cli.report.page import heading, page, paragraph, plot, table
+from meshpar.cli.report.bars import time_plot
+from meshpar.cli.report.page import assumed, heading, page, paragraph, plot, table
 from meshpar.errors import InputError
 from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.plan import Plan, gigabytes, milliseconds
+from meshpar.planner.search.assumptions import assumptions, guess_note
 from meshpar.planner.search.remedies import sensitivities
 from meshpar.planner.search.result import SearchResult
 
@@ -32,15 +34,22 @@ def plan_page(
 ) -> str:
     """Return the text of the page, of a search that found plans."""
     best = found.plans[0]
-    run = best.run
+    run, guess = best.run, guess_note(best.run.cluster.device)
     title = f"{run.workload.name} on {run.cluster.text}"
     parts = [
+        *map(paragraph, best.answer),
+        *(assumed(one.text) for one in assumptions(found.plans)),
+        *(assumed(note) if note == guess else paragraph(note) for note in found.notes),
         paragraph(
             f"{found.considered_count:,} layouts considered in {found.seconds:.1f} s; "
-            f"{found.rejected_count:,} rejected. {run.global_batch} sequences of "
-            f"{run.seq} tokens a step."
+            f"{found.rejected_count:,} rejected."
         ),
-        *(paragraph(note) for note in found.notes),
+        heading("Where the time goes"),
+        paragraph(
+            "The first plans of the table below, plan 1 the fastest; the parts of a "
+            "bar add up to a step. Point at a part for its share."
+        ),
+        plot(time_plot(found.plans)),
         heading("Plans, fastest first"),
         _plans(found.plans),
         *_training(found.plans, costs),

@@ -29,11 +29,10 @@ _LEAST_WIDTH = 640  # pixels, of what has many columns
 def show_page(found: LaidOut) -> str:
     """Return the text of the page."""
     run = found.run
-    what = found.estimate.lines
     return page(
         f"{run.workload.name} on {run.cluster.text}",
         [
-            *(paragraph(line.strip()) for line in what[:2]),
+            *map(paragraph, found.estimate.answer),
             heading("Machine"),
             *_machine(found),
             heading("Who holds what"),
@@ -65,8 +64,14 @@ def _machine(found: LaidOut) -> list[str]:
         f"inside carries {gigabytes(device.link_bytes_per_s)}/s, the network between "
         f"{noun}s {gigabytes(device.network_bytes_per_s)}/s, each way, by data sheet."
     )
+    legend = (
+        "A square is a device with its number, its colour its place along the mesh "
+        "axis that the menu names; devices of one colour hold the same part of what "
+        "that axis splits."
+    )
     return [
         paragraph(text),
+        paragraph(legend),
         *_drawn_devices_text(found, drawn),
         plot(device_grid(found.run)),
     ]
