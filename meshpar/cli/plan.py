@@ -40,7 +40,11 @@ from meshpar.planner.search.assumptions import assumptions, guess_note
 from meshpar.planner.search.remedies import nearest_fit, sensitivities
 from meshpar.planner.search.result import PlanRequest, SearchResult
 from meshpar.planner.search.search import Request
-from meshpar.planner.search.training_cost import TrainingCost, training_cost
+from meshpar.planner.search.training_cost import (
+    Training,
+    TrainingCost,
+    training_cost,
+)
 from meshpar.planner.workload.shapes import OTHER_SHAPES, PUBLISHED
 
 if TYPE_CHECKING:  # It needs jax.
@@ -83,11 +87,18 @@ def run(args: argparse.Namespace) -> int:
     found = request.search(num_plans=args.plans or PLANS)
     if not found.plans:
         return _nothing_fits(args, request, found)
+    _print_plans(args, found, training)
+    return 0
+
+
+def _print_plans(
+    args: argparse.Namespace, found: SearchResult, training: Training | None
+) -> None:
+    """Run and compile what the options say, and print and write what was found."""
     costs = [training_cost(plan, training) for plan in found.plans if training]
-    measured = None
+    measured, confirmed = None, []
     if args.measure is not None:
         measured = measure(args, found.plans[: args.measure])
-    confirmed = []
     if args.confirm is not None:
         from meshpar.cli.confirm import confirm  # jax, which nothing else here needs
 
@@ -107,7 +118,6 @@ def run(args: argparse.Namespace) -> int:
         local_path("--html", args.html).write_text(page, encoding="utf-8")
     if args.json:  # last: an error is the one object
         print(json.dumps(_report(found, costs, confirmed, measured)))
-    return 0
 
 
 def _chosen_request(args: argparse.Namespace) -> PlanRequest:

@@ -183,6 +183,15 @@ class Device:
                     f"hardware {self.name!r}: {table} must be a table, [{table}]",
                     key="hardware.not_a_table",
                 )
+        kernels = {
+            name: parse_kernel(self.name, name, value)
+            for name, value in self.attention_kernels.items()
+        }
+        object.__setattr__(self, "attention_kernels", kernels)
+        self._check_counts()
+        self._check_numbers()
+
+    def _check_counts(self) -> None:
         counts = {"domain_devices": 1, "wraps": 1, "torus_dims": 0, "pod_devices": 0}
         for count, least in counts.items():
             value = getattr(self, count)
@@ -193,6 +202,8 @@ class Device:
                     key="hardware.not_whole_number",
                 )
             check_plausible(f"hardware {self.name!r}:", count, value)
+
+    def _check_numbers(self) -> None:
         numbers = {name: getattr(self, name) for name in _POSITIVE}
         numbers |= {f"peak_flops {key}": peak for key, peak in self.peak_flops.items()}
         for name, number in numbers.items():
@@ -203,11 +214,6 @@ class Device:
                     key="hardware.not_positive",
                 )
             check_plausible(f"hardware {self.name!r}:", name, number)
-        kernels = {
-            name: parse_kernel(self.name, name, value)
-            for name, value in self.attention_kernels.items()
-        }
-        object.__setattr__(self, "attention_kernels", kernels)
         if not (is_number(self.reserve) and 0 <= self.reserve < 1):
             raise InputError(
                 f"hardware {self.name!r}: reserve={self.reserve!r} must be at least 0 "

@@ -10,10 +10,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
 
 from meshpar.errors import InputError
-from meshpar.layout import Layout
+from meshpar.layout import MESH_AXES, Layout
 from meshpar.planner.cost.estimate import Estimate
 from meshpar.planner.cost.run import Run
 from meshpar.planner.machine.cluster import Cluster
@@ -39,6 +38,9 @@ _NO_VARIANT = (
     "what is kept leaves no way to run it: microbatches must divide a replica's "
     "sequences, chunks the layers of a stage, and both suit the schedule"
 )
+_DECIDED = (*MESH_AXES, "attention", "zero", "zero_axes", "sync_every")
+"""Keys of a layout that its mesh shape decides; its variants have the others."""
+
 _SAMPLE = 8
 """Rejected layouts of each kind that a result shows."""
 
@@ -165,7 +167,7 @@ def possible_meshes(
         mesh = with_method(mesh, like, allowed)
         problems = layout_problems(
             like.workload,
-            _without_variant(mesh),
+            Layout(**{key: getattr(mesh, key) for key in _DECIDED}),
             global_batch=like.global_batch,
             seq=like.seq,
             execution=like.execution,
@@ -181,13 +183,6 @@ def possible_meshes(
     if not leaves and not refused:
         raise InputError(_no_mesh(like, constraints), key="plan.no_such_layout")
     return leaves, refused
-
-
-def _without_variant(mesh: Layout) -> Layout:
-    """Return the keys of a layout that its mesh shape decides, else defaults."""
-    sizes: dict[str, Any] = dict(mesh.mesh_shape)
-    keys = ("attention", "zero", "zero_axes", "sync_every")
-    return Layout(**sizes, **{key: getattr(mesh, key) for key in keys})
 
 
 def _no_mesh(like: Run, constraints: Constraints) -> str:

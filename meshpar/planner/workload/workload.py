@@ -316,8 +316,10 @@ class Workload:
         if self.traced:
             return self.traced.layer_costs
         mixing = self.attention_flops(COST_TOKENS)
+        once = 2.0 * self._modulation_parameters
         costs = {
-            moe: COST_TOKENS * (2.0 * self.active_block_parameters(moe=moe) + mixing)
+            moe: COST_TOKENS * (2 * self.active_block_parameters(moe=moe) + mixing)
+            + once
             for moe, _ in self.block_kinds
         }
         return tuple(costs[self.is_moe(layer)] for layer in range(self.layers))

@@ -1,0 +1,266 @@
+"""Costs that many layouts share, cached: of a block, and of a step besides its blocks.
+
+The cost of a block does not depend on the mesh axes outside it, so that a few hundred
+blocks serve a hundred thousand layouts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
+
+from meshpar.layout import Layout
+from meshpar.planner.cost.activations import (
+    everything_bytes,
+    kept_bytes,
+    stage_input_bytes,
+)
+from meshpar.planner.cost.block_time import block_time
+from meshpar.planner.cost.memory import in_chunks_bytes, least_working_bytes
+from meshpar.planner.cost.run import (
+    Run,
+    rank_parameters,
+    shared_out,
+    stored_bytes,
+    update_bytes,
+)
+from meshpar.planner.cost.seconds import (
+    BLOCKS,
+    LAST_BACKWARD,
+    NEXT_FORWARD,
+    exposed,
+    memory_s,
+    row_s,
+)
+from meshpar.planner.cost.step_time import tick_overhead
+from meshpar.planner.cost.step_traffic import step_rows
+from meshpar.planner.cost.traffic import weight_rows
+from meshpar.planner.search.choices import MeshChoices
+from meshpar.planner.search.space import Variant, layout_variant, with_variant
+from meshpar.planner.workload.problems import layout_stage_blocks
+
+_PLAIN = Layout()
+
+
+class BlockTimes(NamedTuple):
+    """Seconds of one block and microbatch on one device, without FSDP's traffic.
+
+    Each for the forward and the backward.
+    """
+
+    spare_s: tuple[float, float]
+    total_s: tuple[float, float]
+
+
+class BlockMemory(NamedTuple):
+    """Bytes of one block and microbatch on one device."""
+
+    kept_bytes: float
+    again_bytes: float
+    input_bytes: float
+    inner_bytes: float
+    """Bytes kept while the stage of the block is recomputed."""
+
+
+class StepCost(NamedTuple):
+    """Costs of a step that all variants of a mesh shape share.
+
+    Args:
+        state_bytes: Parameters, gradients, optimizer state, and what the backward needs
+            of them besides.
+        once_s: Gradient reduction and optimizer.
+        gather_s: FSDP's traffic of each kind of block, in the forward and the backward.
+        bare_s: The part of it that no work hides, however long that takes.
+    """
+
+    state_bytes: float
+    once_s: float
+    gather_s: tuple[tuple[float, float], ...]
+    bare_s: tuple[tuple[float, float], ...]
+
+
+class SharedCosts:
+    """Cached costs of blocks and steps of one workload, cluster and batch.
+
+    Args:
+        run: Any run of them, for its workload, cluster, execution and batch.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._like = run
+        kinds = run.workload.block_kinds
+        self.kinds = tuple((kind, count) for kind, count in kinds if count)
+        """True for routed experts, and the number of such blocks."""
+        self._times: dict[tuple, tuple[BlockTimes, ...]] = {}
+        self._memories: dict[tuple, tuple[BlockMemory, ...]] = {}
+        self._step_costs: dict[tuple, StepCost] = {}
+        self._least_step_costs: dict[tuple, StepCost] = {}
+        self._overheads: dict[tuple, float] = {}
+
+    def run(self, mesh: Layout, variant: Variant) -> Run:
+        """Return the run of a mesh shape and a variant."""
+        layout = with_variant(mesh, variant)
+        blocks = layout_stage_blocks(self._like.workload, layout)
+        return replace(self._like, layout=layout, stage_blocks=blocks)
+
+    def overhead_s(self, mesh: Layout, variant: Variant) -> float:
+        """Seconds of a tick besides its blocks, without ZeRO's."""
+        execution = self._like.execution
+        if not (execution.lock_step and execution.shared_ends):
+            return self._head_s(mesh, variant)
+        # Links over `stage` and `tensor` do not depend on the axes outside.
+        inner = (mesh.stage, mesh.context, mesh.expert, mesh.tensor)
+        key = (inner, self._tokens(mesh, variant), variant.sequence_parallel)
+        if key not in self._overheads:
+            plain = layout_variant(_PLAIN)._replace(
+                microbatches=variant.microbatches,
+                sequence_parallel=variant.sequence_parallel,
+                zero=1,
+            )
+            time = tick_overhead(self.run(replace(mesh, zero_axes=()), plain))
+            self._overheads[key] = time.forward.total_s + time.backward.total_s
+        return self._overheads[key]
+
+    def _head_s(self, mesh: Layout, variant: Variant) -> float:
+        """Seconds of the matmuls of the logits in one tick."""
+        like = self._like
+        workload, device = like.workload, like.cluster.device
+        flops = 6 * self._tokens(mesh, variant) * workload.hidden * workload.vocab
+        peak = device.peak_flops[mesh.precision] * device.efficiency.matmul
+        return flops / peak / mesh.tensor / mesh.stage / variant.chunks
+
+    def _tokens(self, mesh: Layout, variant: Variant) -> int:
+        examples = self.examples(mesh, variant.microbatches)
+        return examples * self._like.seq // mesh.context
+
+    def examples(self, mesh: Layout, microbatches: int) -> int:
+        """Return the examples of one microbatch on one device."""
+        replicas = mesh.data * mesh.fsdp * mesh.expert * microbatches
+        return self._like.global_batch // replicas
+
+    def block_key(self, mesh: Layout, variant: Variant) -> tuple:
+        """Return all that a block's cost depends on, except its remat policy."""
+        return (
+            *(mesh.tensor, mesh.expert, mesh.context, self._tokens(mesh, variant)),
+            variant.sequence_parallel,
+            # Kept in slots; collectives that take turns with those of stages.
+            mesh.stage > 1 or variant.microbatches > 1,
+            mesh.stage > 1 and mesh.tensor > 1,
+        )
+
+    def block_times(
+        self, mesh: Layout, variant: Variant, remat: str, key: tuple
+    ) -> tuple[BlockTimes, ...]:
+        """Return the times of each kind of block under a remat policy."""
+        if (key, remat) not in self._times:
+            run = self.run(mesh, variant._replace(remat=remat))
+            times = [block_time(run, moe=moe) for moe, _ in self.kinds]
+            self._times[key, remat] = tuple(
+                BlockTimes(time.spare_s, (time.forward.total_s, time.backward.total_s))
+                for time in times
+            )
+        return self._times[key, remat]
+
+    def block_memories(
+        self, mesh: Layout, variant: Variant, key: tuple
+    ) -> tuple[BlockMemory, ...]:
+        """Return the bytes of each kind of block."""
+        key = key, variant.remat
+        if key not in self._memories:
+            run = self.run(mesh, variant)
+            inputs, memories = stage_input_bytes(run), []
+            for moe, _ in self.kinds:
+                again = everything_bytes(run, moe=moe) - in_chunks_bytes(run, moe=moe)
+                inner = again if variant.remat == "stage" else inputs
+                kept = kept_bytes(run, moe=moe)
+                memories.append(BlockMemory(kept, again, inputs, inner))
+            self._memories[key] = tuple(memories)
+        return self._memories[key]
+
+    def step_cost(self, mesh: Layout, variant: Variant) -> StepCost:
+        """Return the shared costs of one layout."""
+        stored = (variant.param_dtype, variant.optimizer_memory, variant.splits)
+        key = _shared_by(mesh, variant), variant.zero, variant.fsdp_gather, stored
+        if key not in self._step_costs:
+            if not any(variant.splits):
+                variant = variant._replace(schedule=_PLAIN.schedule, chunks=1)
+            run = self.run(mesh, variant)
+            self._step_costs[key] = _step_cost(run, [moe for moe, _ in self.kinds])
+        return self._step_costs[key]
+
+    def least_step_cost(
+        self, mesh: Layout, like: Variant, choices: MeshChoices
+    ) -> StepCost:
+        """Return the least of each shared cost over all of the choices."""
+        key = _shared_by(mesh, like), choices.states, choices.schedules
+        if key in self._least_step_costs:
+            return self._least_step_costs[key]
+        costs = []
+        one_of_each_split = {one[2]: one for one in choices.schedules}
+        for state, scheduled in product(choices.states, one_of_each_split.values()):
+            even = (_PLAIN.schedule, 1, ())
+            name, chunks, splits = scheduled if any(scheduled[2]) else even
+            variant = like.with_state(state)
+            variant = variant._replace(schedule=name, chunks=chunks, splits=splits)
+            costs.append(self.step_cost(mesh, variant))
+        state_bytes, once_s, gathers_s, bare_s = zip(*costs, strict=True)
+        least_s, least_bare_s = (
+            tuple(
+                tuple(map(min, zip(*kind, strict=True)))
+                for kind in zip(*each, strict=True)
+            )
+            for each in (gathers_s, bare_s)
+        )
+        least = StepCost(min(state_bytes), min(once_s), least_s, least_bare_s)
+        self._least_step_costs[key] = least
+        return least
+
+
+def _shared_by(mesh: Layout, variant: Variant) -> tuple:
+    """Return what a step's shared costs depend on, except its states and splits.
+
+    Mesh sizes; whether it runs in ticks; else whether parts of the batch may hide what
+    moves weights.
+    """
+    in_ticks = mesh.stage > 1 or variant.microbatches > 1
+    sizes = (mesh.data, mesh.fsdp, mesh.stage, mesh.context, mesh.expert, mesh.tensor)
+    return sizes, in_ticks, not in_ticks and variant.sequence_parallel
+
+
+def _step_cost(run: Run, kinds: list[bool]) -> StepCost:
+    """Shared costs of a run whose kinds of blocks have routed experts or not."""
+    layout, parameters = run.layout, rank_parameters(run, 0)
+    own = shared_out(run, 0)
+    whole = layout.zero == 3 and run.gathers_once
+    weight_bytes, state_bytes = stored_bytes(run)
+    if layout.optimizer_memory == "host":
+        state_bytes = 0
+    state = sum(
+        each * (own if layout.zero >= level else parameters)
+        for each, level in (
+            (weight_bytes, 3),
+            (run.execution.gradient_bytes, 4 if whole else 2),
+            (state_bytes, 1),
+        )
+    )
+    state += least_working_bytes(run, 0)
+    hides = {BLOCKS: math.inf}
+    if run.execution.reduction_overlap:
+        hides[LAST_BACKWARD] = math.inf
+    if run.execution.update_overlap:
+        hides[NEXT_FORWARD] = math.inf
+    waits_s = exposed(run, step_rows(run, ranks=(0,)), hides).exposed_s
+    once_s = memory_s(run, own * update_bytes(run)) + sum(waits_s.values())
+    gather_s, bare_s = [], []
+    for moe in kinds:
+        seconds = {"forward": 0.0, "backward": 0.0}
+        bare = dict(seconds)
+        for row in weight_rows(run, moe=moe):
+            own_s = row_s(run, row)
+            seconds[row.passes] += own_s
+            bare[row.passes] += own_s * (1 - row.share)
+        gather_s.append((seconds["forward"], seconds["backward"]))
+        bare_s.append((bare["forward"], bare["backward"]))
+    return StepCost(state, once_s, tuple(gather_s), tuple(bare_s))
