@@ -1,7 +1,8 @@
 """Answer what a layout costs before anything runs: memory, seconds, bytes sent.
 
-`cost.estimate.estimate` answers for one layout of a transformer, `search.search.search`
-for all of them, `inference.estimate_inference` for generation, `curve.scaling_curve`
-for more and more devices; `plan.Plan` is the answer for volumes and tables. Arithmetic
-only: jax must not enter, except in `from_model`, which traces models.
+Every answer for a training step is a `plan.Plan`: `cost.estimate.estimate` makes that
+of one layout of a transformer, `search.search.search` those of all layouts, `volumes`
+that of volumes, `curve.scaling_curve` those of more and more devices.
+`inference.estimate_inference` answers for generation. Arithmetic only: jax must not
+enter, except in `from_model`, which traces models.
 """
