@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import jax
@@ -15,6 +16,10 @@ from meshpar import AuditReport, Finding, Layout, LintReport, MemoryReport, make
 from meshpar.html import Bar, element, grid, lanes, shade, stacked_bar, table
 from meshpar.lint.rows import ParameterRow, parameter_shards
 from meshpar.models.presets import build
+from meshpar.planner.cost.estimate import estimate
+from meshpar.planner.machine.clusters import cluster_of
+from meshpar.planner.search.result import ranked
+from meshpar.planner.workload.shapes import SHAPES
 from meshpar.schedules import make_schedule, simulate
 from meshpar.train.state import TrainState
 from meshpar.train.state_memory import Part
@@ -71,6 +76,12 @@ def a_state(path="up", spec=("fsdp", None)):
     return TrainState(whole, whole, whole, params, (whole, params))
 
 
+def a_plan():
+    workload = replace(SHAPES["tiny"], name=NAME)
+    cluster = cluster_of("h100-80gb", devices=8)
+    return estimate(workload, cluster, "fsdp=4,tensor=2", global_batch=8, seq=64)
+
+
 FINDING = Finding(kind="dead", path=NAME, message=NAME)
 PART = Part(name=NAME, formula_bytes=1 << 20, compiled_bytes=1 << 20, how=NAME)
 OBJECTS = {
@@ -91,8 +102,11 @@ OBJECTS = {
         layout="data=2", parts=(PART,), at_once_bytes=1, temp_bytes=1, peak_bytes=1
     ),
     "state": lambda: a_state(NAME),
+    "plan": a_plan,
+    "plans": lambda: ranked([a_plan()], 80e9, 1, 0.0),
+    "no plans": lambda: ranked([a_plan()], 1.0, 1, 0.0),
 }
-UNNAMED = {"layout", "open layout", "many devices", "timeline"}
+UNNAMED = {"layout", "open layout", "many devices", "timeline", "no plans"}
 
 
 @pytest.mark.parametrize("name", OBJECTS)

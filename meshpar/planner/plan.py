@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, Generic, Protocol, TypeVar
 
 from meshpar.hardware.device import Device
+from meshpar.html import element, paragraph, stacked_bar
 from meshpar.layout import Layout
 from meshpar.planner.cost.step_time import EXPOSED, StepTime
 from meshpar.planner.cost.step_traffic import Sent
@@ -194,6 +195,12 @@ class Plan(Generic[RunT, MemoryT]):
             f"most of the step: {self._part(first)}",
             f"  then {self._part(second)}",
         ]
+
+    def _repr_html_(self) -> str:
+        """Return the answer and the parts of the time, for a notebook."""
+        title, *rest = self.answer
+        bar = stacked_bar(self.time.parts, milliseconds)
+        return element(title, [*map(paragraph, rest[:-2]), bar])
 
     @property
     def lines(self) -> list[str]:

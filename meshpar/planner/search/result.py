@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from meshpar.html import element, table
 from meshpar.layout import Layout
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.plan import Plan, gigabytes, milliseconds
@@ -76,6 +77,20 @@ class SearchResult:
             "seconds": self.seconds,
             "notes": list(self.notes),
         }
+
+    def _repr_html_(self) -> str:
+        """Return a table of the plans, for a notebook."""
+        rows = [
+            (
+                plan.run.layout_text,
+                milliseconds(plan.step_s),
+                f"{plan.mfu:.1%}",
+                gigabytes(plan.memory.total_bytes),
+            )
+            for plan in self.plans
+        ]
+        heading = self.plans[0].run.heading if rows else "nothing fits"
+        return element(heading, [table(["layout", "step", "MFU", "memory"], rows)])
 
 
 class PlanRequest(Protocol):
