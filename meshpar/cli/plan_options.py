@@ -39,29 +39,29 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE,...",
-        help="what every layout must have, such as tensor=8 or remat=full; may be "
-        "repeated",
+        help="values that every layout must have, such as tensor=8 or remat=full; may "
+        "be repeated",
     )
-    add("--layout", metavar="LINE", help="the same as --keep: what it says is kept")
+    add("--layout", metavar="LINE", help="layout whose values are kept, as by --keep")
     add(
         "--forbid",
         action="append",
         default=[],
         metavar="AXIS",
-        help=f"a mesh axis to leave at size 1: {', '.join(MESH_AXES)}; may be repeated",
+        help=f"mesh axis to leave at size 1: {', '.join(MESH_AXES)}; may be repeated",
     )
     add(
         "--sync-every",
         type=positive,
         metavar="H",
-        help="the same as --keep sync_every=H: replicas over 'data' average their "
-        "parameters after every H steps, for slow links between sites",
+        help="steps after which replicas over 'data' average their parameters, for "
+        "slow links between sites (the same as --keep sync_every=H)",
     )
     add(
         "--max-memory-gib",
         type=above_zero,
         metavar="G",
-        help="memory of a device to use at most (default: all that a program can have)",
+        help="most memory of a device to use (default: all that a program can have)",
     )
     add(
         "--axes",
@@ -75,7 +75,13 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     """Add how many plans are printed, compiled and run, and where a page goes."""
     add = parser.add_argument
-    add_counts(parser, {"--plans": f"plans to print (default: {PLANS})"})
+    add_counts(
+        parser,
+        {
+            "--plans": "plans to find, which --all, --json and --html show (default: "
+            f"{PLANS})"
+        },
+    )
     add(
         "--all",
         action="store_true",
@@ -86,27 +92,27 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
         "--confirm",
         type=positive,
         metavar="K",
-        help="compile the first K for the machine, which need not be there, and print "
-        "predicted against compiled bytes",
+        help="number of plans to compile for the machine, which may be absent; prints "
+        "predicted and compiled bytes",
     )
     add(
         "--measure",
         type=positive,
         metavar="K",
-        help="run some steps of the first K on this machine's devices, or on virtual "
-        "ones where --hardware is a CPU's file; print predicted against measured, and "
-        "the efficiency that fits (default: nothing is run)",
+        help="number of plans to run some steps of, on this machine's devices, or on "
+        "virtual ones if --hardware is a CPU's file; prints predicted and measured "
+        "times, and the efficiency that fits (default: none)",
     )
     add(
         "--html",
         type=output_file,
         metavar="FILE",
-        help="write a report in one file, plot included (needs meshpar[plots])",
+        help="file of a report with plots (needs meshpar[plots])",
     )
     add(
         "--validate",
         action="store_true",
-        help="instead: print the planner's error against published runs, row by row",
+        help="print the planner's error against published runs, instead of plans",
     )
 
 
@@ -124,7 +130,8 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
         "--price",
         type=above_zero,
         metavar="P",
-        help="of a device for an hour: prints what the training costs (default: none)",
+        help="price of a device for an hour: prints what the training costs (default: "
+        "none)",
     )
     add(
         "--mtbf",
@@ -144,7 +151,7 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
         "--restart-s",
         type=above_zero,
         metavar="S",
-        help=f"from a failure to the next step (default: {RESTART_S:g})",
+        help=f"time from a failure to the next step (default: {RESTART_S:g})",
     )
 
 
@@ -156,15 +163,15 @@ def add_curve_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         choices=BATCHES,
         const=BATCHES[0],
-        help="instead: the efficiency of the fastest plan on the devices, on half of "
-        "them, and so on, where it bends and why; strong keeps the batch, weak as many "
-        "examples a device (default: no curve; strong where no word follows)",
+        help="curve to print instead of plans: the efficiency of the fastest plan on "
+        "the devices, on half of them, and so on; strong keeps the batch, weak as many "
+        "examples a device (default: no curve; strong if no word follows)",
     )
     add(
         "--plot",
         type=output_file,
         metavar="FILE",
-        help="with --curve: draw it into a .png or .svg (needs meshpar[plots])",
+        help=".png or .svg file of the curve (needs meshpar[plots])",
     )
 
 
@@ -173,8 +180,8 @@ def add_table_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tables",
         metavar="ROWS,...",
-        help="of a recommendation model: rows of each feature's table, or one number "
-        "for all (default: dlrm-v2's published ones, 1000000 each of others)",
+        help="rows of each feature's table of a recommendation model, or one number "
+        "for all (default: those published for dlrm-v2, 1000000 each for others)",
     )
 
 
