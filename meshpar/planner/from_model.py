@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any, Protocol
 
 import jax
@@ -127,7 +128,7 @@ def traced_workload(
         residual_dtype_bytes=jnp.dtype(dtype).itemsize,
         other_end_parameters=_count(ends) - sum(map(math.prod, tables)),
         # Experts run their rounds in a while loop, of which there is one in balance.
-        layer_costs=layer_costs(model, while_length=1),
+        layer_costs=cache(partial(layer_costs, model, while_length=1)),
     )
     return Workload(
         name=name,

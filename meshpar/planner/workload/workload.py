@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 
 from meshpar.errors import InputError
@@ -23,7 +23,7 @@ class TracedBlock:
         residual_bytes: Bytes that the backward needs, by remat policy.
         residual_dtype_bytes: Bytes of one value in that trace.
         other_end_parameters: Parameters outside the blocks besides embedding and head.
-        layer_costs: Cost of each layer, as the step counts them.
+        layer_costs: Function that traces the cost of each layer, as a step does.
     """
 
     parameters: int
@@ -33,7 +33,7 @@ class TracedBlock:
     residual_bytes: Mapping[str, float]
     residual_dtype_bytes: int
     other_end_parameters: int
-    layer_costs: tuple[float, ...]
+    layer_costs: Callable[[], tuple[float, ...]]
 
 
 _COUNTS = ("layers", "hidden", "heads", "vocab")
@@ -314,7 +314,7 @@ class Workload:
         (`meshpar.parallel.pipeline.stages.layer_costs`).
         """
         if self.traced:
-            return self.traced.layer_costs
+            return self.traced.layer_costs()
         mixing = self.attention_flops(COST_TOKENS)
         once = 2.0 * self._modulation_parameters
         costs = {
