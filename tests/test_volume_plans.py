@@ -13,10 +13,10 @@ from meshpar.cli.main import main
 from meshpar.model.inputs import input_shapes
 from meshpar.models.presets import OTHER_PRESETS, build
 from meshpar.planner.curve import BEND, curve_in_words, scaling_curve
-from meshpar.planner.from_model import traced_space, traced_volume
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.search.space import Constraints
 from meshpar.planner.search.volume_plans import VolumeRequest
+from meshpar.planner.volume_traces import traced_space, traced_volume
 from meshpar.planner.volumes import exposed, halo_bytes
 from meshpar.planner.workload.shapes import OTHER_SHAPES, TRACED
 from meshpar.planner.workload.volumes import Kernel, SpaceWorkload, VolumeWorkload

@@ -8,7 +8,7 @@ import pytest
 from meshpar import absent_mesh, audit, make_train_step
 from meshpar.model.inputs import input_shapes
 from meshpar.models.presets import build
-from meshpar.planner.from_model import traced_space
+from meshpar.planner.volume_traces import traced_space
 from meshpar.train.memory_report import estimated_bytes
 from tests.test_audit_targets import needs_gpu_compiler
 

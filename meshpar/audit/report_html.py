@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from meshpar.audit.collectives import axes_text
 from meshpar.html import details, element, heading, paragraph, table
-from meshpar.planner.cost.estimate import gigabytes
+from meshpar.planner.plan import gigabytes
 
 if TYPE_CHECKING:
     from meshpar.audit.report import AuditReport

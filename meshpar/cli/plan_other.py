@@ -109,8 +109,8 @@ def _check(args: argparse.Namespace, name: str) -> None:
 def _volume_request(
     model: Model, name: str, constraints: Constraints, shared: dict[str, Any]
 ) -> VolumeRequest:
-    from meshpar.planner.from_model import traced_volume
     from meshpar.planner.search.volume_plans import VolumeRequest, check_kept
+    from meshpar.planner.volume_traces import traced_volume
 
     check_kept(constraints)  # before a trace, which takes longer
     workload = traced_volume(

@@ -40,7 +40,7 @@ from meshpar.parallel.pipeline.stages import arranged_for
 from meshpar.parallel.remat import check_residual_names
 from meshpar.parallel.sequence import token_order
 from meshpar.parallel.zero import parameter_specs
-from meshpar.planner.cost.estimate import gigabytes
+from meshpar.planner.plan import gigabytes
 from meshpar.rules.presets import default_rules
 from meshpar.rules.rules import (
     MeshAxes,

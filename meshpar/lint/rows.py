@@ -22,7 +22,7 @@ from meshpar.parallel.zero import (
     zero_axes_in,
     zero_split_axes,
 )
-from meshpar.planner.cost.estimate import gigabytes
+from meshpar.planner.plan import gigabytes
 from meshpar.rules.presets import default_rules
 from meshpar.rules.rules import LogicalAxes, Rules, entry_axes, spec_axes
 

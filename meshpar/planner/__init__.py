@@ -4,5 +4,5 @@ Every answer for a training step is a `plan.Plan`: `cost.estimate.estimate` make
 of one layout of a transformer, `search.search.search` those of all layouts, `volumes`
 that of volumes, `curve.scaling_curve` those of more and more devices.
 `inference.estimate_inference` answers for generation. Arithmetic only: jax must not
-enter, except in `from_model`, which traces models.
+enter, except in `from_model` and `volume_traces`, which trace models.
 """

@@ -21,7 +21,8 @@ from meshpar.parallel.grids.space import has_space, space_degree
 from meshpar.planner.cost.activations import kept_bytes, stage_input_bytes
 from meshpar.planner.cost.memory import Memory, fullest_memory
 from meshpar.planner.cost.run import Run
-from meshpar.planner.from_model import planned_run, traced_space
+from meshpar.planner.from_model import planned_run
+from meshpar.planner.volume_traces import traced_space
 from meshpar.train.batch_placement import batch_structs
 from meshpar.train.state_memory import Part, local_bytes, states, step_gradient_bytes
 from meshpar.train.step import Batch, TrainStep

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 
 from meshpar.html import details, element, paragraph, table
 from meshpar.layout.device_grid import device_grid
-from meshpar.planner.cost.estimate import gigabytes
+from meshpar.planner.plan import gigabytes
 from meshpar.rules.sharding import path_name
 
 if TYPE_CHECKING:
