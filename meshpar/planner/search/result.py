@@ -163,5 +163,4 @@ def ranked(
         estimated_count=len(every),
         seconds=time.perf_counter() - started,
         capacity_bytes=capacity_bytes,
-        notes=chosen[0].run.notes if chosen else (),
     )
