@@ -7,7 +7,6 @@ plain one, and with `kv_lora_rank` attention is of latents. Settings of it are i
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,7 +15,6 @@ from flax import nnx
 
 from meshpar import Blocks, InputError, Model, Scope, from_nnx
 from meshpar.model.block_run import Sums
-from meshpar.model.parameter import flat
 from meshpar.models.family import Family, workload_sizes
 from meshpar.models.field_types import (
     check_field_types,
