@@ -9,6 +9,7 @@ attention fits.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -255,8 +256,8 @@ class EncoderDecoderEnds(nnx.Module):
 
     def head(
         self, stream: dict[str, jax.Array], batch: Batch, scope: Scope
-    ) -> tuple[jax.Array, jax.Array]:
-        """Summed loss and summed weights of the target's tokens."""
+    ) -> tuple[Any, ...]:
+        """Summed loss and weights of the target's tokens; evaluated, accuracy too."""
         return head_cross_entropy(
             self._read(stream),
             self._table(),
@@ -264,6 +265,7 @@ class EncoderDecoderEnds(nnx.Module):
             batch["weights"],
             scope,
             logits_bytes=self.logits_bytes,
+            terms=not scope.training,
         )
 
     def _read(self, stream: dict[str, jax.Array]) -> jax.Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -117,10 +118,8 @@ class GPT2Ends(nnx.Module):
         )
         return scope.constrain(logits, ("batch", "seq", "vocab"))
 
-    def head(
-        self, x: jax.Array, batch: Batch, scope: Scope
-    ) -> tuple[jax.Array, jax.Array]:
-        """Summed loss and summed weights of the tokens."""
+    def head(self, x: jax.Array, batch: Batch, scope: Scope) -> tuple[Any, ...]:
+        """Summed loss and summed weights of the tokens; evaluated, accuracy too."""
         return head_cross_entropy(
             self.final_norm(x),
             self.token_embed[...],
@@ -128,6 +127,7 @@ class GPT2Ends(nnx.Module):
             batch["weights"],
             scope,
             logits_bytes=self.logits_bytes,
+            terms=not scope.training,
         )
 
 

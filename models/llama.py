@@ -201,10 +201,8 @@ class LlamaEnds(nnx.Module):
         )
         return scope.constrain(logits, ("batch", "seq", "vocab"))
 
-    def head(
-        self, x: jax.Array, batch: Batch, scope: Scope
-    ) -> tuple[jax.Array, jax.Array]:
-        """Summed loss and summed weights of the tokens."""
+    def head(self, x: jax.Array, batch: Batch, scope: Scope) -> tuple[Any, ...]:
+        """Summed loss and summed weights of the tokens; evaluated, accuracy too."""
         return head_cross_entropy(
             self.final_norm(x),
             self._table(),
@@ -212,6 +210,7 @@ class LlamaEnds(nnx.Module):
             batch["weights"],
             scope,
             logits_bytes=self.logits_bytes,
+            terms=not scope.training,
         )
 
     def _table(self) -> jax.Array:

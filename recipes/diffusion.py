@@ -210,7 +210,8 @@ def judged_loss(
         rows = rows % len(patches)
         given = {"patches": patches[rows], "labels": data.other_labels[rows]}
         found = step.evaluate(state, {**given, "weights": weights})
-        loss, weight = loss + float(found[0]), weight + float(found[1])
+        loss += float(found["loss_sum"])
+        weight += float(found["weight_sum"])
     constant = mean_prediction_loss(data, config)
     return (
         f"loss {loss / weight:.4f} on images held out; {constant:.4f} is that of "

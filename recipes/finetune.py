@@ -307,8 +307,9 @@ def validate(
     loss_sum = weight_sum = 0.0
     first = [rows[at] for at in range(min(config.validation_rows, len(rows)))]
     for batch in padded_batches(first, config.global_batch):
-        loss, weight = step.evaluate(state, batch)
-        loss_sum, weight_sum = loss_sum + float(loss), weight_sum + float(weight)
+        found = step.evaluate(state, batch)
+        loss_sum += float(found["loss_sum"])
+        weight_sum += float(found["weight_sum"])
     mean = loss_sum / max(weight_sum, 1.0)
     LOGGER.info(f"step {int(state.step)}: validation loss {mean:.4f}")
     return mean

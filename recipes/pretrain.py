@@ -315,9 +315,9 @@ def validate(run: Run, state: TrainState, num_batches: int | None = None) -> flo
     for index, batch in enumerate(padded_batches(windows, global_batch, rows)):
         if num_batches is not None and index >= num_batches and weight_sum:
             break
-        sums = run.step.evaluate(state, batch)
-        loss_sum += float(sums[0])
-        weight_sum += float(sums[1])
+        found = run.step.evaluate(state, batch)
+        loss_sum += float(found["loss_sum"])
+        weight_sum += float(found["weight_sum"])
     return loss_sum / weight_sum
 
 

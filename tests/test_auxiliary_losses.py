@@ -167,7 +167,9 @@ def test_a_step_reports_each_mean_and_evaluates_without_them(line):
     beside = sum(value * means[name] for name, value in COEFFICIENTS.items())
     step = step_with(model, line)
     state = state_of(step, model)
-    loss_sum, weight_sum = step.evaluate(state, batch_of())
+    evaluation = step.evaluate(state, batch_of())
+    loss_sum = evaluation["loss_sum"]
+    weight_sum = evaluation["weight_sum"]
     without = updated(model, line)[0]["loss"] - beside
     assert float(loss_sum / weight_sum) == pytest.approx(float(without), rel=1e-4)
 

@@ -306,14 +306,16 @@ def test_packed_documents_have_the_loss_of_each_by_itself(made):
     step, alone = step_of("context=2", made), step_of("data=1", made)
     state, whole = step.init(0), alone.init(0)
     batch = packed_batch()
-    found, counted = step.evaluate(state, batch)
+    evaluation = step.evaluate(state, batch)
+    found = evaluation["loss_sum"]
+    counted = evaluation["weight_sum"]
     assert counted == batch["weights"].sum()
     total = 0.0
     rows = [(0, slice(*pair)) for pair in itertools.pairwise(CUTS)]
     for row, places in [*rows, (2, slice(SEQ)), (3, slice(SEQ))]:
         document = {name: batch[name][row : row + 1, places] for name in batch}
         del document["segment_ids"]
-        total += float(alone.evaluate(whole, document)[0])
+        total += float(alone.evaluate(whole, document)["loss_sum"])
     np.testing.assert_allclose(found, total, rtol=1e-5)
 
 

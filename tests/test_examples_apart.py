@@ -61,7 +61,9 @@ def evaluated(loss, layout):
     x = rng.normal(size=(EXAMPLES, SEQ, EMBED)).astype(np.float32)
     label = rng.integers(0, EMBED, EXAMPLES).astype(np.int32)
     state = jax.device_put(normal_values(step.state_shapes), step.shardings)
-    loss_sum, weight_sum = step.evaluate(state, {"x": x, "label": label})
+    evaluation = step.evaluate(state, {"x": x, "label": label})
+    loss_sum = evaluation["loss_sum"]
+    weight_sum = evaluation["weight_sum"]
     return float(loss_sum / weight_sum)
 
 

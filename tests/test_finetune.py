@@ -152,7 +152,7 @@ def test_so_many_held_out_rows_are_looked_at_as_are_asked_for(theirs, num):
         @staticmethod
         def evaluate(state, batch):
             seen.append(batch["weights"].sum())
-            return 2 * seen[-1], seen[-1]
+            return {"loss_sum": 2 * seen[-1], "weight_sum": seen[-1]}
 
     config = FinetuneConfig(from_weights=theirs, validation_rows=num, global_batch=4)
     rows = TokenWindows(np.arange(101, dtype=np.int32), 10)

@@ -44,7 +44,9 @@ def test_any_placement_and_order_gives_the_gradients_of_the_model_alone(line, or
     wanted_value, wanted = plain(model)
     assert float(value) == pytest.approx(float(wanted_value), rel=1e-5)
     assert_close(step.in_layer_order(gradients), wanted)
-    loss_sum, weight_sum = step.evaluate(state, batch_of())
+    evaluation = step.evaluate(state, batch_of())
+    loss_sum = evaluation["loss_sum"]
+    weight_sum = evaluation["weight_sum"]
     assert float(loss_sum / weight_sum) == pytest.approx(float(wanted_value), rel=1e-5)
     logits = step.logits(state, batch_of()["tokens"])
     assert_close([np.asarray(logits)], [plain_logits(model)])

@@ -153,7 +153,9 @@ def mean_loss(loss, layout):
         "weights": np.ones((4, SEQ), np.float32),
         "memory_seq": rng.normal(size=(4, 6, EMBED)).astype(np.float32),
     }
-    loss_sum, weight_sum = step_of(loss, layout).evaluate(state_of(layout), batch)
+    evaluation = step_of(loss, layout).evaluate(state_of(layout), batch)
+    loss_sum = evaluation["loss_sum"]
+    weight_sum = evaluation["weight_sum"]
     return float(loss_sum / weight_sum)
 
 

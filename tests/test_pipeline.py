@@ -223,7 +223,9 @@ def test_evaluation_and_logits_equal_those_of_the_model_alone(model, line):
     model, batch = {"mlp": mlp_of, "llama": model_of}[model](7), batch_of()
     step = step_of(model, line)
     state = state_of(step, model)
-    loss_sum, weight_sum = step.evaluate(state, batch)
+    evaluation = step.evaluate(state, batch)
+    loss_sum = evaluation["loss_sum"]
+    weight_sum = evaluation["weight_sum"]
     assert float(loss_sum / weight_sum) == pytest.approx(float(plain(model)[0]))
     assert float(weight_sum) == batch["weights"].sum()
     found = step.logits(state, batch["tokens"])

@@ -294,7 +294,9 @@ def test_evaluation_and_logits_equal_those_of_the_model_alone():
     batch = batch_of(uneven_weights())
     name, step = WHOLE[0], step_of(*WHOLE)
     state = state_of(step, model_of(name))
-    loss_sum, weight_sum = step.evaluate(state, batch)
+    evaluation = step.evaluate(state, batch)
+    loss_sum = evaluation["loss_sum"]
+    weight_sum = evaluation["weight_sum"]
     assert float(loss_sum / weight_sum) == pytest.approx(float(plain(name, True)[0]))
     logits = step.logits(state, batch["tokens"])
     np.testing.assert_allclose(
@@ -383,7 +385,8 @@ def test_ids_of_few_bits_are_evaluated_as_those_of_many():
     step = step_of(*WHOLE)
     state = state_of(step, model_of(WHOLE[0]))
     loss, again = (
-        step.evaluate(state, batch_of(dtype=dtype))[0] for dtype in (np.int32, np.uint8)
+        step.evaluate(state, batch_of(dtype=dtype))["loss_sum"]
+        for dtype in (np.int32, np.uint8)
     )
     assert np.isfinite(loss)
     assert float(loss) == float(again)

@@ -9,12 +9,13 @@ bytes are sent. Reference: Wang et al. 2024, "Domino", section 3.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from meshpar.errors import InputError
 from meshpar.hardware.platforms import platform_named
@@ -23,6 +24,15 @@ from meshpar.model.inputs import Batch
 from meshpar.model.scope import Scope
 from meshpar.rules.rules import auto_mesh_shape
 from meshpar.trace.walk import collective_axes, equations
+
+METRICS = ("loss", "loss_sum", "weight_sum", "grad_norm", "skipped")
+"""Names of a step's metrics, which no term of a head may have."""
+
+PERPLEXITY = "perplexity"
+"""Term of a head whose metric is the exponential of its mean."""
+
+Terms = dict[str, tuple[jax.Array, jax.Array]]
+"""Name of a metric -> its sum over examples, and the sum of its weights."""
 
 Sums = dict[str, jax.Array]
 """Name to fp32 scalar (auxiliary losses) or array of any shape (state)."""
@@ -101,33 +111,87 @@ def check_kept(block: str, y: Any, x: Any) -> None:
         )
 
 
-def check_head(found: Any, head: str = "head") -> tuple[jax.Array, jax.Array]:
-    """Return the sums of a head's loss and weights in fp32.
+class HeadSums(NamedTuple):
+    """Sums of a head, fp32 scalars.
+
+    Args:
+        loss: Sum of the loss.
+        weight: Sum of the weights.
+        terms: Name of a metric -> its sum and the sum of its weights.
+    """
+
+    loss: jax.Array
+    weight: jax.Array
+    terms: Terms
+
+    def differentiated(self) -> tuple[tuple[jax.Array, jax.Array], Terms]:
+        """Return the sums that have a gradient, and those that have none."""
+        return (self.loss, self.weight), self.terms
+
+
+def check_head(found: Any, head: str = "head") -> HeadSums:
+    """Return the sums of a head's loss and weights, and of its named terms, in fp32.
 
     Args:
         found: Value that the head returned.
         head: Name of the head in errors.
 
     Raises:
-        InputError: They are not two scalars of real numbers.
+        InputError: They are not two scalars of real numbers, and a dict of such.
     """
     pair = tuple(found) if isinstance(found, tuple | list) else (found,)
+    terms: Mapping[str, Any] = {}
+    if len(pair) == 3 and isinstance(pair[2], Mapping):
+        *pair, terms = pair
     shapes = [_shape(value) for value in pair]
     if shapes != [(), ()]:
         raise InputError(
             f"{head} returns arrays of shapes {shapes}; it must return two scalars: "
-            "the sum of the loss over the examples and the sum of their weights",
+            "the sum of the loss over the examples and the sum of their weights, and "
+            "may return a dict of named sums",
             key="model.head_not_scalars",
         )
-    for value in pair:
+    _check_real(pair, head)
+    loss_sum, weight_sum = (jnp.asarray(value, jnp.float32) for value in pair)
+    named = {
+        name: _term(name, terms[name], weight_sum, head)
+        for name in sorted(terms, key=str)
+    }
+    return HeadSums(loss_sum, weight_sum, named)
+
+
+def _check_real(values: Sequence[Any], head: str) -> None:
+    for value in values:
         if jnp.iscomplexobj(value):
             raise InputError(
                 f"{head} returns a {jnp.result_type(value)} scalar; a loss and its "
                 "weights are real: take .real or jnp.abs of it",
                 key="model.complex_loss",
             )
-    loss_sum, weight_sum = (jnp.asarray(value, jnp.float32) for value in pair)
-    return loss_sum, weight_sum
+
+
+def _term(
+    name: Any, value: Any, weight_sum: jax.Array, head: str
+) -> tuple[jax.Array, jax.Array]:
+    """Return a term's sum and the sum of its weights, those of the loss by default."""
+    if not isinstance(name, str) or name in METRICS or name.startswith("auxiliary."):
+        raise InputError(
+            f"{head} returns a term named {name!r}; name it by another text than "
+            f"{', '.join(METRICS)} and auxiliary.NAME, which a step returns itself",
+            key="model.term_name_taken",
+        )
+    pair = tuple(value) if isinstance(value, tuple | list) else (value, weight_sum)
+    shapes = [_shape(part) for part in pair]
+    if shapes != [(), ()]:
+        raise InputError(
+            f"{head} returns arrays of shapes {shapes} as term {name!r}; it must be a "
+            "scalar, the sum over the examples, or two: that sum and the sum of its "
+            "weights",
+            key="model.term_not_scalar",
+        )
+    _check_real(pair, head)
+    total, weight = (jnp.asarray(part, jnp.float32) for part in pair)
+    return lax.stop_gradient(total), lax.stop_gradient(weight)
 
 
 def _shape(value: Any) -> Any:

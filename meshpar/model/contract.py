@@ -26,6 +26,9 @@ with `sums` over all layers and the global batch too. What is not a sum over exa
 such as a product of means over a batch, would depend on the microbatches: take it of
 each example.
 
+A head may return named terms as a third value: a sum over its tokens or examples, or
+such a sum and the sum of its weights. They are metrics, without gradient.
+
 The backward starts from the gradient of that mean on every layout: each example's
 `loss_sum` has the cotangent 1 / `sum(weight_sum)` of the global batch, also where the
 batch is cut into microbatches. So a `jax.custom_vjp` whose backward is not linear, such
@@ -48,7 +51,14 @@ from typing import Any
 import jax
 
 from meshpar.errors import InputError
-from meshpar.model.block_run import Sums, check_head, check_kept, check_sums, in_parts
+from meshpar.model.block_run import (
+    HeadSums,
+    Sums,
+    check_head,
+    check_kept,
+    check_sums,
+    in_parts,
+)
 from meshpar.model.inputs import Input, Inputs, check_inputs, default_inputs
 from meshpar.model.parameter import (
     Parameter,
@@ -207,7 +217,8 @@ class Model:
         parameters: Tree of `Parameter`; block groups under their own names.
         embed: `(params, batch, scope) -> stream`.
         groups: Block groups in the order in which they run.
-        head: `(params, stream, batch, scope) -> (loss_sum, weight_sum)`, two scalars.
+        head: `(params, stream, batch, scope) -> (loss_sum, weight_sum)`, two scalars;
+            or with a dict of further metrics, name -> sum or (sum, weight sum).
         logits: `(params, stream, scope) -> outputs`, for sampling; optional.
         inputs: Name -> `Input` of the arrays of a batch; None where the model does not
             say: a batch then needs nothing but the example first, and where shapes are
@@ -238,7 +249,7 @@ class Model:
     parameters: dict[str, Any]
     embed: Callable[[Params, Mapping, Scope], Stream]
     groups: tuple[BlockGroup, ...]
-    head: Callable[[Params, Stream, Mapping, Scope], tuple[jax.Array, jax.Array]]
+    head: Callable[[Params, Stream, Mapping, Scope], tuple[Any, ...]]
     logits: Callable[[Params, Stream, Scope], Any] | None = None
     inputs: Mapping[str, Input] | None = None
     per_token: bool = False
@@ -271,6 +282,17 @@ class Model:
 
         Raises:
             InputError: The head returns anything else than two scalars.
+        """
+        return self.head_sums(ends, stream, batch, scope)[:2]
+
+    def head_sums(
+        self, ends: Params, stream: Stream, batch: Mapping, scope: Scope
+    ) -> HeadSums:
+        """Return `loss_sums` and the head's named terms.
+
+        Raises:
+            InputError: As for `loss_sums`; or a term is no scalar, or has the name of a
+                metric that a step returns itself.
         """
         return check_head(self.head(ends, stream, batch, scope))
 

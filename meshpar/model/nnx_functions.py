@@ -143,8 +143,9 @@ class Functional:
 
     def run_head(self, params: Params, stream: Any, batch: Any, scope: Scope) -> Any:
         """Call `head` of the ends, and check the sums that it returns."""
-        sums = self.run(params, scope, "head", stream, batch, scope)
-        return check_head(sums, f"{self.what}: head")
+        found = self.run(params, scope, "head", stream, batch, scope)
+        sums = check_head(found, f"{self.what}: head")
+        return sums if sums.terms else sums[:2]
 
     def run_block(self, params: Params, stream: Any, scope: Scope) -> Any:
         """Call the module as a block; statistics of `nnx.BatchNorm` are among its sums.

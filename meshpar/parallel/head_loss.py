@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, Integer, Shaped
 
 from meshpar.collectives import asked, on_parts, sum_dtype
 from meshpar.errors import InputError
+from meshpar.model.block_run import PERPLEXITY
 from meshpar.model.scope import Scope
 from meshpar.parallel.remat import equal_chunks
 from meshpar.parallel.sizes import LOGITS_BYTES
@@ -45,7 +46,8 @@ def head_cross_entropy(
     scope: Scope,
     *,
     logits_bytes: int = LOGITS_BYTES,
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    terms: bool = False,
+) -> tuple[Any, ...]:
     """Return summed cross-entropy of logits `x @ table.T`, and summed weights.
 
     Each device makes the logits of its part of the vocabulary, in fp32, for as many
@@ -63,6 +65,9 @@ def head_cross_entropy(
         weights: (batch, seq), 0 where a token does not count.
         scope: Where the function runs.
         logits_bytes: Most bytes of a device's logits at a time; 0 is no limit.
+        terms: Whether to return, as a third value, the terms of a language model's
+            head: `accuracy`, the summed weights of tokens whose target has the largest
+            logit, and `perplexity`.
 
     Raises:
         InputError: `logits_bytes` is less than the logits of one token.
@@ -76,9 +81,12 @@ def head_cross_entropy(
         split=split,
         num_chunks=_num_chunks(x, table, split, logits_bytes),
         platform=scope.platform,
+        counts_hits=terms,
     )
     x = scope.constrain(x, logical_axes)
-    return _loss_sum(plan, x, table, targets, weights), jnp.sum(weights)
+    loss_sum, *hits = _loss_sum(plan, x, table, targets, weights)
+    sums = loss_sum, jnp.sum(weights)
+    return (*sums, {"accuracy": hits[0], PERPLEXITY: loss_sum}) if terms else sums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,22 +155,31 @@ class _Plan:
         split: How tokens and vocabulary are split.
         num_chunks: Chunks that a device's tokens are cut into.
         platform: Kind of device the program is for.
+        counts_hits: Whether the weights of tokens predicted right are summed too.
     """
 
     split: _Split
     num_chunks: int
     platform: str
+    counts_hits: bool = False
 
-    def loss(self, *arrays: jax.Array) -> jax.Array:
-        """Return the summed loss of (x, table, targets, weights)."""
+    def loss(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        """Return the sums of (x, table, targets, weights): loss, hits if counted."""
         x, table, targets, weights = arrays
-        total, _ = self._over_chunks(
-            lambda chunk: (chunk.loss(), None), self._gather(x), table, targets, weights
+        totals, _ = self._over_chunks(
+            lambda chunk: (self._sums(chunk), None),
+            self._gather(x),
+            table,
+            targets,
+            weights,
         )
-        return self._sum_tokens(total)
+        return jax.tree.map(self._sum_tokens, totals)
 
-    def loss_and_gradients(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        """Return the loss, and its gradients for x, table (fp32) and weights."""
+    def _sums(self, chunk: Chunk) -> tuple[jax.Array, ...]:
+        return (chunk.loss(), chunk.hits()) if self.counts_hits else (chunk.loss(),)
+
+    def loss_and_gradients(self, *arrays: jax.Array) -> tuple[Any, ...]:
+        """Return the sums, and the loss's gradients for x, table (fp32) and weights."""
         x, table, targets, weights = arrays
         whole = self._gather(x)
         summed = sum_dtype(x.dtype, self.platform)
@@ -172,14 +189,14 @@ class _Plan:
             losses, dlogits = chunk.losses(), chunk.logits_gradient()
             dx = matmul("CV,VD->CD", dlogits, table, dx_dtype)
             dtable = matmul("CV,CD->VD", dlogits, chunk.x, jnp.float32)
-            return (chunk.loss(), dtable), (losses, dx)
+            return (self._sums(chunk), dtable), (losses, dx)
 
-        (total, dtable), (losses, dx) = self._over_chunks(
+        (totals, dtable), (losses, dx) = self._over_chunks(
             work, whole, table, targets, weights
         )
         dx = self._sum_vocab(dx.reshape(whole.shape)).astype(x.dtype)
-        dtable, total = self._sum_tokens(dtable), self._sum_tokens(total)
-        return total, dx, dtable, losses.reshape(weights.shape)
+        dtable, totals = jax.tree.map(self._sum_tokens, (dtable, totals))
+        return totals, dx, dtable, losses.reshape(weights.shape)
 
     def _gather(self, x: jax.Array) -> jax.Array:
         if not self.split.gathered:
@@ -249,7 +266,7 @@ class _Plan:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _loss_sum(plan: _Plan, *arrays: jax.Array) -> jax.Array:
+def _loss_sum(plan: _Plan, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     split = plan.split
     return on_parts(
         plan.loss,
@@ -260,19 +277,20 @@ def _loss_sum(plan: _Plan, *arrays: jax.Array) -> jax.Array:
     )
 
 
-def _loss_forward(plan: _Plan, *arrays: jax.Array) -> tuple[jax.Array, tuple]:
+def _loss_forward(plan: _Plan, *arrays: jax.Array) -> tuple[tuple, tuple]:
     split, (_, table, _, _) = plan.split, arrays
-    loss, *kept = on_parts(
+    totals, *kept = on_parts(
         plan.loss_and_gradients,
         *arrays,
         specs=(split.x, split.table, split.per_token, split.per_token),
         out_specs=(PartitionSpec(), split.x, split.table, split.per_token),
         mesh_axes=split.mesh_axes,
     )
-    return loss, (*kept, jnp.zeros((), table.dtype))
+    return totals, (*kept, jnp.zeros((), table.dtype))
 
 
-def _loss_backward(plan: _Plan, kept: tuple, scale: jax.Array) -> tuple:
+def _loss_backward(plan: _Plan, kept: tuple, scales: tuple[jax.Array, ...]) -> tuple:
+    scale = scales[0]
     dx, dtable, losses, table_like = kept
     return (
         (dx * scale).astype(dx.dtype),
@@ -329,6 +347,14 @@ class Chunk:
         """Return the weighted sum; NaN if a counted target is out of the vocabulary."""
         weighted = self.losses() * self._weights
         return jnp.sum(jnp.where(self._known, weighted, jnp.nan))
+
+    def hits(self) -> jax.Array:
+        """Return the sum of the weights of tokens whose target's logit is the largest.
+
+        Equals the largest, that is: a target that shares its logit counts.
+        """
+        is_hit = self._known & (self._target >= 0)
+        return jnp.sum(jnp.where(is_hit, self._weights, 0.0))
 
     def logits_gradient(self) -> jax.Array:
         """Return (softmax - one-hot) * weight, in the dtype of `x`."""

@@ -19,6 +19,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
+from meshpar.model.block_run import HeadSums
 from meshpar.model.contract import Stream
 from meshpar.model.inputs import split_gradient_inputs
 from meshpar.model.parameter import Params
@@ -100,14 +101,14 @@ class LocalProgram:
         run = self.placement.on_training_state(local)
         return run(params, state, batch, step, seed)
 
-    def loss_sums(self, *arguments: Any) -> tuple[jax.Array, jax.Array]:
-        """Return the summed loss and weights over the global batch, not in training."""
+    def loss_sums(self, *arguments: Any) -> HeadSums:
+        """Return the head's sums over the global batch, not in training."""
 
-        def local(*arguments: Any) -> tuple[jax.Array, jax.Array]:
+        def local(*arguments: Any) -> HeadSums:
             pass_ = _Pass.start(self.placement, *arguments, training=False)
             return self.placement.sum_losses(pass_.head(*pass_.hidden()))
 
-        return self.placement.on_state(local, (REPLICATED, REPLICATED))(*arguments)
+        return self.placement.on_state(local, REPLICATED)(*arguments)
 
     def logits(self, *arguments: Any) -> Any:
         """Return the model's `logits`, each array with the example first."""
@@ -284,13 +285,18 @@ class _Pass:
     def loss_and_gradients(self) -> LossAndGradients:
         placement = self.placement
         weights, x, vjps, stacks, sums, kept = self._forward()
-        (loss_sum, weight_sum), head_vjp = jax.vjp(self.head, weights, x)
+        sums_of_loss, head_vjp, terms = jax.vjp(
+            lambda weights, x: self.head(weights, x).differentiated(),
+            weights,
+            x,
+            has_aux=True,
+        )
         auxiliary = [
             {name: group_sums[name] for name in stack.block.group.auxiliary}
             for stack, group_sums in zip(stacks, sums, strict=True)
         ]
-        totals = placement.sum_losses((loss_sum, weight_sum, auxiliary))
-        loss_sum, weight_sum, auxiliary = totals
+        totals = placement.sum_losses((*sums_of_loss, auxiliary, terms))
+        loss_sum, weight_sum, auxiliary, terms = totals
         for stack, group_losses in zip(stacks, auxiliary, strict=True):
             loss_sum += stack.block.group.weighted(group_losses)
         share = safe_inverse(weight_sum)
@@ -314,7 +320,7 @@ class _Pass:
             pairs = zip(stacks, sums, strict=True)
             statistics = [state_statistics(*pair) for pair in pairs]
             state = updated_state(placement, self.params, state, statistics)
-        metrics = loss_metrics(weight_sum, sums_by_name(auxiliary))
+        metrics = loss_metrics(weight_sum, sums_by_name(auxiliary), terms)
         return loss_sum * share, metrics, gradients, state, dx
 
     def hidden(self) -> tuple[Params, Stream]:
@@ -332,7 +338,7 @@ class _Pass:
                 x, _ = run_blocks(stack, entered, self.arrays)
         return self.ends.joined(early, self.ends.gather_late(overlapped)), x
 
-    def head(self, weights: Params, x: Stream) -> tuple[jax.Array, jax.Array]:
+    def head(self, weights: Params, x: Stream) -> HeadSums:
         placement = self.placement
         remat = placement.layout.remat
         return run_head(placement.model, remat, weights, x, self.outside)

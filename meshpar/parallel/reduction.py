@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 
 from meshpar.collectives import asked
 from meshpar.layout import MESH_AXES
-from meshpar.model.block_run import Sums
+from meshpar.model.block_run import PERPLEXITY, Sums, Terms
 from meshpar.rules.rules import spec_axes
 
 Arrays = list[jax.Array]
@@ -218,11 +218,29 @@ def random_key(seed: jax.Array, step: jax.Array) -> jax.Array:
     return jax.random.fold_in(key, step)
 
 
-def loss_metrics(weight_sum: jax.Array, auxiliary: Sums) -> dict[str, jax.Array]:
-    """Return the summed weights, and the mean of each auxiliary loss."""
+def loss_metrics(
+    weight_sum: jax.Array, auxiliary: Sums, terms: Terms
+) -> dict[str, jax.Array]:
+    """Return the summed weights, the mean of each auxiliary loss, and the head's terms.
+
+    Args:
+        weight_sum: Sum of the weights over the global batch.
+        auxiliary: Sum of each auxiliary loss over it.
+        terms: Sum of each of the head's terms over it, and of the term's weights.
+    """
     share = safe_inverse(weight_sum)
     means = {f"auxiliary.{name}": value * share for name, value in auxiliary.items()}
-    return {"weight_sum": weight_sum, **means}
+    return {"weight_sum": weight_sum, **means, **term_means(terms)}
+
+
+def term_means(terms: Terms) -> dict[str, jax.Array]:
+    """Return the mean of each term of a head; of `perplexity` its exponential."""
+    means = {
+        name: total * safe_inverse(weight) for name, (total, weight) in terms.items()
+    }
+    if PERPLEXITY in means:
+        means[PERPLEXITY] = jnp.exp(means[PERPLEXITY])
+    return means
 
 
 def safe_inverse(weight_sum: jax.Array) -> jax.Array:

@@ -24,6 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from meshpar.errors import InputError, nearest
 from meshpar.layout import STAGE_REMATS
 from meshpar.layout.layout import BLOCK_INPUT, ResidualNames, is_named
+from meshpar.model.block_run import HeadSums
 from meshpar.model.contract import Model
 from meshpar.model.scope import SAVED_PREFIX, Scope
 from meshpar.model.tracing import traced_batch, traced_forward, tracing
@@ -74,7 +75,7 @@ def rematerialised(
 
 def run_head(
     model: Model, remat: str, ends: Any, stream: Any, scope: Scope
-) -> tuple[jax.Array, jax.Array]:
+) -> HeadSums:
     """Return a head's sums; a head that is the whole loss is rematerialised as a block.
 
     Args:
@@ -86,7 +87,7 @@ def run_head(
     """
 
     def head(ends: Any, stream: Any, scope: Scope) -> Any:
-        return model.loss_sums(ends, stream, scope.batch, scope)
+        return model.head_sums(ends, stream, scope.batch, scope)
 
     if model.has_blocks:
         return head(ends, stream, scope)

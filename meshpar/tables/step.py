@@ -21,7 +21,7 @@ from meshpar.tables.tables import EmbeddingTables, check_arrays, check_ids
 from meshpar.train.refusals import check_logits
 from meshpar.train.state import TrainState, check_state, checked_without_optimizer
 from meshpar.train.step import TrainStep
-from meshpar.train.step_functions import StepFunctions
+from meshpar.train.step_functions import Evaluation, StepFunctions
 
 if TYPE_CHECKING:
     from meshpar.train.checkpoint import Checkpoints
@@ -143,8 +143,8 @@ class TableStep:
         check_state(state, self.state_shapes, self.mesh)
         return self._step(state, self.place(batch))
 
-    def evaluate(self, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """Return summed loss and weights of a batch, which `__call__` takes too."""
+    def evaluate(self, state: TrainState, batch: Batch) -> Evaluation:
+        """Return the metrics of a batch by name, as `TrainStep.evaluate` does."""
         check_state(state, self.state_shapes, self.mesh)
         return self._step.evaluate(state, self.place(batch))
 

@@ -11,7 +11,8 @@ from meshpar.parallel.reduction import safe_inverse
 
 SUMMED = ("weight_sum", "skipped")
 """Metrics that are added up over replicas. `grad_norm` is averaged; all others, such as
-the loss, are averaged with weights `weight_sum`, as in one batch."""
+the loss, are averaged with weights `weight_sum`: as in one batch, but for a head's term
+that has other weights."""
 
 
 def local_replica_metrics(metrics: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

@@ -41,10 +41,8 @@ from meshpar.train.state import (
     checked_without_optimizer,
 )
 from meshpar.train.state_table import step_html
-from meshpar.train.step_functions import Batch, Metrics
+from meshpar.train.step_functions import Batch, Evaluation, Metrics
 from meshpar.train.step_programs import AuditedProgram, StepOptions, StepPlan
-
-__all__ = ["Batch", "Metrics", "TrainStep"]
 
 
 class TrainStep:
@@ -256,8 +254,11 @@ class TrainStep:
         """
         return in_layer_order(self.model, tree)
 
-    def evaluate(self, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """Return summed loss and weights, without dropout and auxiliary losses.
+    def evaluate(self, state: TrainState, batch: Batch) -> Evaluation:
+        """Return metrics of a batch by name, without dropout and auxiliary losses.
+
+        These are `loss`, `loss_sum`, `weight_sum` and what the head names. Unpacked as
+        (loss_sum, weight_sum), as in older programs, they warn.
 
         Args:
             state: From `init` or a step; it is not donated.
@@ -267,9 +268,10 @@ class TrainStep:
             InputError: As for `__call__`.
         """
         with jax.set_mesh(self._devices_mesh):
-            return self._programs.evaluate(
+            metrics = self._programs.evaluate(
                 self._reading_state(state), self.place(batch)
             )
+        return Evaluation(metrics)
 
     def logits(self, state: TrainState, batch: Batch | jax.typing.ArrayLike) -> Any:
         """Return the model's `logits`, such as fp32 (batch, seq, vocab).

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
@@ -21,7 +22,7 @@ from meshpar.layout import BATCH_AXES
 from meshpar.model.contract import Model
 from meshpar.model.parameter import Params, is_parameter
 from meshpar.parallel.placement import Placement
-from meshpar.parallel.reduction import global_norm, scaled
+from meshpar.parallel.reduction import global_norm, safe_inverse, scaled, term_means
 from meshpar.train.layer_order import layer_orders
 from meshpar.train.optimizer_state import (
     StateSharding,
@@ -45,6 +46,72 @@ Metrics = dict[str, jax.Array]
 
 _ROUNDING = 0x50
 """Tells the keys of random rounding from those of dropout."""
+
+
+class Evaluation:
+    """Metrics by name: `loss`, `loss_sum`, `weight_sum`, and what the head names.
+
+    It is read as a dict: `evaluation["loss"]`, `.items()`, `dict(evaluation)`,
+    `"accuracy" in evaluation`. For one release it can be read as the pair (loss_sum,
+    weight_sum) too, by unpacking or by number, with a warning; then it is a dict.
+
+    Example:
+        >>> evaluation = Evaluation({"loss": 2.0, "loss_sum": 8.0, "weight_sum": 4.0})
+        >>> evaluation["loss"], "accuracy" in evaluation
+        (2.0, False)
+        >>> {**evaluation}
+        {'loss': 2.0, 'loss_sum': 8.0, 'weight_sum': 4.0}
+    """
+
+    def __init__(self, metrics: dict[str, Any]) -> None:
+        self._metrics = metrics
+
+    def keys(self) -> KeysView[str]:
+        """Return the names."""
+        return self._metrics.keys()
+
+    def values(self) -> ValuesView[Any]:
+        """Return the metrics, in the order of their names."""
+        return self._metrics.values()
+
+    def items(self) -> ItemsView[str, Any]:
+        """Return pairs of name and metric."""
+        return self._metrics.items()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a metric, or the default."""
+        return self._metrics.get(name, default)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._metrics
+
+    def __len__(self) -> int:
+        return len(self._metrics)
+
+    def __repr__(self) -> str:
+        return f"Evaluation({self._metrics})"
+
+    def __getitem__(self, name: str | int) -> Any:
+        return self._metrics[name] if isinstance(name, str) else self._pair()[name]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._pair())
+
+    def _pair(self) -> tuple[Any, Any]:
+        warnings.warn(
+            "evaluate returns metrics by name; take evaluation['loss_sum'] and "
+            "evaluation['weight_sum'], or evaluation['loss'] for the mean",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+        return self._metrics["loss_sum"], self._metrics["weight_sum"]
+
+
+jax.tree_util.register_pytree_node(
+    Evaluation,
+    lambda one: (tuple(one.values()), tuple(one.keys())),
+    lambda names, values: Evaluation(dict(zip(names, values, strict=True))),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,9 +235,15 @@ class StepFunctions:
         return self.program.loss_and_gradients(*self._arguments(state, batch))[:3]
 
     def evaluated(self, state: TrainState, batch: Batch) -> Any:
-        """Return summed loss and weights, without dropout and auxiliary losses."""
+        """Return `loss`, `loss_sum`, `weight_sum` and the head's terms, by name.
+
+        Without dropout and auxiliary losses.
+        """
         self._check_examples_apart(batch)
-        return self.program.loss_sums(*self._arguments(state, batch))
+        sums = self.program.loss_sums(*self._arguments(state, batch))
+        loss = sums.loss * safe_inverse(sums.weight)
+        metrics = {"loss": loss, "loss_sum": sums.loss, "weight_sum": sums.weight}
+        return {**metrics, **term_means(sums.terms)}
 
     def logits(self, state: TrainState, batch: Batch) -> Any:
         """Return the model's `logits`."""

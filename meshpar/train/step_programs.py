@@ -278,7 +278,7 @@ class StepPrograms:
 
     @cached_property
     def evaluate(self) -> Any:
-        """(state without the optimizer's, batch) -> summed loss and weights."""
+        """(state without the optimizer's, batch) -> metrics by name."""
         shardings = without_optimizer(self.reading.shardings)
         return self._program(self.reading.evaluated, shardings, shardings.step)
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.errors import InputError
+from meshpar.model.block_run import HeadSums
 from meshpar.model.contract import Stream
 from meshpar.model.parameter import Params
 from meshpar.parallel.blocks import Block, ScopeArrays
@@ -75,8 +76,8 @@ class Functions(Protocol):
 
     def head(
         self, weights: Params, stream: Stream, arrays: ScopeArrays, shares: Shares
-    ) -> tuple[jax.Array, jax.Array]:
-        """Return summed loss and summed weights of this rank's share, fp32."""
+    ) -> HeadSums:
+        """Return the sums of this rank's share."""
 
     @property
     def platform(self) -> str:
@@ -142,8 +143,12 @@ class Microbatches:
         Args:
             of_loss: Gradient of the summed loss, from which the backward starts.
         """
-        stages = replace(self._stages, of_loss=of_loss)
-        sums = (jax.ShapeDtypeStruct((), jnp.float32),) * 2
+        stages, shares = replace(self._stages, of_loss=of_loss), self.head_shares
+        arrays = self._scope_arrays(0)
+        sums = jax.eval_shape(
+            lambda share: self.functions.head(self.weights, share, arrays, shares),
+            jax.tree.map(shares.share_shape, self._streams[-1]),
+        )
         return self._work(partial(self._loss, of_loss), sums, stages)
 
     def weight_sum(self) -> jax.Array:
@@ -162,7 +167,7 @@ class Microbatches:
             weights: Params, share: Stream, microbatch: jax.Array | int = 0
         ) -> jax.Array:
             arrays = self._scope_arrays(microbatch)
-            return self.functions.head(weights, share, arrays, shares)[1]
+            return self.functions.head(weights, share, arrays, shares).weight
 
         if has_gradient(own_weight_sum, self.weights, share):
             raise InputError(
@@ -177,7 +182,7 @@ class Microbatches:
                 "the first time for the weights: compute them from the batch alone",
                 stacklevel=2,
             )
-            return Executor(self.schedule, self.work()).loss_sums()[1]
+            return Executor(self.schedule, self.work()).loss_sums().weight
         unread = zero_arrays(share)
 
         def add(total: jax.Array, microbatch: jax.Array) -> tuple[jax.Array, None]:
@@ -358,12 +363,13 @@ class Microbatches:
     ) -> tuple:
         last, shares = len(self._streams) - 1, self.head_shares
         share, arrays = self._head_share(payload), self._scope_arrays(microbatch)
-        sums, vjp = jax.vjp(
-            lambda weights, share: self.functions.head(weights, share, arrays, shares),
-            self.weights,
-            share,
-        )
+
+        def head(weights: Params, share: Stream) -> Any:
+            sums = self.functions.head(weights, share, arrays, shares)
+            return sums.differentiated()
+
+        pair, vjp, terms = jax.vjp(head, self.weights, share, has_aux=True)
         gradients, dy = vjp((jnp.float32(of_loss), jnp.zeros(())))
-        sums, gradients = shares.counted((sums, gradients))
+        sums, gradients = shares.counted((HeadSums(pair[0], pair[1], terms), gradients))
         dy = self._payloads.holding(last, shares.gather(dy, "head_gather"))
         return sums, dy, self.functions.scatter_ends(gradients)

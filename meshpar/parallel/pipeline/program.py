@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import jax
 
+from meshpar.model.block_run import HeadSums
 from meshpar.model.contract import BlockGroup, Stream
 from meshpar.model.inputs import split_gradient_inputs
 from meshpar.model.parameter import Params
@@ -79,8 +80,8 @@ class ModelFunctions:
 
     def head(
         self, weights: Params, stream: Stream, arrays: ScopeArrays, shares: Shares
-    ) -> tuple[jax.Array, jax.Array]:
-        """Return the loss sums of `Model.head` of a share."""
+    ) -> HeadSums:
+        """Return the sums of `Model.head` of a share."""
         scope = self._scope(self._without_inputs(arrays), shares)
         placement = self.placement
         remat = placement.layout.remat
@@ -209,11 +210,12 @@ class PipelineProgram:
             share = safe_inverse(weight_sum)
             work = microbatches.work(of_loss=share)
             results = Executor(microbatches.schedule, work).loss_and_gradients()
-            loss_sum, auxiliary = placement.sum_losses(
-                (results.loss_sums[0], results.auxiliary), placement.manual_axes
+            sums = results.loss_sums
+            loss_sum, auxiliary, terms = placement.sum_losses(
+                (sums.loss, results.auxiliary, sums.terms), placement.manual_axes
             )
-            for group, sums in zip(model.groups, auxiliary, strict=True):
-                loss_sum += group.weighted(sums)
+            for group, losses in zip(model.groups, auxiliary, strict=True):
+                loss_sum += group.weighted(losses)
             blocks, statistics = (
                 [merge(tree) for tree in trees]
                 for trees in (results.block_gradients, results.statistics)
@@ -222,7 +224,7 @@ class PipelineProgram:
             new_state = of[1]
             if model.changes_state:
                 new_state = updated_state(placement, *of[:2], statistics)
-            metrics = loss_metrics(weight_sum, sums_by_name(auxiliary))
+            metrics = loss_metrics(weight_sum, sums_by_name(auxiliary), terms)
             names = sorted(split_gradient_inputs(model.inputs, of[2])[1])
             of_inputs = merge(dict(zip(names, results.input_gradients, strict=True)))
             of_inputs = summed_inputs(placement, of_inputs)
@@ -230,16 +232,16 @@ class PipelineProgram:
 
         return placement.on_training_state(local)(*of)
 
-    def loss_sums(self, *of: Any) -> tuple[jax.Array, jax.Array]:
-        """Return summed loss and weights over the global batch, not in training."""
+    def loss_sums(self, *of: Any) -> HeadSums:
+        """Return the head's sums over the global batch, not in training."""
         placement = self.placement
 
-        def local(*of: Any) -> tuple[jax.Array, jax.Array]:
+        def local(*of: Any) -> HeadSums:
             microbatches = self._microbatches(*of, training=False)
             sums = Executor(microbatches.schedule, microbatches.work()).loss_sums()
             return placement.sum_losses(sums, placement.manual_axes)
 
-        return placement.on_state(local, (REPLICATED, REPLICATED))(*of)
+        return placement.on_state(local, REPLICATED)(*of)
 
     def logits(self, *of: Any) -> Any:
         """Return the outputs of the model's `logits`, each with the example first."""

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from meshpar.errors import InputError
 from meshpar.layout import BATCH_AXES, MANUAL_AXES
 from meshpar.machine.mesh import mesh_platform
+from meshpar.model.block_run import HeadSums
 from meshpar.model.contract import BlockGroup, Stream
 from meshpar.parallel.blocks import Block, ScopeArrays
 from meshpar.parallel.pipeline.crossing import STAGE, Shares, is_spec
@@ -97,7 +98,7 @@ class UserFunctions:
 
     def head(
         self, weights: Any, stream: Stream, arrays: ScopeArrays, shares: Shares
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> HeadSums:
         """Return summed loss and summed weights of a share, fp32.
 
         Raises:
@@ -117,7 +118,7 @@ class UserFunctions:
             num_shares = 1 if shares.dim is None else shares.num_ranks
             pair = (pair[0] / num_shares, 1 / num_shares)
         loss_sum, weight_sum = (jnp.asarray(value, jnp.float32) for value in pair)
-        return loss_sum, weight_sum
+        return HeadSums(loss_sum, weight_sum, {})
 
     def blocks(self, arrangement: Arrangement) -> Sequence[Block]:
         """Return the only group's layer; its scope is an `At`."""

@@ -313,7 +313,7 @@ def _reduced(
     """Sum the loss and its gradients over the mesh axes that split the work."""
     with asked("loss_sum"):
         loss_sum, (auxiliary,) = lax.psum(
-            (results.loss_sums[0], results.auxiliary), split_axes
+            (results.loss_sums.loss, results.auxiliary), split_axes
         )
     loss_sum += functions.group.weighted(auxiliary)
     (of_blocks,) = results.block_gradients
