@@ -54,6 +54,10 @@ def reference(name):
     return plain_losses(example(name))
 
 
+MICROBATCHES = {name for name in EXAMPLES if name != "resnet_nnx"}
+"""Examples that keep no statistics of the whole batch."""
+
+
 @pytest.mark.parametrize(
     ("name", "layout", "blocks"),
     [
@@ -65,9 +69,10 @@ def reference(name):
             for name in EXAMPLES
             for layout, blocks in [
                 *((layout, False) for layout in WHOLE),
-                ("fsdp=4,tensor=2,remat=full", True),
+                ("fsdp=4,tensor=2,remat=full", name in MICROBATCHES),
                 (STAGES, True),
             ]
+            if name in MICROBATCHES or "microbatches" not in layout
         ),
     ],
 )
@@ -369,25 +374,72 @@ def test_wrong_arguments_are_refused(refuses):
         from_loss(init_listed, run_list, names=names, inputs=TOKENS)
 
 
-def test_statistics_of_a_batch_are_refused_or_told(refuses):
-    def init(key):
-        return nnx.BatchNorm(4, rngs=nnx.Rngs(key))
+class Normed(nnx.Module):
+    def __init__(self, key):
+        rngs = nnx.Rngs(key)
+        self.read = nnx.Linear(4, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, momentum=0.9, rngs=rngs)
+        self.layers = nnx.List([nnx.BatchNorm(4, rngs=rngs) for _ in range(2)])
 
-    def loss(norm, batch, key):
-        return (norm(batch["x"]) ** 2).sum(), jnp.float32(len(batch["x"]))
 
-    x = np.ones((4, 4), np.float32)
-    model = from_loss(init, loss, inputs={"x": Input(("batch", None), shape=(None, 4))})
-    params, state = initial_values(model, 0)
-    scope = Scope(training=True, state=state)
-    with refuses("model.batch_norm_in_loss", "use_running_average"):
-        model.loss_sums(params, None, {"x": x}, scope)
+def squared_errors(module, batch, key):
+    y = module.norm(module.read(batch["x"]))
+    errors = (y[:, 0] - batch["y"]) ** 2
+    return errors.sum(), jnp.float32(errors.size), {"error": jnp.abs(errors).sum()}
+
+
+VECTORS = {"x": Input(("batch", None), shape=(None, 4)), "y": Input(("batch",))}
+
+
+def test_batch_norm_has_the_statistics_of_the_global_batch(refuses):
+    model = from_loss(Normed, squared_errors, inputs=VECTORS)
+    rng = np.random.default_rng(0)
+    batch = {"x": rng.random((8, 4), np.float32), "y": rng.random(8, np.float32)}
+    step = make_train_step(
+        model, optax.sgd(0.0), "data=2,fsdp=2", devices=jax.devices()[:4]
+    )
+    state = step.init(seed=0)
+    for _ in range(2):
+        state, metrics = step(state, batch)
+
+    @jax.jit
+    def plain():
+        module = Normed(jax.random.key(0))
+        for _ in range(2):
+            error, *_ = squared_errors(module, batch, None)
+        return error / 8, module.norm.mean[...], module.norm.var[...]
+
+    error, mean, var = plain()
+    np.testing.assert_allclose(metrics["error"], error, rtol=BOUND)
+    np.testing.assert_allclose(metrics["loss"], error, rtol=BOUND)
+    norm = state.model_state["norm"]
+    np.testing.assert_allclose(norm["mean"], mean, rtol=BOUND)
+    np.testing.assert_allclose(norm["var"], var, rtol=BOUND)
+    many = make_train_step(
+        model, optax.sgd(0.0), "data=4,microbatches=2", devices=jax.devices()[:4]
+    )
+    with refuses("model.batch_norm_in_microbatches", 2):
+        many.compile(batch)
+
+
+def test_batch_norm_in_blocks_is_refused(refuses):
+    model = from_loss(Normed, squared_errors, inputs=VECTORS, blocks="layers")
+    params, state = jax.eval_shape(lambda: initial_values(model, 0))
+    batch = {name: np.ones((4, 4)[: 2 - (name == "y")]) for name in VECTORS}
+    scope = Scope(training=True, state=state, batch=batch)
+    with refuses("model.batch_norm_in_blocks", "layers"):
+        jax.eval_shape(lambda params: model.embed(params, batch, scope), params)
+
+
+def test_collections_of_linen_that_are_not_trained_are_told():
+    def loss(variables, batch, key):
+        return (batch["x"] @ variables["params"]["w"]).sum(), jnp.float32(1)
 
     def variables(key):
         params, statistics = {"w": jnp.ones((4, 4))}, {"mean": jnp.zeros(4)}
         return {"params": params, "batch_stats": statistics}
 
-    linen = from_loss(variables, loss, inputs=model.inputs)
+    linen = from_loss(variables, loss, inputs=VECTORS)
     assert list(linen.flat_parameters()) == ["params.w"]
     assert "stays as init makes it" in linen.name_problems["batch_stats"]
 

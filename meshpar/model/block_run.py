@@ -112,21 +112,23 @@ def check_kept(block: str, y: Any, x: Any) -> None:
 
 
 class HeadSums(NamedTuple):
-    """Sums of a head, fp32 scalars.
+    """Sums of a head: fp32 scalars, and arrays that its state is made of.
 
     Args:
         loss: Sum of the loss.
         weight: Sum of the weights.
         terms: Name of a metric -> its sum and the sum of its weights.
+        statistics: Name -> array that is summed for the state (`Model.update_ends`).
     """
 
     loss: jax.Array
     weight: jax.Array
     terms: Terms
+    statistics: Sums = {}  # noqa: RUF012, never changed
 
-    def differentiated(self) -> tuple[tuple[jax.Array, jax.Array], Terms]:
+    def differentiated(self) -> tuple[tuple[jax.Array, jax.Array], tuple[Terms, Sums]]:
         """Return the sums that have a gradient, and those that have none."""
-        return (self.loss, self.weight), self.terms
+        return (self.loss, self.weight), (self.terms, self.statistics)
 
 
 def check_head(found: Any, head: str = "head") -> HeadSums:
@@ -139,6 +141,8 @@ def check_head(found: Any, head: str = "head") -> HeadSums:
     Raises:
         InputError: They are not two scalars of real numbers, and a dict of such.
     """
+    if isinstance(found, HeadSums):
+        return found
     pair = tuple(found) if isinstance(found, tuple | list) else (found,)
     terms: Mapping[str, Any] = {}
     if len(pair) == 3 and isinstance(pair[2], Mapping):

@@ -236,6 +236,9 @@ class Model:
             `Parameter.initial`.
         modules: Name of a group, or `ends` -> what builds its Flax NNX module, where
             that is where they come from.
+        update_ends: `(state, sums) -> state` of the ends, once a step, from what the
+            head summed over the global batch (`HeadSums.statistics`); None where that
+            state is constant.
         build_whole: Key -> all parameters and state, layers stacked first to last, in
             place of `build` (`from_loss`); the key is that of the seed alone.
         name_problems: Path or pattern -> what `lint` reports about its names.
@@ -260,6 +263,7 @@ class Model:
         default_factory=dict
     )
     modules: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    update_ends: Callable[[Params, Sums], Params] | None = None
     build_whole: Callable[[jax.Array], tuple[Params, Params]] | None = None
     unflatten: Callable[..., Any] | None = None
     name_problems: Mapping[str, str] = field(default_factory=dict)
@@ -337,7 +341,8 @@ class Model:
     @property
     def changes_state(self) -> bool:
         """True if a step may change the state of a group."""
-        return any(group.changes_state for group in self.groups)
+        of_ends = self.update_ends is not None
+        return of_ends or any(group.changes_state for group in self.groups)
 
     def flat_parameters(self) -> dict[str, Parameter]:
         """Path such as `blocks.mlp.down` -> parameter, in tree order."""

@@ -39,12 +39,15 @@ def loss_and_state(
     x, sums = _run(model, params, batch, scope, state)
     ends, groups = model.split(params)
     of_ends, of_groups = model.split(state)
-    total, weight_sum = model.loss_sums(ends, x, batch, replace(scope, state=of_ends))
+    found = model.head_sums(ends, x, batch, replace(scope, state=of_ends))
+    total, weight_sum = found.loss, found.weight
     for group, layers in zip(model.groups, sums, strict=True):
         total += sum((group.weighted(of_layer) for of_layer in layers), 0.0)
     each = zip(model.groups, groups, of_groups, sums, strict=True)
     new = [_updated(*of_group) for of_group in each]
     state = {**state, **{k: v for k, v in model.join({}, new).items() if k in state}}
+    if model.update_ends is not None and found.statistics:
+        state = {**state, **model.update_ends(of_ends, found.statistics)}
     return total / weight_sum, state
 
 

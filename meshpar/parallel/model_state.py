@@ -62,6 +62,28 @@ def updated_state(
     return new
 
 
+def updated_ends(placement: Placement, state: Params, statistics: Sums) -> Params:
+    """Return the state with that of the ends after a step (`Model.update_ends`).
+
+    One all-reduce of the statistics over the mesh axes that split tokens.
+
+    Args:
+        placement: The model on its mesh.
+        state: State of the ends and of the groups.
+        statistics: Sums of the head over this device's examples.
+    """
+    model = placement.model
+    if model.update_ends is None:
+        return state
+    before, _ = model.split(state)
+    (summed_here,) = _summed(placement, [statistics])
+    after = model.update_ends(before, summed_here)
+    return {
+        **state,
+        **jax.tree.map(lambda x, like: x.astype(like.dtype), after, before),
+    }
+
+
 def _summed(placement: Placement, statistics: Sequence[Sums]) -> Sequence[Sums]:
     """Sum each group's statistics over the global batch."""
     axes = placement.large(TOKEN_AXES)

@@ -36,7 +36,7 @@ from meshpar.parallel.blocks import (
     run_keeping,
     sums_by_name,
 )
-from meshpar.parallel.model_state import state_statistics, updated_state
+from meshpar.parallel.model_state import state_statistics, updated_ends, updated_state
 from meshpar.parallel.placement import REPLICATED, Placement, Scopes
 from meshpar.parallel.reduction import loss_metrics, random_key, safe_inverse
 from meshpar.parallel.remat import run_head
@@ -285,7 +285,7 @@ class _Pass:
     def loss_and_gradients(self) -> LossAndGradients:
         placement = self.placement
         weights, x, vjps, stacks, sums, kept = self._forward()
-        sums_of_loss, head_vjp, terms = jax.vjp(
+        sums_of_loss, head_vjp, (terms, statistics) = jax.vjp(
             lambda weights, x: self.head(weights, x).differentiated(),
             weights,
             x,
@@ -318,8 +318,9 @@ class _Pass:
         state = self.state
         if placement.model.changes_state:
             pairs = zip(stacks, sums, strict=True)
-            statistics = [state_statistics(*pair) for pair in pairs]
-            state = updated_state(placement, self.params, state, statistics)
+            of_groups = [state_statistics(*pair) for pair in pairs]
+            state = updated_state(placement, self.params, state, of_groups)
+            state = updated_ends(placement, state, statistics)
         metrics = loss_metrics(weight_sum, sums_by_name(auxiliary), terms)
         return loss_sum * share, metrics, gradients, state, dx
 

@@ -15,7 +15,13 @@ from flax import nnx
 
 import meshpar
 
-EXAMPLES = ("nanogpt_nnx", "gpt2_linen", "transformer_scan", "mixer_equinox")
+EXAMPLES = (
+    "nanogpt_nnx",
+    "gpt2_linen",
+    "transformer_scan",
+    "mixer_equinox",
+    "resnet_nnx",
+)
 STEPS = 3
 
 
@@ -60,7 +66,7 @@ def plain_losses(example: ModuleType) -> list[float]:
     optimizer, batch = example.optimizer, example.batch()
 
     def mean(params: Any) -> jax.Array:
-        loss_sum, weight_sum = example.loss(join(params), batch, None)
+        loss_sum, weight_sum, *_ = example.loss(join(params), batch, None)
         return loss_sum / weight_sum
 
     @jax.jit
@@ -80,7 +86,7 @@ def _split(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
     """Return what is trained of a model, and a function that joins the rest to it."""
     if isinstance(tree, nnx.Module):
         graph, params, rest = nnx.split(tree, nnx.Param, ...)
-        return params, lambda params: nnx.merge(graph, params, rest)
+        return params, lambda params: nnx.merge(graph, params, rest, copy=True)
     leaves, structure = jax.tree.flatten(tree)
     trained = [leaf if isinstance(leaf, jax.Array) else None for leaf in leaves]
     return trained, lambda params: structure.unflatten(

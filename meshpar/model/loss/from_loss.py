@@ -9,14 +9,17 @@ cut between equal blocks (`meshpar.model.loss.cut`).
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from meshpar.errors import InputError
+from meshpar.model.block_run import check_head
 from meshpar.model.contract import BlockGroup, Model
 from meshpar.model.inputs import Input
 from meshpar.model.loss.cut import cut
@@ -42,7 +45,7 @@ from meshpar.model.loss.user_tree import UserLeaf, UserTree
 from meshpar.model.parameter import Parameter, Params
 from meshpar.model.scope import Scope
 from meshpar.rules.rules import LogicalAxes
-from meshpar.rules.sharding import insert
+from meshpar.rules.sharding import insert, path_name
 
 Loss = Callable[[Any, Mapping[str, Any], Any], Any]
 """(parameters, batch, key) -> (loss_sum, weight_sum), or with a dict of sums."""
@@ -150,6 +153,7 @@ class _LossModel:
         self._cuts: dict[Any, tuple[Cut, Arguments]] = {}
         self._rules: list[Any] = []
         self._results: Any = None
+        self._changes_state = tree.has_statistics
 
     def model(self, inputs: Mapping[str, Input] | None) -> Model:
         """Return the model."""
@@ -191,6 +195,7 @@ class _LossModel:
             constants=tuple(constants),
             build_whole=self._values,
             unflatten=self._unflatten,
+            update_ends=self._update_ends if whole and self._changes_state else None,
         )
 
     def _declared(self, at: int, num_layers: int | None = None) -> Parameter:
@@ -255,9 +260,34 @@ class _LossModel:
         values = self._user_values(params, scope.state)
         data = key_data(scope, "loss")
         key = None if data is None else example_key(data)
-        tree = self._tree.rebuild(values, key, training=scope.training)
+        tree = self._tree.rebuild(
+            values, key, training=scope.training, batch_axes=scope.batch_axes
+        )
         with inside(scope):
-            return self._loss(tree, dict(batch), key)
+            sums = check_head(self._loss(tree, dict(batch), key), "loss")
+        if not scope.training or not self._changes_state:
+            return sums
+        if scope.batch_sums is not None:
+            scope.batch_sums.append("nnx.BatchNorm")
+        if scope.num_microbatches > 1:
+            raise InputError(
+                "the model has an nnx.BatchNorm, whose statistics are the global "
+                f"batch's, but it runs in microbatches={scope.num_microbatches}; set "
+                "microbatches=1, or use a norm of each example",
+                key="model.batch_norm_in_microbatches",
+            )
+        # Every device has the whole statistics: their shares add up to one.
+        share = 1.0 / math.prod(map(lax.axis_size, scope.batch_axes))
+        found = self._tree.statistics(tree)
+        return sums._replace(
+            statistics={name: lax.stop_gradient(x) * share for name, x in found.items()}
+        )
+
+    def _update_ends(self, state: Params, sums: Mapping[str, jax.Array]) -> Params:
+        """Return the state with the running statistics that the loss left."""
+        return jax.tree.map_with_path(
+            lambda path, old: sums.get(path_name(path), old), state
+        )
 
     def _embed(self, params: Params, batch: Mapping[str, Any], scope: Scope) -> Any:
         found, known, examples = self._cut(params, batch, scope)

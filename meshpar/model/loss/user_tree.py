@@ -10,7 +10,7 @@ import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +64,7 @@ class UserTree:
     Attributes:
         leaves: Its arrays.
         collections: Linen's collections of variables that are not trained.
+        has_statistics: True if an NNX module in it has an `nnx.BatchNorm`.
 
     Args:
         init: Makes it.
@@ -81,6 +82,10 @@ class UserTree:
         def traced(key: jax.Array) -> list[Any]:
             found = self._take_apart(self._made(key))
             self._found = [leaf for leaf, _ in found]
+            self.has_statistics = any(
+                isinstance(part, _Module) and part.has_batch_norm
+                for part in self._templates
+            )
             return [_raw(leaf, value) for leaf, value in found]
 
         if not callable(init):
@@ -108,7 +113,12 @@ class UserTree:
             return self._init(key)
 
     def rebuild(
-        self, values: Sequence[Any], key: jax.Array | None, *, training: bool
+        self,
+        values: Sequence[Any],
+        key: jax.Array | None,
+        *,
+        training: bool,
+        batch_axes: tuple[str, ...] | None = None,
     ) -> Any:
         """Return the user's tree with these arrays.
 
@@ -116,12 +126,16 @@ class UserTree:
             values: One for each leaf; those of random ones are not read.
             key: What keys of a module's own streams derive from; None outside training.
             training: Whether dropout and the like are active.
+            batch_axes: Manual mesh axes that split the batch, over which a training
+                `nnx.BatchNorm` takes its statistics; None where none may be.
         """
         given = iter(zip(self.leaves, values, strict=True))
         nodes = []
         for template in self._templates:
             if isinstance(template, _Module):
-                nodes.append(template.merged(given, key, training))
+                module = template.merged(given, key)
+                _set_mode(module, training, batch_axes)
+                nodes.append(module)
             elif isinstance(template, _Array):
                 nodes.append(template.filled(_random(*next(given), key)))
             else:
@@ -131,6 +145,24 @@ class UserTree:
         if equinox is not None and not training:
             tree = equinox.nn.inference_mode(tree)
         return tree
+
+    def statistics(self, tree: Any) -> dict[str, jax.Array]:
+        """Return the running statistics of every training `nnx.BatchNorm`, by name.
+
+        Args:
+            tree: From `rebuild`, after the loss used it.
+        """
+        found: dict[str, jax.Array] = {}
+        for path, node in jax.tree.leaves_with_path(tree, is_leaf=_is_node):
+            if isinstance(node, nnx.Module):
+                start = tuple(map(_key_name, path))
+                found |= {
+                    ".".join((*start, *map(str, at), name)): getattr(one, name)[...]
+                    for at, one in nnx.iter_graph(node)
+                    if isinstance(one, nnx.BatchNorm) and not one.use_running_average
+                    for name in ("mean", "var")
+                }
+        return found
 
     def _take_apart(self, tree: Any) -> list[tuple[UserLeaf, Any]]:
         """Return leaves and values; keep the structure and what is no array."""
@@ -172,6 +204,7 @@ class _Module:
 
     graph: Any
     variables: tuple[tuple[tuple, Any], ...]
+    has_batch_norm: bool
 
     @classmethod
     def split(cls, module: Any) -> _Module:
@@ -180,7 +213,10 @@ class _Module:
             (path, one.replace(None) if isinstance(one, nnx.Variable) else None)
             for path, one in nnx.to_flat_state(state)
         )
-        return cls(graph, variables)
+        has_batch_norm = any(
+            isinstance(one, nnx.BatchNorm) for _, one in nnx.iter_graph(module)
+        )
+        return cls(graph, variables, has_batch_norm)
 
     def taken_apart(self, path: tuple[str, ...], node: Any, trained: bool) -> list:
         found = []
@@ -197,7 +233,7 @@ class _Module:
             found.append((UserLeaf(full, value.shape, value.dtype, role, named), value))
         return found
 
-    def merged(self, given: Any, key: jax.Array | None, training: bool) -> Any:
+    def merged(self, given: Any, key: jax.Array | None) -> Any:
         leaves = []
         for (path, variable), (leaf, value) in zip(self.variables, given, strict=False):
             filled = _random(leaf, value, key)
@@ -205,23 +241,28 @@ class _Module:
                 (path, filled if variable is None else variable.replace(filled))
             )
         with nnx.use_eager_sharding(False):
-            module = nnx.merge(self.graph, nnx.from_flat_state(leaves))
-        if training:
-            _check_statistics(module)
-        else:
-            module.eval()
-        return module
+            return nnx.merge(self.graph, nnx.from_flat_state(leaves))
 
 
-def _check_statistics(module: nnx.Module) -> None:
+def _set_mode(
+    module: nnx.Module, training: bool, batch_axes: tuple[str, ...] | None
+) -> None:
+    """Put a module in its mode, its `nnx.BatchNorm`s over the global batch."""
+    if not training:
+        module.eval()
+        return
     for path, one in nnx.iter_graph(module):
-        if isinstance(one, nnx.BatchNorm) and not one.use_running_average:
+        if not isinstance(one, nnx.BatchNorm) or one.use_running_average:
+            continue
+        if batch_axes is None:
             raise InputError(
                 f"{'.'.join(map(str, path))} is an nnx.BatchNorm in training, whose "
-                "statistics are the global batch's and change with every step; write "
-                "the model with meshpar.from_nnx, or set use_running_average=True",
-                key="model.batch_norm_in_loss",
+                "statistics are the global batch's, and from_loss is given blocks; "
+                "leave blocks= out, or write the model with meshpar.from_nnx",
+                key="model.batch_norm_in_blocks",
             )
+        # Flax hands the name on to JAX, which takes several.
+        one.axis_name = cast(Any, batch_axes or None)
 
 
 def _template(node: Any) -> Any:

@@ -368,8 +368,9 @@ class Microbatches:
             sums = self.functions.head(weights, share, arrays, shares)
             return sums.differentiated()
 
-        pair, vjp, terms = jax.vjp(head, self.weights, share, has_aux=True)
+        pair, vjp, others = jax.vjp(head, self.weights, share, has_aux=True)
         gradients, dy = vjp((jnp.float32(of_loss), jnp.zeros(())))
-        sums, gradients = shares.counted((HeadSums(pair[0], pair[1], terms), gradients))
+        sums = HeadSums(pair[0], pair[1], *others)
+        sums, gradients = shares.counted((sums, gradients))
         dy = self._payloads.holding(last, shares.gather(dy, "head_gather"))
         return sums, dy, self.functions.scatter_ends(gradients)
