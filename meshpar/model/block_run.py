@@ -143,7 +143,7 @@ def check_head(found: Any, head: str = "head") -> HeadSums:
     """
     if isinstance(found, HeadSums):
         return found
-    pair = tuple(found) if isinstance(found, tuple | list) else (found,)
+    pair = list(found) if isinstance(found, tuple | list) else [found]
     terms: Mapping[str, Any] = {}
     if len(pair) == 3 and isinstance(pair[2], Mapping):
         *pair, terms = pair

@@ -165,7 +165,8 @@ class ModelFunctions:
                 name: shares.own_part(array, 0, f"batch[{name!r}]")
                 for name, array in batch.items()
             }
-            examples = shares.own_part(arrays.examples, 0, "examples")
+            known = cast(jax.Array, arrays.examples)
+            examples = shares.own_part(known, 0, "examples")
             axes = (*self.scopes.batch_axes, STAGE)
             own = arrays._replace(batch=share, examples=examples)
             return self.scopes(own, batch_axes=axes)
@@ -223,7 +224,7 @@ class PipelineProgram:
             gradients = reduce_in_slices(placement, results.end_gradients, blocks)
             new_state = of[1]
             if model.changes_state:
-                new_state = updated_state(placement, *of[:2], statistics)
+                new_state = updated_state(placement, of[0], of[1], statistics)
             metrics = loss_metrics(weight_sum, sums_by_name(auxiliary), terms)
             names = sorted(split_gradient_inputs(model.inputs, of[2])[1])
             of_inputs = merge(dict(zip(names, results.input_gradients, strict=True)))

@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -124,8 +124,8 @@ class UserFunctions:
         """Return the only group's layer; its scope is an `At`."""
 
         def place(arrays: ScopeArrays) -> At:
-            layer = jnp.maximum(arrays.layer, 0)
-            return At(layer, arrays.microbatch, arrays.batch["inputs"])
+            layer = jnp.maximum(cast(Any, arrays.layer), 0)
+            return At(layer, cast(Any, arrays.microbatch), arrays.batch["inputs"])
 
         stored = jax.tree.map(Stored.without_layers, self.block_stored)
         return [

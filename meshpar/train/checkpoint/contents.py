@@ -264,8 +264,8 @@ def read_arrays(
     for place, array in _model_arrays(contents, folder):
         insert(tree, place, array)
     if average:
-        for place, array in _averages(contents, folder):
-            insert(tree, place, array)
+        for place, averaged in _averages(contents, folder):
+            insert(tree, place, averaged)
     return contents, tree
 
 

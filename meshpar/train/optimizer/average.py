@@ -29,7 +29,7 @@ class ParameterAverage(NamedTuple):
         average: The average, which has the parameters' tree and so their layout.
     """
 
-    count: jax.Array
+    count: Any  # Which a tuple has as a method.
     average: Params
 
 
