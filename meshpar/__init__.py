@@ -131,6 +131,7 @@ _HOMES = {
     "pipeline_value_and_grad": "meshpar.parallel.pipeline.value_and_grad",
     "positions": "meshpar.model.loss.drop_ins",
     "reshard": "meshpar.parallel.resharding",
+    "suggest_names": "meshpar.model.loss.suggest_names",
     "tree_shardings": "meshpar.rules.sharding",
 }
 """Public name -> the module that has it; `InputError` and `emulate` are here."""
@@ -147,6 +148,7 @@ if TYPE_CHECKING:
     from meshpar.model.inputs import Input
     from meshpar.model.loss.drop_ins import attend, positions
     from meshpar.model.loss.from_loss import from_loss
+    from meshpar.model.loss.suggest_names import suggest_names
     from meshpar.model.nnx import Blocks, from_nnx
     from meshpar.model.parameter import Parameter, initial_key
     from meshpar.model.scope import Scope
@@ -254,5 +256,6 @@ __all__ = [
     "pipeline_value_and_grad",
     "positions",
     "reshard",
+    "suggest_names",
     "tree_shardings",
 ]

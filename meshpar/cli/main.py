@@ -31,6 +31,7 @@ TRAIN = "train"
 
 SUBCOMMANDS = (
     "lint",
+    "name",
     "schedule",
     "estimate",
     "plan",

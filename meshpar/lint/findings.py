@@ -11,6 +11,7 @@ from meshpar.html import table
 from meshpar.layout import BATCH_AXES, Layout
 from meshpar.layout.requirements import layout_errors
 from meshpar.lint.rows import ParameterRow
+from meshpar.model.parameter_dims import ParameterDims, cuts_in_words
 from meshpar.rules.rules import Rules, spec_axes
 from meshpar.train.refusals import idle_message
 
@@ -21,7 +22,8 @@ class Finding:
 
     Args:
         kind: `unknown`, `shadowed`, `repeated`, `claimed_twice`, `rank`, `dead`,
-            `indivisible`, `replicated`, `idle` or `unsupported`; of a note, `moved`.
+            `indivisible`, `replicated`, `idle`, `names`, `cut` or `unsupported`; of a
+            note, `moved`.
         path: The parameter, activation, logical axis, mesh axis or key of the layout
             that it is about.
         message: What is wrong and the ways out.
@@ -130,6 +132,44 @@ def idle_mesh_axes(
         for axis, size in _axes_at_work(layout).items()
         if axis not in busy and axis != "context"  # which splits tokens by itself
     ]
+
+
+def cut_dims(dims: ParameterDims, layout: Layout, rules: Rules) -> list[Finding]:
+    """Return a finding for each split dim of which plain slices take pieces.
+
+    GSPMD moves every piece between devices, as of a projection to q, k and v in one.
+    A lookup in a table that is split over its rows, and a cross-entropy of logits that
+    are, are none: it adds up each device's part, as functions of this library do.
+    """
+    findings: dict[int, Finding] = {}
+    for path, parameter, classes in zip(
+        dims.paths, dims.parameters, dims.dims, strict=True
+    ):
+        for dim, (name, one) in enumerate(
+            zip(parameter.logical_axes, classes, strict=True)
+        ):
+            axes = [
+                axis
+                for axis in (rules.table.get(name) or () if name else ())
+                if layout.mesh_shape.get(axis, 1) > 1
+            ]
+            cuts = dims.cuts(one) if axes and one not in findings else ()
+            if not cuts:
+                continue
+            where = ".".join(path)
+            findings[one] = Finding(
+                kind="cut",
+                path=where,
+                message=(
+                    f"{where}: dim {dim} of shape {parameter.shape}, {name!r}, is "
+                    f"split over {'/'.join(axes)} and then cut into pieces "
+                    f"{cuts_in_words(cuts)}, each of which moves between devices; make "
+                    "a parameter of each piece, put the pieces into a dim of their "
+                    "own, as in (embed, 3, heads, head_dim), or name the dim None"
+                ),
+                key="model.split_dim_cut",
+            )
+    return list(findings.values())
 
 
 def _axes_at_work(layout: Layout) -> dict[str, int]:

@@ -12,11 +12,12 @@ import optax
 from meshpar.checks.sequences import context_errors
 from meshpar.errors import InputError, whole_number
 from meshpar.html import details, element
-from meshpar.layout import Layout
+from meshpar.layout import BATCH_AXES, Layout
 from meshpar.layout.requirements import layout_errors
 from meshpar.lint import LARGE_BYTES
 from meshpar.lint.findings import (
     Finding,
+    cut_dims,
     dead_rules,
     findings_html,
     idle_mesh_axes,
@@ -34,6 +35,7 @@ from meshpar.lint.rows import (
 )
 from meshpar.machine.mesh import absent_mesh
 from meshpar.model.contract import Model, check_model
+from meshpar.model.parameter_dims import parameter_dims
 from meshpar.model.tracing import Activation, traced_activations
 from meshpar.parallel.grids.space import space_errors, splits_tokens
 from meshpar.parallel.pipeline.stages import arranged_for
@@ -157,6 +159,7 @@ def lint(
             *batch_findings,
             *row_findings,
             *_names(model),
+            *(() if trace_findings else _cut(model, layout, rules, examples, here)),
             *unsplit,
             *trace_findings,
             *activation_findings,
@@ -178,6 +181,21 @@ def _names(model: Model) -> list[Finding]:
         Finding(kind="names", path=path, message=problem, key="model.unmatched_name")
         for path, problem in model.name_problems.items()
     ]
+
+
+def _cut(
+    model: Model, layout: Layout, rules: Rules, examples: int, seq: int
+) -> list[Finding]:
+    """Return findings of split dims that a model's own functions cut into pieces."""
+    whole = (*BATCH_AXES, "context", "stage")
+    splits = any(n > 1 for axis, n in layout.mesh_shape.items() if axis not in whole)
+    builders = [getattr(one, "func", one) for one in model.modules.values()]
+    from_library = builders and all(
+        getattr(one, "__module__", "").startswith("meshpar.models.") for one in builders
+    )
+    if not splits or from_library:
+        return []
+    return cut_dims(parameter_dims(model, examples, seq), layout, rules)
 
 
 def _whole_states(

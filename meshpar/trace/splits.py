@@ -142,13 +142,13 @@ def _reshape(equation: JaxprEqn, operands: Splits) -> Split | None:
     if 0 in before:
         return None
     result = [_WHOLE] * len(after)
-    for olds, news in _dim_groups(before, after):
+    for olds, news in dim_groups(before, after):
         if olds and news:
             result[news[0]] = operands[0][olds[0]]
     return tuple(result)
 
 
-def _dim_groups(
+def dim_groups(
     before: Sequence[int], after: Sequence[int]
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Yield the smallest groups of dims longer than 1 with equal products of sizes."""

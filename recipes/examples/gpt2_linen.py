@@ -98,7 +98,7 @@ def batch() -> dict[str, np.ndarray]:
 BLOCKS = "params/h"
 
 
-def model(blocks: str | None) -> meshpar.Model:
+def model(blocks: str | None = None) -> meshpar.Model:
     columns, rows = ("embed", "mlp"), ("mlp", "embed")
     names = {"**/c_fc/kernel": columns, "**/c_fc/bias": ("mlp",)}
     names |= {"**/mlp/c_proj/kernel": rows, "**": None}

@@ -74,7 +74,7 @@ def batch() -> dict[str, np.ndarray]:
 BLOCKS = "blocks"
 
 
-def model(blocks: str | None) -> meshpar.Model:
+def model(blocks: str | None = None) -> meshpar.Model:
     patches = Input(("batch", None, None), shape=(None, PATCHES, PIXELS))
     inputs = {"patches": patches, "label": Input(("batch",), "int", below=CLASSES)}
     names = {"**/hidden_mlp/layers/0/weight": ("mlp", "embed")}

@@ -81,7 +81,7 @@ def batch() -> dict[str, np.ndarray]:
 BLOCKS = "layers"
 
 
-def model(blocks: str | None) -> meshpar.Model:
+def model(blocks: str | None = None) -> meshpar.Model:
     columns, rows = ("embed", "mlp"), ("mlp", "embed")
     names = {"**/up/kernel": columns, "**/up/bias": ("mlp",), "**/down/kernel": rows}
     return meshpar.from_loss(init, loss, names={**names, "**": None}, blocks=blocks)

@@ -60,7 +60,7 @@ def batch() -> dict[str, np.ndarray]:
 BLOCKS = "params/layers"
 
 
-def model(blocks: str | None) -> meshpar.Model:
+def model(blocks: str | None = None) -> meshpar.Model:
     names = {"**/gate/kernel": ("embed", "mlp"), "**/down/kernel": ("mlp", "embed")}
     names |= {"**": None}
     return meshpar.from_loss(init, loss, names=names, blocks=blocks)

@@ -22,6 +22,7 @@ from tests.transformers_cases import write_model
 
 WORDS: Mapping[str, Sequence[str]] = {
     "lint": ["--preset", "tiny", "--layout", "data=2"],
+    "name": ["recipes.examples.nanogpt_nnx:model", "--seq", "16"],
     "schedule": ["--schedule", "1f1b", "--stages", "2", "--microbatches", "4"],
     "estimate": ["--preset", "tiny", "--layout", "data=2"],
     "plan": ["--preset", "tiny", "--devices", "2", "--global-batch", "8"],
@@ -42,6 +43,7 @@ WORDS: Mapping[str, Sequence[str]] = {
 """Command -> words that it would run with."""
 
 WITHOUT_WORDS = {
+    "name": ["--seq", "16"],
     "inspect": [],
     "export": ["--to", "exported"],
 }

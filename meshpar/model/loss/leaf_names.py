@@ -164,7 +164,7 @@ def leaf_axes(
     Raises:
         InputError: A pattern has a name for too many dims, or too few.
     """
-    patterns = {pattern: _expression(pattern) for pattern in names}
+    patterns = {pattern: path_expression(pattern) for pattern in names}
     stacked = set(blocks.positions[0]) if blocks.stacked else set()
     unused, unnamed = set(names), []
     axes: list[LogicalAxes] = []
@@ -209,7 +209,7 @@ def leaf_axes(
     return axes, problems
 
 
-def _expression(pattern: str) -> re.Pattern[str]:
+def path_expression(pattern: str) -> re.Pattern[str]:
     """Return the expression of a path pattern: `*` is in a key, `**` is any keys."""
     expression = ""
     for key in _keys(pattern):
