@@ -230,13 +230,12 @@ def _dot_general(uses: DimUses, equation: JaxprEqn, operands: list[Dims]) -> lis
     shared = [left[dim] for dim in batched[0]]
     summed = [left[dim] for dim in contracted[0]]
     weights = [one.is_weight for one in operands]
+    kinds: tuple[tuple[str, list[int]], ...] = ()
     if all(one.from_batch for one in operands):
         kinds = (("shared", shared), ("inner", [*summed, *free[0], *free[1]]))
     elif any(weights) and any(one.from_batch for one in operands):
         own = free[weights.index(True)]
         kinds = (("experts", shared), ("contracted", summed), ("free", own))
-    else:
-        kinds = ()
     for kind, dims in kinds:
         for dim in dims:
             uses.add(dim, kind, equation)

@@ -109,11 +109,13 @@ class _Suggestion:
             dim: {use.kind for use in self._uses.in_class(dim)} for dim in self._classes
         }
         self._stream()
-        self._vocabulary()
-        self._attention()
         for dim in self._classes:
             if "experts" in self._kinds[dim]:
                 self._name.setdefault(dim, "experts")
+        self._rows = [dim for dim in self._classes if "looked_up" in self._kinds[dim]]
+        self._num_rows = max(map(self._size, self._rows), default=0)
+        self._vocabulary()
+        self._attention()
         for dim in self._classes:
             if {"contracted", "free"} <= self._kinds[dim]:
                 self._split(dim, "mlp")
@@ -153,23 +155,26 @@ class _Suggestion:
 
     def _vocabulary(self) -> None:
         """Name the largest table's rows, and outputs of that size."""
-        rows = [dim for dim in self._classes if "looked_up" in self._kinds[dim]]
-        size = max(map(self._size, rows), default=0)
         for dim in self._classes:
-            outputs = self._kinds[dim] == {"free"}
-            if self._size(dim) == size and (outputs or dim in rows):
+            is_output = self._kinds[dim] == {"free"}
+            if self._size(dim) == self._num_rows and (is_output or dim in self._rows):
                 self._split(dim, "vocab")
 
     def _attention(self) -> None:
         heads = {
             dim: self._num_heads(dim)
             for dim in self._classes
-            if self._is_heads(dim) and "looked_up" not in self._kinds[dim]
+            if self._is_heads(dim) and dim not in (*self._rows, *self._name)
         }
         most = max(heads.values(), default=0)
         for dim, number in heads.items():
             if number % 2 == 0:
                 self._split(dim, "heads" if number == most else "kv_heads")
+        firsts = {self._parts(dim)[0] for dim in heads if dim in self._name}
+        for dim in self._classes:  # What attention returns may be no one's output.
+            is_whole = len(self._parts(dim)) > 1 and "contracted" in self._kinds[dim]
+            if is_whole and self._parts(dim)[0] in firsts:
+                self._split(dim, "heads")
         for dims in self._dims.dims:
             for dim in dims if any(dim in heads for dim in dims) else ():
                 if "inner" in self._kinds[dim] and dim not in heads:
@@ -203,8 +208,9 @@ class _Suggestion:
         if cuts:
             words = cuts_in_words(cuts)
             return f"cut into pieces {words}, which a split would move between devices"
-        kinds, tied = self._kinds[dim], {"free"} < self._kinds[dim]
-        if self._size(dim) % 2 and (tied or "looked_up" in kinds):
+        kinds = self._kinds[dim]
+        is_read = {"free"} < kinds or self._size(dim) == self._num_rows
+        if self._size(dim) % 2 and is_read:
             return f"{self._size(dim)} does not divide by 2; pad it to split it"
         if "added" in kinds:
             return "a second residual stream"
