@@ -121,6 +121,14 @@ def from_loss(
             "that returns (loss_sum, weight_sum)",
             key="model.loss_not_callable",
         )
+    for name, one in (inputs or {}).items():
+        if getattr(one, "has_gradient", False):
+            raise InputError(
+                f"inputs[{name!r}] has_gradient=True, but from_loss differentiates its "
+                "parameters alone; make it one of them, or write the model with "
+                "meshpar.from_nnx",
+                key="model.input_gradient_in_loss",
+            )
     tree = UserTree(init)
     found = NONE if blocks is None else find_blocks(tree.leaves, blocks)
     axes, problems = leaf_axes(tree.leaves, names or {}, found)
