@@ -24,7 +24,6 @@ NOT_RUN = {
     "CONTRIBUTING.md": 2,  # the tests themselves, a part of a test
     "README.md": 2,  # installs what is being tested; the run and the tests
     "docs/guides/many_hosts.md": 2,  # a process on every host
-    "docs/guides/training.md": 1,  # an account elsewhere
     "docs/guides/weights.md": 2,  # a download
     "docs/install.md": 1,  # installs what is being tested
     "recipes/README.md": 23,  # minutes each

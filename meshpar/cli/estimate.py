@@ -1,4 +1,4 @@
-"""Says what one layout takes on a machine: memory, time, communication."""
+"""Estimate memory, time and communication of one layout on a machine."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_counts(
         parser,
         {
-            "--slots": "of generation instead of training: requests that run at once, "
-            "each of --seq tokens (default: training)",
-            "--prompt": "with --slots: tokens of a prompt (default: half of --seq)",
+            "--slots": "estimate generation instead, with N requests at once, each of "
+            "--seq tokens (default: training)",
+            "--prompt": "with --slots: tokens per prompt (default: half of --seq)",
         },
     )
     add_layout_and_workload(parser)
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         return _estimate_generation(args, layout, cluster)
     if args.prompt is not None:
         raise InputError(
-            "--prompt is of generation; give --slots too, or leave it out",
+            "--prompt applies to generation; give --slots too, or leave it out",
             key="command.prompt_without_slots",
         )
     if is_other(args):

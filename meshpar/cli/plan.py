@@ -1,4 +1,4 @@
-"""Searches layouts for a model on a machine; or says how wrong the planner has been."""
+"""Search layouts for a model on a machine, or print the planner's known errors."""
 
 from __future__ import annotations
 

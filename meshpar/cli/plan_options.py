@@ -67,8 +67,7 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
         "--axes",
         choices=("built", "planned"),
         default="built",
-        help="mesh axes to use: both mean all of them, since make_train_step lays out "
-        "each",
+        help="mesh axes to use; both values mean all of them",
     )
 
 
@@ -124,28 +123,27 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
         type=above_zero,
         metavar="N",
         help="tokens of the whole training, such as 15e12: prints the time and device "
-        "hours that every plan takes (default: no training is counted)",
+        "hours of every plan (default: no training is estimated)",
     )
     add(
         "--price",
         type=above_zero,
         metavar="P",
-        help="price of a device for an hour: prints what the training costs (default: "
-        "none)",
+        help="price of a device hour: prints the cost of the training (default: none)",
     )
     add(
         "--mtbf",
         type=above_zero,
         metavar="HOURS",
         help="mean time between failures of the whole machine: prints the best time "
-        "between checkpoints, and counts what failures cost (default: no failures)",
+        "between checkpoints, and counts the cost of failures (default: no failures)",
     )
     add(
         "--checkpoint-s",
         type=above_zero,
         metavar="S",
-        help="time that a checkpoint stops the training (default: that of copying a "
-        "device's state to its host)",
+        help="time that a checkpoint stops the training, in seconds (default: the time "
+        "to copy a device's state to its host)",
     )
     add(
         "--restart-s",
@@ -196,7 +194,7 @@ def check_curve(args: argparse.Namespace) -> None:
         return
     for option in given_options(args, _NOT_WITH_CURVE):
         raise InputError(
-            f"{option} is of plans, which --curve does not list; leave one out",
+            f"{option} applies to plans, which --curve does not list; leave one out",
             key="command.option_with_curve",
         )
     if args.plot is not None:
@@ -223,14 +221,14 @@ def chosen_training(args: argparse.Namespace) -> Training | None:
     if args.tokens is None:
         for option in given_options(args, _NEED_TOKENS):
             raise InputError(
-                f"{option} is of a whole training; give --tokens N",
+                f"{option} applies to a whole training; give --tokens N",
                 key="command.option_without_tokens",
             )
         return None
     if args.mtbf is None:
         for option in given_options(args, _NEED_FAILURES):
             raise InputError(
-                f"{option} matters where devices fail; give --mtbf",
+                f"{option} needs failures; give --mtbf",
                 key="command.option_without_failures",
             )
     return Training(

@@ -36,7 +36,7 @@ def is_other(args: argparse.Namespace) -> bool:
     found = (args.preset or args.model) in TRACED
     if not found and getattr(args, "tables", None):
         raise InputError(
-            "--tables is of models with tables; leave it out",
+            "--tables applies to models with tables; leave it out",
             key="command.tables_of_transformer",
         )
     return found
@@ -89,8 +89,8 @@ def _check(args: argparse.Namespace, name: str) -> None:
     of_subcommand = [one for one in _TRANSFORMER_OPTIONS if one in args]
     for option in given_options(args, of_subcommand):
         raise InputError(
-            f"{option} is of models of one text, a decoder, which {name} is not; leave "
-            "it out",
+            f"{option} applies to decoder-only language models, which {name} is not; "
+            "leave it out",
             key="command.option_of_transformers",
         )
     if getattr(args, "html", None) and args.curve is None:

@@ -1,4 +1,4 @@
-"""Draws one layout: machine, shards, traffic, memory and timeline in one page."""
+"""Draw one layout on one page: machine, shards, traffic, memory and timeline."""
 
 from __future__ import annotations
 
