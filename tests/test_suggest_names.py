@@ -186,14 +186,14 @@ def test_a_fused_projection_has_no_name_and_the_reason_says_where_it_is_cut(laye
     names, reasons = of_matrices(layer, FUSED)
     assert names == {**TABLES, "qkv": ("embed", None), "o": (None, "embed")}
     [reason] = reasons["qkv"]
-    assert reason.startswith("dim 1 (96): cut into pieces at ")
+    assert reason.startswith("dim 1 (96): cut, or a piece cut, at ")
     assert "test_suggest_names.py:" in reason
 
 
 def test_heads_of_a_projection_with_the_pieces_in_their_own_dim_are_named():
     names, reasons = of_matrices(fused_in_dims, {**FUSED, "qkv": (E, 3, H, D)})
     assert names["qkv"] == ("embed", None, "heads", "head_dim")
-    assert reasons["qkv"][0].startswith("dim 1 (3): cut into pieces at 1, 2")
+    assert reasons["qkv"][0].startswith("dim 1 (3): cut, or a piece cut, at 1, 2")
 
 
 def test_experts_are_named_and_the_dims_between_their_matrices():
@@ -250,10 +250,18 @@ def test_a_split_dim_that_is_cut_into_q_k_and_v_is_a_finding(layer):
     names = {"qkv": INTO_HEADS, "o": OUT_OF_HEADS}
     found = findings(layer, FUSED, names)
     assert [one.key for one in found] == ["model.split_dim_cut"] * 2
-    assert [one.path for one in found] == ["layers.0.qkv", "layers.1.qkv"]
+    assert [one.path.split(".")[1] for one in found] == ["0", "1"]
     for words in ("'heads'", "tensor", "test_suggest_names.py:", "(embed, 3, heads"):
         assert words in found[0].message
     assert findings(layer, FUSED, names, "fsdp=8") == ()
+
+
+def test_a_split_of_what_reads_the_pieces_is_a_finding():
+    """GSPMD hands the split on to the pieces, and to the dim that they are cut from."""
+    names = {"qkv": ("embed", None), "o": OUT_OF_HEADS}
+    found = findings(fused, FUSED, names)
+    assert [one.key for one in found] == ["model.split_dim_cut"] * 2
+    assert found[0].path == "layers.0.o"
 
 
 def test_spellings_that_cut_no_split_dim_are_clean():

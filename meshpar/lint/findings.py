@@ -153,19 +153,20 @@ def cut_dims(dims: ParameterDims, layout: Layout, rules: Rules) -> list[Finding]
                 for axis in (rules.table.get(name) or () if name else ())
                 if layout.mesh_shape.get(axis, 1) > 1
             ]
-            cuts = dims.cuts(one) if axes and one not in findings else ()
-            if not cuts:
+            cuts = dims.cuts(one) if axes else []
+            if not cuts or id(cuts[0]) in findings:
                 continue
             where = ".".join(path)
-            findings[one] = Finding(
+            findings[id(cuts[0])] = Finding(
                 kind="cut",
                 path=where,
                 message=(
                     f"{where}: dim {dim} of shape {parameter.shape}, {name!r}, is "
-                    f"split over {'/'.join(axes)} and then cut into pieces "
-                    f"{cuts_in_words(cuts)}, each of which moves between devices; make "
-                    "a parameter of each piece, put the pieces into a dim of their "
-                    "own, as in (embed, 3, heads, head_dim), or name the dim None"
+                    f"split over {'/'.join(axes)}, and cut into pieces or a piece "
+                    f"itself, {cuts_in_words(cuts)}: every piece moves between "
+                    "devices; make a parameter of each piece, put the pieces into a "
+                    "dim of their own, as in (embed, 3, heads, head_dim), or name the "
+                    "dims None that are cut, and those that read the pieces"
                 ),
                 key="model.split_dim_cut",
             )

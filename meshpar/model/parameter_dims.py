@@ -40,8 +40,9 @@ class ParameterDims:
     def cuts(self, dim: int) -> list[Use]:
         """Return the slices that cut a dim into pieces; none if there is one piece.
 
-        A dim that a reshape cuts into parts is cut too where its first part is. What
-        functions of this library cut, they move as it is split.
+        A dim that a reshape cuts into parts is cut too where its first part is, and a
+        piece where the dim is that it is cut from: a split of one splits the others.
+        What functions of this library cut, they move as it is split.
         """
         for part in dict.fromkeys((dim, self.uses.classes.parts(dim)[0])):
             cuts = [
@@ -51,7 +52,9 @@ class ParameterDims:
             ]
             if len({use.piece for use in cuts}) > 1:
                 return cuts
-        return []
+        wholes = (use.whole for use in self.uses.in_class(dim))
+        pieces = (self.cuts(whole) for whole in wholes if whole is not None)
+        return next(filter(None, pieces), [])
 
 
 @functools.lru_cache(maxsize=4)

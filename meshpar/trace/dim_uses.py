@@ -53,14 +53,17 @@ class Use:
             `experts`, the place of a weight's matrix; `shared` by two activations that
             are multiplied, or `inner` to one of them; `looked_up` by an index from the
             batch, `placed` by any other; `cut` into pieces; `added`, where
-            two activations are that had another class; or `convolved`.
+            two activations are that had another class; `convolved`; or `piece`, which
+            a slice makes of another dim.
         equation: The operation.
         piece: Start and end of the piece that a slice cuts; None for any other use.
+        whole: The dim that a piece is cut from; None for any other use.
     """
 
     kind: str
     equation: JaxprEqn
     piece: tuple[int | None, int | None] | None = None
+    whole: int | None = None
 
 
 class DimUses:
@@ -109,9 +112,16 @@ class DimUses:
         """Return a class of its own for each dim of an array."""
         return tuple(map(self.classes.new, shape))
 
-    def add(self, dim: int, kind: str, equation: JaxprEqn, piece: Any = None) -> None:
+    def add(self, dim: int, kind: str, equation: JaxprEqn) -> None:
         """Keep a use of a dim."""
-        self._uses.append((dim, Use(kind, equation, piece)))
+        self._uses.append((dim, Use(kind, equation)))
+
+    def cut(self, dim: int, start: int | None, size: int, equation: JaxprEqn) -> int:
+        """Return the dim that a slice makes of another one."""
+        piece, end = self.classes.new(size), None if start is None else start + size
+        self._uses.append((dim, Use("cut", equation, (start, end))))
+        self._uses.append((piece, Use("piece", equation, whole=dim)))
+        return piece
 
     def join(self, one: Sequence[int], other: Sequence[int]) -> None:
         """Join the classes of the dims of two arrays."""
@@ -320,9 +330,7 @@ def _slice(uses: DimUses, equation: JaxprEqn, operands: list[Dims]) -> list:
         if uses.classes.size(dim) == size:
             found.append(dim)
             continue
-        end = None if start is None else start + size
-        uses.add(dim, "cut", equation, (start, end))
-        found.append(uses.classes.new(size))
+        found.append(uses.cut(dim, start, size, equation))
     return [tuple(found)]
 
 
@@ -330,8 +338,7 @@ def _split(uses: DimUses, equation: JaxprEqn, operands: list[Dims]) -> list:
     axis, start, found = equation.params["axis"], 0, []
     for size in equation.params["sizes"]:
         piece = list(operands[0].classes)
-        uses.add(piece[axis], "cut", equation, (start, start + size))
-        piece[axis] = uses.classes.new(size)
+        piece[axis] = uses.cut(piece[axis], start, size, equation)
         start += size
         found.append(tuple(piece))
     return found

@@ -207,7 +207,7 @@ class _Suggestion:
         cuts = self._dims.cuts(dim)
         if cuts:
             words = cuts_in_words(cuts)
-            return f"cut into pieces {words}, which a split would move between devices"
+            return f"cut, or a piece cut, {words}: a split would move every piece"
         kinds = self._kinds[dim]
         is_read = {"free"} < kinds or self._size(dim) == self._num_rows
         if self._size(dim) % 2 and is_read:
