@@ -236,7 +236,8 @@ def test_a_layer_of_experts_costs_what_a_token_meets():
     assert set(group.costs) == {8 * (2 * weights + scores)}
 
 
-UNEQUAL = "layers=6,dense_layers=2,ffn=512"
+UNEQUAL = {"layers": 7, "dense_layers": 2, "ffn": 2048, "expert_ffn": 192}
+WORDS = ",".join(f"{name}={size}" for name, size in UNEQUAL.items())
 
 
 @pytest.mark.parametrize("preset", ["tiny", "tiny-gpt2"])
@@ -245,9 +246,9 @@ def test_costs_by_arithmetic_are_those_of_the_trace(preset):
 
 
 def test_dense_layers_before_experts_cost_what_their_trace_says():
-    model = build("tiny-moe", layers=6, dense_layers=2, ffn=512)
+    model = build("tiny-moe", **UNEQUAL)
     declared = layer_costs(model)
-    assert declared == workload_of("tiny-moe", words=UNEQUAL).layer_costs
+    assert declared == workload_of("tiny-moe", words=WORDS).layer_costs
     assert declared[0] == declared[1] > declared[2]
     undeclared = tuple(replace(group, costs=None) for group in model.groups)
     traced = layer_costs(replace(model, groups=undeclared), while_length=1)
@@ -255,11 +256,11 @@ def test_dense_layers_before_experts_cost_what_their_trace_says():
 
 
 def test_unequal_layers_are_split_alike_by_step_estimate_and_traced_model():
-    model = build("tiny-moe", layers=6, dense_layers=2, ffn=512)
-    layout = Layout.parse("stage=2,microbatches=2,splits=cost")
-    workload = workload_of("tiny-moe", words=UNEQUAL)
+    model = build("tiny-moe", **UNEQUAL)
+    layout = Layout.parse("stage=3,microbatches=3,splits=cost")
+    workload = workload_of("tiny-moe", words=WORDS)
     planned = layout_stage_blocks(workload, layout)
-    assert planned == (2, 4) == stage_layers(model, layout)
+    assert planned == (1, 3, 3) == stage_layers(model, layout)
     traced = traced_workload(model, seq=16, precision="fp32")
     assert layout_stage_blocks(traced, layout) == planned
 

@@ -151,7 +151,7 @@ def test_plans_for_tpus_count_channels_along_their_lanes_and_say_so():
     plan, fits = asked.kept_plan()
     assert fits and "fits" in "\n".join(plan.lines)
     curve = scaling_curve(asked)
-    assert curve_in_words(curve)[-1] == curve.note == plan.note
+    assert curve_in_words(curve)[-1] == curve.note == plan.run.notes[0]
     assert "128 lanes" in plan.as_json()["note"]
     gpu, _ = request(8).kept_plan()
     assert gpu.as_json()["note"] is None

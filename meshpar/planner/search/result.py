@@ -144,16 +144,14 @@ def ranked(
             front.append(plan)
             least = plan.memory.total_bytes
     for plan in every:
-        if plan.memory.total_bytes > capacity_bytes:
-            size = gigabytes(plan.memory.total_bytes)
-            why = f"memory {size} > {gigabytes(capacity_bytes)}", "plan.too_large"
+        layout, size = plan.run.layout, plan.memory.total_bytes
+        if size > capacity_bytes:
+            why = f"memory {gigabytes(size)} > {gigabytes(capacity_bytes)}"
+            rejected.append(Rejected(layout, why, "plan.too_large"))
         elif plan in fitting[num_plans:]:
-            slowest = milliseconds(chosen[-1].step_s)
-            took = f"a step takes {milliseconds(plan.step_s)} > {slowest}"
-            why = f"{took} of the slowest plan", "plan.too_slow"
-        else:
-            continue
-        rejected.append(Rejected(plan.run.layout, *why))
+            took, least_s = milliseconds(plan.step_s), milliseconds(chosen[-1].step_s)
+            why = f"a step takes {took} > {least_s} of the slowest plan"
+            rejected.append(Rejected(layout, why, "plan.too_slow"))
     return SearchResult(
         plans=tuple(chosen),
         front=tuple(front),
