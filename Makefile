@@ -15,7 +15,7 @@ export PYTHONPATH := .
 # Write bytecode, even if the shell says not to: the tests start hundreds of processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-full test-all test-newest words mutants lint docs screenshots clean
+.PHONY: train test test-full test-all test-newest words mutants lint docs screenshots notebooks clean
 
 train: $(VENV)/train.installed
 	$(VENV)/bin/python -m recipes.pretrain
@@ -54,6 +54,10 @@ docs: $(VENV)/docs.installed
 
 screenshots: $(VENV)/test.installed $(VENV)/browser.installed
 	$(VENV)/bin/python -m tests.screenshots docs/images
+
+# Runs the notebooks of docs/, and stores what they show.
+notebooks: $(VENV)/test.installed
+	$(VENV)/bin/python -m tests.notebooks docs/notebooks
 
 diagrams: $(VENV)/test.installed
 	$(VENV)/bin/python -m tests.diagrams docs/images
