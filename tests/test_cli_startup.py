@@ -121,7 +121,7 @@ def test_help_says_the_default_of_every_option_that_takes_a_value(name, capsys):
         for entry in re.split(r"\n  (?=-)", options)
         if (match := re.match(r"--([a-z-]+) [A-Z{]", entry))
     }
-    assert taking
+    assert taking or name == "doctor"  # which has only switches
     silent = [
         option
         for option, entry in taking.items()

@@ -26,8 +26,8 @@ import meshpar
 from meshpar.errors import install_extra, printable
 from meshpar.hardware.platforms import PLATFORMS
 
-EXAMPLE = "meshpar doctor"
-STATUSES = "0 done, 1 what is installed does not work or is of an unsupported version"
+EXAMPLE = "meshpar doctor --json"
+STATUSES = "0 done, 1 something does not work or is unsupported, 2 bad input"
 
 EXTRAS = {
     "train": "`meshpar train`: order of the data, checkpoints",
