@@ -153,10 +153,8 @@ class TrainStep:
         with jax.set_mesh(self._devices_mesh):
             if not given:
                 return self._programs.init(np.uint32(seed))
-            return self._programs.init_from(
-                np.uint32(seed),
-                placed_start(self.model, self.shardings, params, model_state or {}),
-            )
+            start = placed_start(self.model, self.shardings, params, model_state or {})
+            return self._programs.init_from(np.uint32(seed), start)
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Run one optimizer step; `state` is donated and cannot be used again.
@@ -354,7 +352,6 @@ class TrainStep:
         function, given, notes = step._audited(
             arguments[-1], gradients_only=gradients_only, sync_only=sync_only
         )
-        splits_sequence = "residual_seq" in self.rules.table
         parameters = self.model.flat_parameters()
         return Subject(
             function=function,
@@ -365,9 +362,7 @@ class TrainStep:
             layout=self.layout,
             compiler_options=step.compiler_options,
             notes=notes,
-            sequence_axes=self.rules.mesh_axes("residual_seq")
-            if splits_sequence
-            else (),
+            sequence_axes=self.rules.table.get("residual_seq", ()),
         )
 
     def place(
