@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 _MOST_HEIGHT = {1280: 3200, 390: 5400}
-_TOP = 1000
+_TOP = 1240
 _COLORS = 256
 
 _SCHEDULE = "schedule --schedule 1f1b --hop-ms 0.1 --stages"
