@@ -25,7 +25,7 @@ from meshpar.tables import SGD, LazyAdam, RowwiseAdagrad, Table, with_tables
 from meshpar.tables.exchange import Exchange, hashed, positions, unique
 from meshpar.tables.lookup import Shares
 from meshpar.tables.optimizers import Slot
-from meshpar.tables.placement import make_stores, place_tables
+from meshpar.tables.placement import place_tables
 from meshpar.tables.programs import TableFunctions
 from meshpar.tables.table import COLUMN_WISE, KINDS, REPLICATED, ROW_WISE, TABLE_WISE
 from meshpar.tables.tables import check_ids
@@ -193,7 +193,7 @@ def test_tables_of_each_width_are_spread_by_themselves():
 def test_every_row_has_a_place_of_its_own(kind):
     tables = [table(name=f"t{at}", rows=rows) for at, rows in enumerate((13, 8, 30))]
     placed = place_tables(tables, 4, {one.name: 64 for one in tables}, kind)
-    (store,) = make_stores(placed)
+    (store,) = placed.stores
     codes = [store.codes(one, np.arange(one.table.rows)) for one in store.members]
     every = np.concatenate(codes)
     assert len(np.unique(every)) == 13 + 8 + 30
@@ -226,7 +226,7 @@ def test_ids_past_int32_are_refused_before_they_are_cut(more, refuses):
 def test_narrow_ids_name_the_rows_that_wide_ones_do(dtype):
     """On the last of 8 devices codes are past what the dtype counts to."""
     one = table(rows=8 * 2**13)
-    (store,) = make_stores(place_tables([one], 8, {"film": 64}, ROW_WISE))
+    (store,) = place_tables([one], 8, {"film": 64}, ROW_WISE).stores
     ids = np.asarray([[7], [127], [0]])
     looked_up = jax.jit(lambda batch: positions(store, batch))
     codes, _ = looked_up({"film": ids.astype(dtype)})
@@ -268,7 +268,7 @@ def test_what_is_no_batch_is_refused(batch, refuses):
 
 
 def codes_of(one, ids):
-    (store,) = make_stores(place_tables([one], 2, {"film": 64}, REPLICATED))
+    (store,) = place_tables([one], 2, {"film": 64}, REPLICATED).stores
     codes, weights = positions(store, batch_of(ids))
     return codes.tolist(), weights.tolist(), store
 
@@ -296,7 +296,7 @@ def exchanged(kind, room):
         up; how many devices updated each row, and in how many rounds.
     """
     mesh = make_mesh(Layout(data=4), jax.devices()[:4])
-    (store,) = make_stores(place_tables([table(dim=2)], 4, {"film": 8}, kind))
+    (store,) = place_tables([table(dim=2)], 4, {"film": 8}, kind).stores
     (member,) = store.members
     rng = np.random.default_rng(0)
     ids = 4 * rng.integers(0, 25, (4, 40))  # row by row, device 0 holds all of them

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.collectives import asked
-from meshpar.tables.placement import SPREAD, Store
+from meshpar.tables.stores import SPREAD, Store
 from meshpar.tables.table import ABSENT, Table, weights_name
 
 SLACK = 1.25

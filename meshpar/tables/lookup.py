@@ -30,7 +30,7 @@ from meshpar.tables.exchange import (
     unique,
 )
 from meshpar.tables.optimizers import ROWS, TableOptimizer, array_structs
-from meshpar.tables.placement import COLUMNS, SPREAD, Member, Store
+from meshpar.tables.stores import COLUMNS, SPREAD, Member, Store
 from meshpar.tables.table import ABSENT
 
 _GATHERED = {COLUMNS: "table_ids_gather", "replicated": "table_replicas"}

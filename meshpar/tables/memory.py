@@ -33,8 +33,8 @@ from meshpar.model.scope import Scope
 from meshpar.model.single import loss
 from meshpar.planner.plan import gigabytes
 from meshpar.tables.exchange import Exchange
-from meshpar.tables.placement import SPREAD, Store
 from meshpar.tables.programs import TableFunctions, split_state
+from meshpar.tables.stores import SPREAD, Store
 from meshpar.tables.tables import EmbeddingTables
 from meshpar.train.state_memory import local_bytes
 

@@ -31,8 +31,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshpar.errors import InputError
 from meshpar.tables.exchange import sent
 from meshpar.tables.optimizers import array_structs
-from meshpar.tables.placement import COLUMNS, Member, Store
 from meshpar.tables.programs import TABLES, TableFunctions, split_state, with_arrays
+from meshpar.tables.stores import COLUMNS, Member, Store
 from meshpar.tables.table import Table
 from meshpar.train.checkpoint.stored_arrays import opened, stored
 from meshpar.train.layer_order import LayerOrder
@@ -63,8 +63,9 @@ class PortableTables:
             InputError: Their number does not divide `BLOCK`.
         """
         if self.functions.mesh.is_multi_process and not self._divides:
+            count = self.functions.mesh.size
             raise InputError(
-                f"tables over {self._num_devices} devices of several processes have no "
+                f"tables over {count} devices of several processes have no "
                 f"checkpoints: that number does not divide {BLOCK}; take "
                 f"{self._num_sharing} devices, or one process",
                 key="checkpoint.indivisible_tables",
@@ -158,7 +159,7 @@ class PortableTables:
     def shardings(self) -> TrainState:
         """Sharding of every array."""
         mesh = self.functions.mesh
-        by_rows = NamedSharding(mesh, PartitionSpec(self._mesh_axes))
+        by_rows = NamedSharding(mesh, PartitionSpec(self.functions.shares.mesh_axes))
         if not self._divides:
             sharing = Mesh(mesh.devices.flat[: self._num_sharing], "rows")
             by_rows = NamedSharding(sharing, PartitionSpec("rows"))
@@ -177,42 +178,30 @@ class PortableTables:
         return with_arrays(self.functions.dense.layer_orders, tables)
 
     @property
-    def _mesh_axes(self) -> tuple[str, ...]:
-        return self.functions.shares.mesh_axes
-
-    @property
-    def _num_devices(self) -> int:
-        return self.functions.mesh.size
-
-    @property
     def _divides(self) -> bool:
-        return BLOCK % self._num_devices == 0
+        return BLOCK % self.functions.mesh.size == 0
 
     @property
     def _num_sharing(self) -> int:
         """The most devices that can share blocks."""
-        counts = range(1, self._num_devices + 1)
+        counts = range(1, self.functions.mesh.size + 1)
         return max(count for count in counts if BLOCK % count == 0)
 
     @cached_property
     def _programs(self) -> dict[tuple[str, str], tuple[Callable, Callable]]:
         """(store, array) -> program from the store to blocks of tables, and back."""
+        mesh_axes, on_shards = self.functions.shares.mesh_axes, self.functions.on_shards
         programs = {}
         for store in self.functions.stores:
+            blocks = Blocks(store=store, mesh_axes=mesh_axes)
+            names = [member.table.name for member in store.members]
+            split = dict.fromkeys(names, PartitionSpec(mesh_axes))
             for name, spec in self.functions.specs[store.name].items():
-                blocks = Blocks(store=store, mesh_axes=self._mesh_axes)
-                split = {
-                    member.table.name: PartitionSpec(self._mesh_axes)
-                    for member in store.members
-                }
                 programs[store.name, name] = (
-                    self._on_shards(blocks.taken_out, spec, split),
-                    self._on_shards(blocks.put_in, split, spec),
+                    jax.jit(on_shards(blocks.taken_out, (spec,), split)),
+                    jax.jit(on_shards(blocks.put_in, (split,), spec)),
                 )
         return programs
-
-    def _on_shards(self, local: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        return jax.jit(self.functions.on_shards(local, (in_specs,), out_specs))
 
     def _add_by_host(self, tables: Arrays, arrays: Arrays) -> None:
         """Add to `tables` the arrays of all stores, through the host's memory."""

@@ -16,7 +16,7 @@ from meshpar.layout import BATCH_AXES, MESH_AXES
 from meshpar.tables.exchange import positions
 from meshpar.tables.lookup import LocalTables, Shares, first_arrays
 from meshpar.tables.optimizers import array_structs
-from meshpar.tables.placement import COLUMNS, SPREAD, Store, make_stores
+from meshpar.tables.stores import COLUMNS, SPREAD, Store
 from meshpar.tables.tables import EmbeddingTables
 from meshpar.train.state import TrainState
 from meshpar.train.step_functions import Batch, Metrics, StepFunctions
@@ -48,7 +48,7 @@ class TableFunctions:
     @cached_property
     def stores(self) -> tuple[Store, ...]:
         """Stores that hold the tables."""
-        return make_stores(self.tables.placements(self.mesh.size))
+        return self.tables.placements(self.mesh.size).stores
 
     @cached_property
     def shardings(self) -> TrainState:

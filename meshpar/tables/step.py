@@ -14,9 +14,10 @@ import numpy as np
 from meshpar.audit.subject import Subject
 from meshpar.errors import InputError
 from meshpar.tables.memory import TableMemory, predicted_memory
-from meshpar.tables.placement import Placements, lane_notes
+from meshpar.tables.placement import Placements
 from meshpar.tables.portable import PortableTables, host_tables
 from meshpar.tables.programs import TABLES, TableFunctions, rows_looked_up
+from meshpar.tables.stores import lane_notes
 from meshpar.tables.tables import EmbeddingTables, check_arrays, check_ids
 from meshpar.train.refusals import check_logits
 from meshpar.train.state import TrainState, check_state, checked_without_optimizer

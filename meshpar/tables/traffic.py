@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from meshpar.planner.machine.cluster import Link
 from meshpar.planner.machine.collective_cost import all_to_all_s
 from meshpar.tables.exchange import Exchange
-from meshpar.tables.placement import SPREAD, Placements, Store
+from meshpar.tables.placement import Placements
+from meshpar.tables.stores import SPREAD, Store
 
 _VALUE_BYTES, _ID_BYTES = 4, 4
 
