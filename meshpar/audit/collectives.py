@@ -391,14 +391,12 @@ def wrapping_instructions(
         callee: (computation, instruction)
         for computation in program.computations.values()
         for instruction in computation.instructions
-        if (callee := _callee(instruction))
+        if (
+            callee := instruction.attribute(r"calls=%?([\w.\-]+)")
+            if instruction.opcode == "fusion"
+            else wrapped_by(instruction)
+        )
     }
-
-
-def _callee(instruction: Instruction) -> str | None:
-    if instruction.opcode == "fusion":
-        return instruction.attribute(r"calls=%?([\w.\-]+)")
-    return wrapped_by(instruction)
 
 
 def _row(site: _Site, at: list[Place], mesh_shape: Mapping[str, int]) -> Collective:

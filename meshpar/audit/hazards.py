@@ -26,8 +26,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax.extend.core import JaxprEqn
-
 from meshpar.audit.collectives import Collective
 from meshpar.audit.needs import CONVOLUTION
 from meshpar.collective_kinds import KINDS, WRITTEN_AS
@@ -126,6 +124,7 @@ def _divergent_collectives(operation: Operation) -> list[Hazard]:
     """
     differs = _differs(operation)
     programs = programs_in(operation.equation) if differs else []
+    in_loop = operation.name == "while"
     return [
         Hazard(
             kind="divergent_collective",
@@ -139,15 +138,13 @@ def _divergent_collectives(operation: Operation) -> list[Hazard]:
         )
         for program in programs
         for equation in equations(program)
-        if _is_divergent(equation, operation.name, differs)
+        if (
+            in_loop
+            if equation.primitive.name in _PERMUTES
+            else equation.primitive.name in WRITTEN_AS
+            and differs & set(collective_axes(equation))
+        )
     ]
-
-
-def _is_divergent(equation: JaxprEqn, around: str, differs: frozenset[str]) -> bool:
-    if equation.primitive.name in _PERMUTES:
-        return around == "while"
-    is_collective = equation.primitive.name in WRITTEN_AS
-    return is_collective and not differs.isdisjoint(collective_axes(equation))
 
 
 def _differs(operation: Operation) -> frozenset[str]:

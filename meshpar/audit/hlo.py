@@ -161,13 +161,20 @@ class SourceTable:
                 if not row:
                     raise HloError(number, line, f"no row of {section}")
                 rows[section][int(row[1])] = row.groups()[1:]
+        parents = {key: int(up or 0) for key, (_, up) in rows["StackFrames"].items()}
+        # Some versions of XLA print a caller's id one too high, so that the outermost
+        # frame seems to call itself.
+        offset = 1 if any(parent >= key for key, parent in parents.items()) else 0
         return cls(
             files={key: name for key, (name,) in rows["FileNames"].items()},
             locations={
                 key: (int(file), int(line))
                 for key, (file, line) in rows["FileLocations"].items()
             },
-            frames=_frames(rows["StackFrames"]),
+            frames={
+                key: (int(location), parents[key] - offset)
+                for key, (location, _) in rows["StackFrames"].items()
+            },
         )
 
     def source(self, attributes: str) -> str:
@@ -193,14 +200,6 @@ class SourceTable:
             if file in self.files:
                 lines.append(f"{self.files[file]}:{line}")
         return lines
-
-
-def _frames(rows: dict[int, tuple]) -> dict[int, tuple[int, int]]:
-    # Some versions of XLA print a caller's id one too high, so that the outermost
-    # frame seems to call itself.
-    parents = {key: int(parent or 0) for key, (_, parent) in rows.items()}
-    offset = 1 if any(parent >= key for key, parent in parents.items()) else 0
-    return {key: (int(rows[key][0]), parents[key] - offset) for key in parents}
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,9 @@ def halo_reason(row: Collective, evidence: Evidence) -> str | None:
         return None
     convolutions = evidence.served_by(row)
     for dims in row.dims:
-        if not any(_fits(dims, one, evidence) for one in convolutions):
+        halos = (_halos(one, evidence.mesh_shape) for one in convolutions)
+        sizes = map(sorted_sizes, itertools.chain.from_iterable(halos))
+        if sorted_sizes(dims) not in sizes:
             return None
     reach = max((max(window_reach(one.equation)) for one in convolutions), default=0)
     return f"halo of a convolution, {reach} places wide at most"
@@ -179,14 +181,6 @@ def _exchange(convolution: Operation, mesh_shape: dict[str, int]) -> Exchange:
             sent += places * math.prod(here) // here[dim] * value_bytes
             here[dim] += places
     return Exchange(sent_bytes=sent)
-
-
-def _fits(dims: tuple[int, ...], convolution: Operation, evidence: Evidence) -> bool:
-    """Return True if an array of those dims is a halo of an operand."""
-    sizes = sorted_sizes(dims)
-    return any(
-        sizes == sorted_sizes(halo) for halo in _halos(convolution, evidence.mesh_shape)
-    )
 
 
 def _halos(

@@ -155,10 +155,6 @@ def _export(target: Target, subject: Subject, path: Path) -> tuple[int, ...]:
     return flat.donated
 
 
-def _child_command(folder: Path) -> list[str]:
-    return [sys.executable, "-m", "meshpar.audit.child", str(folder)]
-
-
 def _run(folder: Path, *, timeout_s: float, memory_bytes: int) -> TargetError:
     """Run the child; return the error to raise if it wrote no answer."""
     environment = {
@@ -173,7 +169,7 @@ def _run(folder: Path, *, timeout_s: float, memory_bytes: int) -> TargetError:
     environment.pop("MESHPAR_EMULATE", None)
     with (folder / "words.txt").open("w") as words:
         child = subprocess.Popen(
-            _child_command(folder),
+            [sys.executable, "-m", "meshpar.audit.child", str(folder)],
             stdout=words,
             stderr=subprocess.STDOUT,
             env=environment,

@@ -289,15 +289,6 @@ def exchange_trial(devices: Sequence[jax.Device], exchange: Exchange) -> Trial:
     )
 
 
-def _all_reduce(x: jax.Array) -> jax.Array:
-    return lax.pcast(lax.psum(x, "member") * 0.5, "member", to="varying")
-
-
-def _there_and_back(x: jax.Array) -> jax.Array:
-    own = lax.psum_scatter(x, "member", tiled=True) * 0.5
-    return lax.all_gather(own, "member", tiled=True)
-
-
 def _around(x: jax.Array) -> jax.Array:
     members = lax.axis_size("member")
     to_next = [(i, (i + 1) % members) for i in range(members)]
@@ -305,8 +296,12 @@ def _around(x: jax.Array) -> jax.Array:
 
 
 _BODIES = {
-    "all-reduce": _all_reduce,
-    "there and back": _there_and_back,
+    "all-reduce": lambda x: lax.pcast(
+        lax.psum(x, "member") * 0.5, "member", to="varying"
+    ),
+    "there and back": lambda x: lax.all_gather(
+        lax.psum_scatter(x, "member", tiled=True) * 0.5, "member", tiled=True
+    ),
     "collective-permute": _around,
 }
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -68,17 +67,6 @@ def _next(row: jax.Array) -> jax.Array:
     )
 
 
-def _exchanged(row: jax.Array) -> jax.Array:
-    number = lax.axis_size(_AXIS)
-    parts = jnp.reshape(row, (number, -1))
-    return jnp.ravel(lax.all_to_all(parts, _AXIS, 0, 0))
-
-
-def _transposed(given: np.ndarray) -> np.ndarray:
-    number = len(given)
-    return given.reshape(number, number, -1).swapaxes(0, 1).reshape(number, -1)
-
-
 _KINDS: dict[
     str,
     tuple[Callable[[jax.Array], jax.Array], Callable[[np.ndarray], np.ndarray]],
@@ -95,7 +83,10 @@ _KINDS: dict[
         lambda row: lax.all_gather(row, _AXIS, tiled=True),
         lambda given: np.broadcast_to(given.ravel(), (len(given), given.size)),
     ),
-    "all-to-all": (_exchanged, _transposed),
+    "all-to-all": (
+        lambda row: lax.all_to_all(row, _AXIS, 0, 0, tiled=True),
+        lambda given: np.reshape(np.split(given, len(given), axis=1), given.shape),
+    ),
     "collective-permute": (_next, lambda given: np.roll(given, 1, axis=0)),
 }
 """Kind -> what each device does with its row, and what all rows are then."""

@@ -25,7 +25,7 @@ from meshpar.planner.search.space import Constraints
 from meshpar.planner.workload.volumes import Kernel
 from meshpar.tables.optimizers import RowwiseAdagrad
 from meshpar.tables.plan import TableRun, table_plan
-from meshpar.tables.step import TableStep, with_tables
+from meshpar.tables.step import with_tables
 from meshpar.tables.table import Table
 from meshpar.tables.tables import embedding_tables
 from meshpar.tables.traffic import table_traffic
@@ -166,7 +166,11 @@ class TableRequest:
         return traced_kernels(operations(traced))
 
     def _plan(self, layout: Layout) -> Plan:
-        step = self._step(layout)
+        dense = make_train_step(
+            self.model, optax.adam(1e-3), layout, mesh=absent_mesh(layout)
+        )
+        tables = embedding_tables(list(self.tables), RowwiseAdagrad(0.01))
+        step = with_tables(dense, tables)
         inputs = step.tables.batch_inputs(self.model.known_inputs)
         batch = input_shapes(inputs, {BATCH_DIM: self.global_batch})
         placements, memory = step.placements, step.predicted_memory(batch)
@@ -183,9 +187,3 @@ class TableRequest:
             traffic=table_traffic(step.functions.stores, placements, self.global_batch),
         )
         return table_plan(run, memory)
-
-    def _step(self, layout: Layout) -> TableStep:
-        optimizer = optax.adam(1e-3)
-        dense = make_train_step(self.model, optimizer, layout, mesh=absent_mesh(layout))
-        tables = embedding_tables(list(self.tables), RowwiseAdagrad(0.01))
-        return with_tables(dense, tables)

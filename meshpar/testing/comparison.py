@@ -33,6 +33,7 @@ gradient used half of its bound (0.060 of 0.12), the worst fp32 array a fifth (2
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
 from meshpar.model.contract import Model
 from meshpar.model.parameter import Params, initial_values
@@ -84,7 +85,7 @@ def bf16_bound(num_roundings: int) -> float:
     return math.expm1(chain + num_roundings * unit**2 / (1 - unit))
 
 
-def rounding_chains(program: ClosedJaxpr, *, sum_parts: int = 1) -> list[int]:
+def rounding_chains(program: Program, *, sum_parts: int = 1) -> list[int]:
     """For each result, the most bf16 roundings that lie between it and the arguments.
 
     Every bf16 result of arithmetic counts one, a loop as often as it runs. A sum counts
@@ -101,35 +102,23 @@ def rounding_chains(program: ClosedJaxpr, *, sum_parts: int = 1) -> list[int]:
         >>> rounding_chains(program(jnp.ones(3, jnp.bfloat16)))
         [2, 0]
     """
-    return _chains(program, sum_parts)
 
-
-def _chains(program: Program, sum_parts: int) -> list[int]:
     def apply(equation: JaxprEqn, before: list[int]) -> list[int]:
-        inside = _inside(equation, sum_parts)
+        name = equation.primitive.name
+        inner = itertools.chain.from_iterable(
+            rounding_chains(program, sum_parts=sum_parts)
+            for program in programs_in(equation)
+        )
+        inside = max(inner, default=0) * equation.params.get("length", 1)
+        own = 0 if name in _EXACT else sum_parts if name in _SUMS else 1
         return [
             max(before, default=0)
-            + (inside or _roundings(equation, variable, sum_parts))
-            for variable in equation.outvars
+            + (inside or own * (getattr(result.aval, "dtype", None) == _BF16))
+            for result in equation.outvars
         ]
 
     given = [0] * len(without_constants(program).invars)
     return walk(program, given, apply, lambda value: 0)
-
-
-def _inside(equation: JaxprEqn, sum_parts: int) -> int:
-    """Roundings of the programs inside an operation, a loop's as often as it runs."""
-    inner = [
-        max(_chains(program, sum_parts), default=0) for program in programs_in(equation)
-    ]
-    return max(inner, default=0) * equation.params.get("length", 1)
-
-
-def _roundings(equation: JaxprEqn, variable: Any, sum_parts: int) -> int:
-    name = equation.primitive.name
-    if getattr(variable.aval, "dtype", None) != _BF16 or name in _EXACT:
-        return 0
-    return sum_parts if name in _SUMS else 1
 
 
 @dataclass(frozen=True, kw_only=True)
