@@ -268,23 +268,12 @@ def audit(
     chosen = None if target is None else Target.parse(target)
     platform = None if chosen is None else chosen.platform
     subject = make_subject(function, arguments, mesh=mesh, platform=platform)
-    options = {**subject.compiler_options, **(compiler_options or {})}
-    options = {name: value for name, value in options.items() if value is not None}
-    subject = replace(subject, compiler_options=options)
+    subject = subject.with_options(compiler_options)
     start = time.perf_counter()
     flat = subject.flat()
     traced = operations(flat.jaxpr, flat.in_shardings, flat.weights)
-    hazards = tuple(traced_hazards(traced, subject.platform))
-    fatal = any(hazard.fatal for hazard in hazards)
-    known = AuditReport(
-        layout=str(subject.layout or ""),
-        target=str(chosen or subject.platform),
-        mesh_shape=subject.mesh_shape,
-        notes=subject.notes + _fallbacks(traced),
-        compiler_options=subject.compiler_options,
-        capacity_bytes=None if chosen is None else chosen.memory_bytes,
-        hazards=hazards,
-    )
+    known = _traced_report(subject, chosen, traced)
+    fatal = any(hazard.fatal for hazard in known.hazards)
     try:
         compiled = _compile(
             subject,
@@ -310,10 +299,24 @@ def audit(
     return _read(known, compiled, explained, subject.mesh, cluster)
 
 
-def _fallbacks(traced: Sequence[Operation]) -> tuple[str, ...]:
-    """Return a sentence for each attention that runs in another form than it might."""
+def _traced_report(
+    subject: Subject, target: Target | None, traced: Sequence[Operation]
+) -> AuditReport:
+    """Return the part of a report that is known before anything compiles.
+
+    Its notes say which attention runs in another form than it might.
+    """
     paths = {str(operation.equation.source_info.name_stack) for operation in traced}
-    return tuple(sorted({words for path in paths if (words := obstacle_words(path))}))
+    fallbacks = {words for path in paths if (words := obstacle_words(path))}
+    return AuditReport(
+        layout=str(subject.layout or ""),
+        target=str(target or subject.platform),
+        mesh_shape=subject.mesh_shape,
+        notes=(*subject.notes, *sorted(fallbacks)),
+        compiler_options=subject.compiler_options,
+        capacity_bytes=None if target is None else target.memory_bytes,
+        hazards=tuple(traced_hazards(traced, subject.platform)),
+    )
 
 
 def _compile(

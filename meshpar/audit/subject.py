@@ -48,6 +48,12 @@ class Subject:
         """Size of each mesh axis."""
         return dict(self.mesh.shape)
 
+    def with_options(self, options: Mapping[str, Any] | None) -> Subject:
+        """Return it with other compiler options over its own; None leaves one out."""
+        chosen = {**self.compiler_options, **(options or {})}
+        kept = {name: value for name, value in chosen.items() if value is not None}
+        return replace(self, compiler_options=kept)
+
     def lower(self) -> jax.stages.Lowered:
         """Return the function, lowered for its arguments on its mesh."""
         with use_mesh(self.mesh):

@@ -100,27 +100,7 @@ def generate(
     sampling = Sampling(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
     )
-    if isinstance(prompts, str) or len(prompts) == 0:
-        raise InputError(
-            f"prompts={prompts!r}: give a list of texts or of lists of tokens",
-            key="generation.prompts_not_list",
-        )
-    if isinstance(stop, str):
-        raise InputError(
-            f"stop={stop!r}: give a list of texts, such as [{stop!r}]",
-            key="generation.stop_not_list",
-        )
-    for name, given in (("stop", stop), ("stop_tokens", stop_tokens)):
-        if not isinstance(given, Iterable):
-            raise InputError(
-                f"{name}={given!r}: give a list, [] for none",
-                key="generation.stop_not_list",
-            )
-    if start_tokens is not None and not isinstance(start_tokens, Iterable):
-        raise InputError(
-            f"start_tokens={start_tokens!r}: give a list of tokens",
-            key="generation.start_tokens_not_list",
-        )
+    _check_lists(prompts, stop, stop_tokens, start_tokens)
     devices = jax.devices() if devices is None else list(devices)
     layout = Layout.of(layout)
     if layout.is_open:
@@ -155,6 +135,30 @@ def generate(
         Completion(prompt=prompt, **one)
         for prompt, one in zip(prompts, _completed(engine, requests), strict=True)
     ]
+
+
+def _check_lists(prompts: Any, stop: Any, stop_tokens: Any, start_tokens: Any) -> None:
+    if isinstance(prompts, str) or len(prompts) == 0:
+        raise InputError(
+            f"prompts={prompts!r}: give a list of texts or of lists of tokens",
+            key="generation.prompts_not_list",
+        )
+    if isinstance(stop, str):
+        raise InputError(
+            f"stop={stop!r}: give a list of texts, such as [{stop!r}]",
+            key="generation.stop_not_list",
+        )
+    for name, given in (("stop", stop), ("stop_tokens", stop_tokens)):
+        if not isinstance(given, Iterable):
+            raise InputError(
+                f"{name}={given!r}: give a list, [] for none",
+                key="generation.stop_not_list",
+            )
+    if start_tokens is not None and not isinstance(start_tokens, Iterable):
+        raise InputError(
+            f"start_tokens={start_tokens!r}: give a list of tokens",
+            key="generation.start_tokens_not_list",
+        )
 
 
 def make_requests(

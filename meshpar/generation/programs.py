@@ -95,6 +95,16 @@ def with_whole_heads(
     return rules, tuple(notes)
 
 
+def _check_token_by_token(model: Model) -> None:
+    joined = tokens_joined(model, cached=True)
+    if joined is not None:
+        raise InputError(
+            "this model cannot generate token by token: a function joins tokens "
+            f"otherwise than by meshpar's attention: {joined}",
+            key="generation.joined_tokens",
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Programs:
     """A model that generates under a layout; make it with `Programs.from_model`.
@@ -177,13 +187,7 @@ class Programs:
         sizes = slots, max_seq, page_size, num_pages, chunk, max_source
         plan = plan_cache(placement, pipeline, *sizes)
         check_memory(plan, mesh)
-        joined = tokens_joined(model, cached=True)
-        if joined is not None:
-            raise InputError(
-                "this model cannot generate token by token: a function joins tokens "
-                f"otherwise than by meshpar's attention: {joined}",
-                key="generation.joined_tokens",
-            )
+        _check_token_by_token(model)
         return cls(
             placement=placement,
             plan=plan,

@@ -142,19 +142,11 @@ def lint(
     here = seq if order is None else order.padded(seq) // order.num_ranks
     activations, trace_findings = _activations(model, examples, here)
     axes, activation_findings = _activation_axes(activations, layout, rules)
-    used_by_parameters = {name for row in rows for name in row.logical_axes}
-    used = used_by_parameters | {
-        name for activation in activations for name in activation.logical_axes
-    }
-    dead = dead_rules(rules, used, used_by_parameters)
+    names = {name for row in rows for name in row.logical_axes}
+    used = names.union(*(activation.logical_axes for activation in activations))
     return LintReport(
         findings=(
-            *_refused(layout, rules),
-            *_unsupported("expert", experts_refusal(model, layout)),
-            *_unsupported("inputs", inputs_refusal(model, layout)),
-            *_unknown_residuals(model, layout),
-            *_unsupported("context", *context_errors(model, layout, rules, seq)),
-            *_unsupported("space", *space_errors(model, layout, rules)),
+            *_refusals(model, layout, rules, seq),
             *stage_findings,
             *batch_findings,
             *row_findings,
@@ -165,7 +157,7 @@ def lint(
             *activation_findings,
             *shadowed,
             *shadowing_overrides(rules),
-            *(() if trace_findings else dead),
+            *(() if trace_findings else dead_rules(rules, used, names)),
             *large_and_replicated(rows, sized, large_bytes),
             *_whole_states(model, layout, rules, optimizer, state_spec),
             *(() if trace_findings else idle_mesh_axes(rows, axes, sized)),
@@ -400,7 +392,8 @@ def _unsupported(path: str, *errors: InputError | None) -> list[Finding]:
     ]
 
 
-def _refused(layout: Layout, rules: Rules) -> list[Finding]:
+def _refusals(model: Model, layout: Layout, rules: Rules, seq: int) -> list[Finding]:
+    """Return a finding for each reason to refuse the layout, alone or of this model."""
     return [
         *(
             finding
@@ -413,6 +406,11 @@ def _refused(layout: Layout, rules: Rules) -> list[Finding]:
             )
             for logical_axis, error in rule_refusals(rules, layout)
         ),
+        *_unsupported("expert", experts_refusal(model, layout)),
+        *_unsupported("inputs", inputs_refusal(model, layout)),
+        *_unknown_residuals(model, layout),
+        *_unsupported("context", *context_errors(model, layout, rules, seq)),
+        *_unsupported("space", *space_errors(model, layout, rules)),
     ]
 
 

@@ -103,17 +103,7 @@ def check_layouts(
         )
     devices = _first_devices(num_devices)
     arrays = None if batch is None else {k: np.asarray(v) for k, v in batch.items()}
-    given = model
-    if arrays:
-        model = with_batch(given, arrays)
-    choices = Choices(
-        models=("",),
-        build=lambda _: model,
-        check=partial(check_undeclared, given, arrays or {}),
-        global_batch=check_batch(model.inputs or {}, arrays) if arrays else None,
-        seq=open_size(model.known_inputs, arrays) if arrays else None,
-        rules=rules,
-    )
+    choices = _only_model(model, arrays or {}, rules)
     if batch is None:
         random_batch(model, 1, 1, seed=0)
     if layouts is None:
@@ -124,6 +114,21 @@ def check_layouts(
     if not report.ok:
         raise AssertionError(str(report))
     return report
+
+
+def _only_model(
+    given: Model, arrays: Mapping[str, np.ndarray], rules: Rules | None
+) -> Choices:
+    """Return choices of one model, whose sizes are those of a batch if there is one."""
+    model = with_batch(given, arrays) if arrays else given
+    return Choices(
+        models=("",),
+        build=lambda _: model,
+        check=partial(check_undeclared, given, arrays),
+        global_batch=check_batch(model.inputs or {}, arrays) if arrays else None,
+        seq=open_size(model.known_inputs, arrays) if arrays else None,
+        rules=rules,
+    )
 
 
 def make_case(

@@ -101,17 +101,7 @@ def write_weights(
     trees = {**_by_path(params), **_by_path(model_state or {})}
     shards = _shards(config, trees, np.dtype(DTYPES[dtype]).itemsize, shard_bytes)
     folder.mkdir(parents=True, exist_ok=True)
-    files = _files(folder, len(shards))
-    place: dict[str, str] = {}
-    total = 0
-    for file, arrays in zip(files, shards, strict=True):
-        tensors = dict(_tensors(arrays, trees, DTYPES[dtype]))
-        _save(tensors, file)
-        place |= dict.fromkeys(tensors, file.name)
-        total += sum(tensor.nbytes for tensor in tensors.values())
-    if len(files) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": place}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    files = _write_shards(folder, shards, trees, DTYPES[dtype])
     if like is not None:
         copy_tokenizer(like, folder)
         if stop_tokens is not None:
@@ -245,13 +235,27 @@ class _Block:
         return self.layers[layer - self.first]
 
 
-def _files(folder: Path, count: int) -> list[Path]:
-    if count == 1:
-        return [folder / WHOLE]
-    return [
-        folder / f"model-{number:05}-of-{count:05}.safetensors"
-        for number in range(1, count + 1)
-    ]
+def _write_shards(
+    folder: Path,
+    shards: Sequence[Sequence[_Array]],
+    trees: Mapping[str, Any],
+    dtype: Any,
+) -> list[Path]:
+    """Write a file of each shard, and an index of several; return the files."""
+    count = len(shards)
+    names = [f"model-{at:05}-of-{count:05}.safetensors" for at in range(1, count + 1)]
+    files = [folder / name for name in (names if count > 1 else [WHOLE])]
+    place: dict[str, str] = {}
+    total = 0
+    for file, arrays in zip(files, shards, strict=True):
+        tensors = dict(_tensors(arrays, trees, dtype))
+        _save(tensors, file)
+        place |= dict.fromkeys(tensors, file.name)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    if count > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": place}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return files
 
 
 def _save(tensors: Mapping[str, np.ndarray], file: Path) -> None:
