@@ -1,4 +1,8 @@
-"""Goodput: the share of a run's time spent in steps that count."""
+"""Goodput: the share of a run's time spent in steps that count.
+
+The `ml-goodput-measurement` package (0.2.3) keeps its log in Google Cloud Logging and
+computes nothing without that service; this ledger is a file in the run's folder.
+"""
 
 from __future__ import annotations
 
