@@ -86,6 +86,22 @@ def test_the_names_of_the_examples_are_found_and_lint_accepts_them(name, with_bl
     assert lint(named, LAYOUT, seq=SEQ).findings == ()
 
 
+def test_the_dim_of_scanned_layers_has_no_name_without_blocks():
+    module = importlib.import_module("recipes.examples.transformer_scan")
+    names = suggest_names(from_loss(module.init, module.loss), seq=SEQ)
+    assert names["**/gate/kernel"] == (None, *COLUMNS)
+    [reason] = names.reasons["**/gate/kernel"]
+    assert reason == "dim 0 (4): layers that a loop runs over; blocks= names them"
+
+
+def test_channels_of_convolutions_are_not_split():
+    module = importlib.import_module("recipes.examples.resnet_nnx")
+    names = suggest_names(module.model(None))
+    assert {name for axes in names.values() for name in axes} <= {None, "embed"}
+    window, *_ = names.reasons["stem/kernel"]
+    assert window == "dim 0 (3): places of a convolution's kernel"
+
+
 # Models of plain dicts: layers that a loss runs over its stream.
 
 

@@ -53,8 +53,9 @@ class Use:
             `experts`, the place of a weight's matrix; `shared` by two activations that
             are multiplied, or `inner` to one of them; `looked_up` by an index from the
             batch, `placed` by any other; `cut` into pieces; `added`, where
-            two activations are that had another class; `convolved`; or `piece`, which
-            a slice makes of another dim.
+            two activations are that had another class; `convolved`, or `window` of a
+            convolution's kernel; `looped`, which a loop runs over; or `piece`, which a
+            slice makes of another dim.
         equation: The operation.
         piece: Start and end of the piece that a slice cuts; None for any other use.
         whole: The dim that a piece is cut from; None for any other use.
@@ -136,7 +137,7 @@ class DimUses:
         if inner is not None:
             return walk(inner, operands, self._apply, self._literal)
         if loop is not None:
-            return self._loop(loop, operands)
+            return self._loop(equation, loop, operands)
         if equation.primitive.name == "cond":
             return self._branches(equation.params["branches"], operands)
         rule = RULES.get(equation.primitive.name, _elementwise)
@@ -145,8 +146,10 @@ class DimUses:
         from_batch = any(one.from_batch for one in operands)
         return [Dims(classes, from_parameters, from_batch) for classes in found]
 
-    def _loop(self, loop: Loop, operands: list[Dims]) -> list[Dims]:
+    def _loop(self, equation: JaxprEqn, loop: Loop, operands: list[Dims]) -> list[Dims]:
         consts, carried, slices = loop.split(operands)
+        for one in slices:
+            self.add(one.classes[0], "looped", equation)
         each = [replace(one, classes=one.classes[1:]) for one in slices]
         made: list[Dims] = []
 
@@ -274,6 +277,8 @@ def _convolution(uses: DimUses, equation: JaxprEqn, operands: list[Dims]) -> lis
         found[numbers.out_spec[1]] = right[numbers.rhs_spec[0]]
         for dim in (right[numbers.rhs_spec[1]], right[numbers.rhs_spec[0]]):
             uses.add(dim, "convolved", equation)
+    for place in numbers.rhs_spec[2:]:
+        uses.add(right[place], "window", equation)
     return [tuple(found)]
 
 

@@ -243,6 +243,8 @@ class _Suggestion:
 
 _UNUSED = "no matmul and no lookup reads it"
 _REASONS = {
+    "looped": "layers that a loop runs over; blocks= names them",
+    "window": "places of a convolution's kernel",
     "placed": "rows looked up by position",
     "looked_up": "rows of a small table",
     "inner": "one head of attention",
