@@ -1,7 +1,7 @@
 """Plans run on the devices that are there: predicted, measured, and what fits both.
 
-Each runs in a process of its own, so that this one needs no JAX, and what one plan
-leaves behind cannot slow the next.
+Each runs in a process of its own (`python -m` this, a JSON object each way), so that
+the command needs no JAX, and what one plan leaves behind cannot slow the next.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from meshpar.errors import InputError
 from meshpar.hardware.platforms import platform_named
+from meshpar.machine.emulate import emulate
 from meshpar.planner.cost.estimate import Estimate
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.plan import milliseconds
@@ -175,8 +176,8 @@ def _measured(args: argparse.Namespace, plan: Estimate) -> MeasuredPlan:
 
 
 def _child(asked: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer of `meshpar.cli.measured_step` in a fresh process."""
-    command = [sys.executable, "-m", "meshpar.cli.measured_step"]
+    """Return the answer of this file's `main` in a fresh process."""
+    command = [sys.executable, "-m", "meshpar.cli.measure"]
     try:
         done = subprocess.run(
             command,
@@ -192,3 +193,46 @@ def _child(asked: dict[str, Any]) -> dict[str, Any]:
         told = done.stderr.strip().splitlines() or ["no message"]
         return {"problem": f"ended with status {done.returncode}: {told[-1]}"}
     return json.loads(lines[-1])
+
+
+def main() -> None:
+    """Answer one JSON object on stdin: the devices, or the seconds of a step."""
+    asked = json.load(sys.stdin)
+    try:
+        found = _devices() if asked["ask"] == "devices" else _step(asked)
+    except InputError as error:
+        found = {"problem": str(error)}
+    print(json.dumps(found))
+
+
+def _devices() -> dict[str, Any]:
+    import jax
+
+    devices = jax.devices()
+    return {
+        "platform": devices[0].platform,
+        "kind": devices[0].device_kind,
+        "count": len(devices),
+    }
+
+
+def _step(asked: dict[str, Any]) -> dict[str, Any]:
+    """Time the step that `meshpar audit` and `--confirm` compile, too."""
+    if asked["emulate"]:
+        emulate(asked["devices"])
+    import jax
+
+    from meshpar.calibration.trials import step_trial
+    from meshpar.cli.audit import adamw_step
+    from meshpar.cli.options import planned_model
+    from meshpar.testing.batches import random_batch
+
+    model = planned_model(argparse.Namespace(**asked["model"]))
+    devices = jax.devices()[: asked["devices"]]
+    step = adamw_step(model, asked["layout"], devices=devices)
+    batch = random_batch(model, asked["global_batch"], asked["seq"], seed=0)
+    return {"seconds": step_trial(step, batch, steps=asked["steps"])}
+
+
+if __name__ == "__main__":
+    main()

@@ -6,13 +6,12 @@ where another of the plans would then be the fastest by 1 % or more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from meshpar.hardware.device import Device
 from meshpar.hardware.devices import ASSUMED
-from meshpar.layout import Layout
 from meshpar.planner.cost.seconds import HOST_SHARE
 from meshpar.planner.plan import Plan
 
@@ -86,21 +85,13 @@ def assumptions(plans: Sequence[Plan]) -> tuple[Assumption, ...]:
     """
     compared = plans[:_COMPARED]
     device = plans[0].run.cluster.device
-    found = [_tried(compared, device, name) for name in _names(compared, device)]
+    names = [*ASSUMED.get(device.name, ())]
+    layouts = [plan.run.layout for plan in compared]
+    offloads = any(one.residual_names and one.residual_names.offload for one in layouts)
+    if offloads or any(one.optimizer_memory == "host" for one in layouts):
+        names.append("host")
+    found = [_tried(compared, device, name) for name in names]
     return tuple(sorted(found, key=lambda one: -one.faster))
-
-
-def _names(plans: Sequence[Plan], device: Device) -> Iterator[str]:
-    """Yield the names of the assumed numbers that these plans take."""
-    yield from ASSUMED.get(device.name, ())
-    if any(_uses_host(plan.run.layout) for plan in plans):
-        yield "host"
-
-
-def _uses_host(layout: Layout) -> bool:
-    names = layout.residual_names
-    offloads = names is not None and bool(names.offload)
-    return offloads or layout.optimizer_memory != "device"
 
 
 def _tried(plans: Sequence[Plan], device: Device, name: str) -> Assumption:

@@ -214,6 +214,8 @@ def _result(
             front.append(found)
     kept = {str(found.run.layout) for found in (*plans, *front)}
     others = [found for found in fitting if str(found.run.layout) not in kept]
+    notes = [guess_note(request.cluster.device)]
+    notes += [why_method(plan.run.layout, plan.run) for plan in plans[:1]]
     return SearchResult(
         plans=plans,
         front=tuple(front),
@@ -223,7 +225,7 @@ def _result(
         estimated_count=len(findings.fitting),
         seconds=time.perf_counter() - started,
         capacity_bytes=findings.capacity_bytes,
-        notes=_notes(request, plans),
+        notes=tuple(filter(None, notes)),
     )
 
 
@@ -276,10 +278,3 @@ def _one_per_split(leaves: list[Leaf]) -> list[Leaf]:
         if key not in best or leaf.bound.step_s < best[key].bound.step_s:
             best[key] = leaf
     return list(best.values())
-
-
-def _notes(request: Request, plans: tuple[Estimate, ...]) -> tuple[str, ...]:
-    notes = [guess_note(request.cluster.device)]
-    if plans:
-        notes.append(why_method(plans[0].run.layout, plans[0].run))
-    return tuple(filter(None, notes))
