@@ -20,7 +20,11 @@ QUIET = [
 # Text of HTML and SVG, beside what plotly has in its labels.
 TAGS = ("<svg", "<rect", "<path", "<table", "<td", "<div", "<style", "<script", "<html")
 
-BY_HAND = ("meshpar/cli/report/page.py", "meshpar/schedules/render.py")
+BY_HAND = (
+    "meshpar/cli/report/page.py",
+    "meshpar/html.py",
+    "meshpar/schedules/render.py",
+)
 
 
 def test_commands_that_draw_nothing_import_nothing_that_draws():
