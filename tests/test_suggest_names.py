@@ -350,6 +350,11 @@ def nothing():
     return 0
 
 
+def no_inputs():
+    """A third part that is no dict."""
+    return *language_model(gated, **GATED), TOKENS["x"]
+
+
 def test_the_command_takes_init_loss_and_arrays(capsys):
     assert main(["name", f"{__name__}:parts", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -361,6 +366,7 @@ def test_the_command_takes_init_loss_and_arrays(capsys):
     ("function", "key"),
     [
         (nothing, "command.no_model_returned"),
+        (no_inputs, "command.no_model_returned"),
         (gated, "command.bad_model_function"),
     ],
 )

@@ -68,7 +68,8 @@ def _model(build: Any, name: str) -> Model:
         ) from error
     if isinstance(built, Model):
         return built
-    if not isinstance(built, tuple) or len(built) not in (2, 3):
+    parts = len(built) if isinstance(built, tuple) else 0
+    if parts not in (2, 3) or (parts == 3 and not isinstance(built[2], Mapping)):
         raise InputError(
             f"{name!r} gives a {type(built).__name__}; return a model of from_loss, "
             "(init, loss), or (init, loss, inputs)",
