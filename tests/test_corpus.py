@@ -204,12 +204,14 @@ def test_a_checkpoint_says_whether_its_data_are_texts_or_tokens(
 
 
 def test_a_look_at_first_rows_goes_on_to_those_with_targets(monkeypatch):
-    sums = iter([(0.0, 0.0), (0.0, 0.0), (6.0, 3.0), (8.0, 1.0)])
+    pairs = [(0.0, 0.0), (0.0, 0.0), (6.0, 3.0), (8.0, 1.0)]
+    names = "loss_sum", "weight_sum"
+    sums = (dict(zip(names, pair, strict=True)) for pair in pairs)
     batches = [{}] * 4
     monkeypatch.setattr(pretrain, "padded_batches", lambda *args: batches)
     run = SimpleNamespace(
         texts=SimpleNamespace(validation=None),
-        config=SimpleNamespace(global_batch=1),
+        config=SimpleNamespace(global_batch=1, validates_average=False),
         step=SimpleNamespace(
             rows_here=lambda batch: None, evaluate=lambda *args: next(sums)
         ),
