@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from meshpar import lint
 from meshpar.train.optimizer_state import WholeStateWarning
+from tests.marks import slow
 from tests.pipelined import mlp_of
 from tests.test_precision import batch_of
 from tests.test_precision import step_of as step_of_model
@@ -187,19 +188,27 @@ def test_an_unrolled_optimizer_gets_each_layer_as_a_parameter_of_its_own(name):
 
 
 def distributed_shampoo(monkeypatch):
-    """Distributed Shampoo of Google Research (`pip install precondition-opt chex`)."""
+    """Distributed Shampoo of Google Research."""
     for name in ("map", "flatten", "unflatten", "leaves", "structure"):
         function = getattr(jax.tree, name)  # The library is of 2023.
         monkeypatch.setattr(jax, f"tree_{name}", function, raising=False)
-    library = pytest.importorskip("precondition.distributed_shampoo")
-    return library.distributed_shampoo(
-        1e-2, block_size=16, matrix_epsilon=1e-3, start_preconditioning_step=1
+    from precondition.distributed_shampoo import distributed_shampoo
+
+    return distributed_shampoo(
+        1e-2,
+        block_size=64,
+        matrix_epsilon=1e-3,
+        start_preconditioning_step=1,
+        generate_training_metrics=False,
+        eigh=True,
     )
 
 
 def kron(monkeypatch):
-    """PSGD with Kronecker factors (`pip install psgdax`)."""
-    optimizer = pytest.importorskip("psgdax.psgd").kron(1e-3)
+    """PSGD with Kronecker factors."""
+    from psgdax.psgd import kron
+
+    optimizer = kron(1e-3)
 
     def update(updates, state, params=None):  # It takes no loss, unlike its signature.
         return optimizer.update(updates, state, params)
@@ -208,10 +217,14 @@ def kron(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:Explicitly requested dtype")
-@pytest.mark.parametrize("made", [distributed_shampoo, kron])
-def test_preconditioners_of_a_library_train_as_on_one_device(made, monkeypatch):
-    optimizer = made(monkeypatch)
-    options = {"unroll_optimizer": True}
-    _, alone = after_three_steps(step_of("data=1", optimizer, **options))
-    _, params = after_three_steps(step_of(SPLIT, optimizer, **options))
+@pytest.mark.parametrize("library", [kron, slow(distributed_shampoo)])
+def test_preconditioners_of_a_library_train_as_on_one_device(library, monkeypatch):
+    make = functools.partial(
+        step_of,
+        optimizer=library(monkeypatch),
+        model=mlp_of(2),
+        unroll_optimizer=True,
+    )
+    _, alone = after_three_steps(make("data=1"))
+    _, params = after_three_steps(make(SPLIT))
     assert_close(params, alone, 1e-5)
