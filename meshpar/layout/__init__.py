@@ -1,9 +1,9 @@
 """A layout: how a step lies on its devices, as plain data and one line of text.
 
 `layout.Layout` has the size of each mesh axis and the options of a step,
-`context_method` the values of `attention`, and `requirements` each rule that lint,
-step, planner, fuzzer and command line hold a layout to, one row each. Nothing here
-imports JAX or reads a model: callers give the sizes.
+`context_method` the values of its option for attention, and `requirements` each rule
+that lint, step, planner, fuzzer and command line hold a layout to, one row each.
+Nothing here imports JAX or reads a model: callers give the sizes.
 """
 
 from __future__ import annotations
