@@ -191,7 +191,7 @@ class PortableTables:
     def _programs(self) -> dict[tuple[str, str], tuple[Callable, Callable]]:
         """(store, array) -> program from the store to blocks of tables, and back."""
         mesh_axes, on_shards = self.functions.shares.mesh_axes, self.functions.on_shards
-        programs = {}
+        programs: dict[tuple[str, str], tuple[Callable, Callable]] = {}
         for store in self.functions.stores:
             blocks = Blocks(store=store, mesh_axes=mesh_axes)
             names = [member.table.name for member in store.members]
