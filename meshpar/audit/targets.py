@@ -169,7 +169,7 @@ def _run(folder: Path, *, timeout_s: float, memory_bytes: int) -> TargetError:
     environment.pop("MESHPAR_EMULATE", None)
     with (folder / "words.txt").open("w") as words:
         child = subprocess.Popen(
-            [sys.executable, "-m", "meshpar.audit.child", str(folder)],
+            _child_command(folder),
             stdout=words,
             stderr=subprocess.STDOUT,
             env=environment,
@@ -193,6 +193,10 @@ def _way_out(words: str) -> str:
         f"; leave each {found[1]} to the TensorCore: compiler_options="
         f"{{{option!r}: False}} (--compiler-option {option}=false)"
     )
+
+
+def _child_command(folder: Path) -> list[str]:
+    return [sys.executable, "-m", "meshpar.audit.child", str(folder)]
 
 
 def _wait(
