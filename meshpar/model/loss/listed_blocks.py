@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.extend.core import Literal
 
+from meshpar.model.loss.alike import alike, same_array
 from meshpar.model.loss.facts import Cut, MakeKey, TraceFacts, Values
 from meshpar.model.loss.program import LossProgram, Operation
 
@@ -201,38 +199,17 @@ def _same_operation(program: LossProgram, a: Operation, b: Operation) -> bool:
         return [str(program.avals[number]) for number in (*one.read, *one.results)]
 
     x, y = a.equation, b.equation
-    return x.primitive is y.primitive and shapes(a) == shapes(b) and _same_options(x, y)
-
-
-def _same_options(x: JaxprEqn, y: JaxprEqn) -> bool:
-    if x.params.keys() != y.params.keys():
-        return False
-    return all(_same_option(x.params[name], y.params[name]) for name in x.params)
-
-
-def _same_option(x: Any, y: Any) -> bool:
-    """Return True if two options of an operation are equal, but for addresses."""
-    if isinstance(x, ClosedJaxpr) and isinstance(y, ClosedJaxpr):
-        pairs = itertools.zip_longest(x.consts, y.consts)
-        if not all(_same_array(one, other) for one, other in pairs):
-            return False
-    if callable(x) and callable(y):
-        return True  # Rules of derivatives; the program beside them is compared.
-    texts = [re.sub(r"0x[0-9a-f]+", "", str(one)) for one in (x, y)]
-    return texts[0] == texts[1]
-
-
-def _same_array(x: Any, y: Any) -> bool:
-    if x is None or y is None:
-        return x is y
-    is_inexact = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-    return x is y or np.array_equal(x, y, equal_nan=bool(is_inexact))
+    return (
+        x.primitive is y.primitive
+        and shapes(a) == shapes(b)
+        and alike(x.params, y.params)
+    )
 
 
 def _same_literal(u: Any, v: Any) -> bool:
     if not (isinstance(u, Literal) and isinstance(v, Literal)):
         return False
-    return str(u.aval) == str(v.aval) and _same_array(u.val, v.val)
+    return str(u.aval) == str(v.aval) and same_array(u.val, v.val)
 
 
 def _same_value(facts: TraceFacts, u: int, v: int) -> bool:
@@ -247,7 +224,7 @@ def _same_value(facts: TraceFacts, u: int, v: int) -> bool:
         return True
     constants = program.constant(u), program.constant(v)
     if constants[0] is not None or constants[1] is not None:
-        return _same_array(*constants)
+        return same_array(*constants)
     a, b = program.maker.get(u), program.maker.get(v)
     if a is None or b is None or a.results.index(u) != b.results.index(v):
         return False
