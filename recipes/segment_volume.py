@@ -301,11 +301,6 @@ def _parser() -> RecipeParser:
         default=True,
         help="vary unevenness, noise and mirroring in every step",
     )
-    add("--log-json", type=output_file, metavar="FILE", help="write a row per score")
-    add("--png", metavar="FILE", help="draw three slices")
-    add(
-        "--out", type=output_file, metavar="FILE", help="write the prediction, as NIfTI"
-    )
     add(
         "--prediction",
         type=output_file,

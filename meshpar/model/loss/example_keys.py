@@ -19,6 +19,9 @@ from jax.extend import random as jax_random
 
 from meshpar.model.scope import Scope
 
+Shapes = frozenset[tuple[int, ...]]
+"""Shapes of arrays."""
+
 _BASE = "threefry2x32"
 _BASE_WORDS = 2
 _BITS = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32, 64: jnp.uint64}
@@ -44,8 +47,13 @@ def key_data(scope: Scope, name: str) -> jax.Array | None:
     return jnp.concatenate([jax.random.key_data(key), examples])
 
 
-def example_key(data: jax.Array) -> jax.Array:
+def example_key(data: jax.Array, shared: Shapes = frozenset()) -> jax.Array:
     """Return the key of some data: a scalar that `jax.random` and Flax take as any.
+
+    Args:
+        data: From `key_data`.
+        shared: Shapes of arrays that are drawn once for all examples, though their
+            leading dim could hold them.
 
     Example:
         >>> scope = Scope(
@@ -59,11 +67,11 @@ def example_key(data: jax.Array) -> jax.Array:
         >>> bool((part == whole[2:]).all())
         True
     """
-    return jax.random.wrap_key_data(data, impl=_implementation(data.shape[-1]))
+    return jax.random.wrap_key_data(data, impl=_implementation(data.shape[-1], shared))
 
 
 @functools.cache
-def _implementation(num_words: int) -> Any:
+def _implementation(num_words: int, shared: Shapes) -> Any:
     """Return the functions of keys of so many words, as `jax.random` takes them."""
     num_examples = num_words - _BASE_WORDS
 
@@ -84,7 +92,7 @@ def _implementation(num_words: int) -> Any:
 
     def random_bits(data: jax.Array, width: int, shape: tuple[int, ...]) -> jax.Array:
         key, dtype = base(data), _BITS[width]
-        if not shape or shape[0] % num_examples:
+        if not shape or shape in shared or shape[0] % num_examples:
             return jax.random.bits(key, shape, dtype)
         own = (shape[0] // num_examples, *shape[1:])
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, data[_BASE_WORDS:])
@@ -100,6 +108,6 @@ def _implementation(num_words: int) -> Any:
         split=split,
         random_bits=random_bits,
         fold_in=fold_in,
-        name=f"meshpar_examples_{num_examples}",
+        name=f"meshpar_examples_{num_examples}_{hash(shared)}",
         tag=f"me{num_examples}",
     )

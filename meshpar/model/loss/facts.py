@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from meshpar.errors import InputError
+from meshpar.model.loss.example_keys import Shapes
 from meshpar.model.loss.program import LossProgram, Operation
 from meshpar.trace.operations import operation_line
 
@@ -33,6 +34,7 @@ class Cut:
             examples; False where it is the same for all.
         block: (the layer's parameters, known arrays of the batch, stream, make_key,
             layer) -> stream.
+        shared: Shapes that are drawn once for all examples.
     """
 
     program: LossProgram
@@ -40,6 +42,7 @@ class Cut:
     last: tuple[int, ...]
     per_example: tuple[bool, ...]
     block: Callable[[Sequence[Any], Values, Sequence[Any], MakeKey, Any], list[Any]]
+    shared: Shapes = frozenset()
 
     def embed(self, known: Values) -> list[Any]:
         """Return the stream before the first block."""

@@ -22,17 +22,9 @@ from meshpar.errors import InputError
 from meshpar.model.block_run import check_head
 from meshpar.model.contract import BlockGroup, Model
 from meshpar.model.inputs import Input
-from meshpar.model.loss.cut import cut
 from meshpar.model.loss.drop_ins import inside
 from meshpar.model.loss.example_keys import example_key, key_data
-from meshpar.model.loss.facts import (
-    Arguments,
-    Cut,
-    Values,
-    from_stream,
-    in_stream,
-    known_batch,
-)
+from meshpar.model.loss.facts import Values, from_stream, in_stream, known_batch
 from meshpar.model.loss.leaf_names import (
     NONE,
     BlockLeaves,
@@ -40,7 +32,7 @@ from meshpar.model.loss.leaf_names import (
     find_blocks,
     leaf_axes,
 )
-from meshpar.model.loss.program import STACKED, LossProgram
+from meshpar.model.loss.traced_loss import CutLoss, TracedLoss
 from meshpar.model.loss.user_tree import UserLeaf, UserTree
 from meshpar.model.parameter import Parameter, Params
 from meshpar.model.scope import Scope
@@ -158,9 +150,7 @@ class _LossModel:
             for at, leaf in enumerate(tree.leaves)
             if at not in in_blocks and leaf.role != "random"
         ]
-        self._cuts: dict[Any, tuple[Cut, Arguments]] = {}
-        self._rules: list[Any] = []
-        self._results: Any = None
+        self._traced = TracedLoss(tree, loss, blocks, self._ends)
         self._changes_state = tree.has_statistics
 
     def model(self, inputs: Mapping[str, Input] | None) -> Model:
@@ -267,7 +257,8 @@ class _LossModel:
     ) -> Any:
         values = self._user_values(params, scope.state)
         data = key_data(scope, "loss")
-        key = None if data is None else example_key(data)
+        shared = self._traced.shared_draws(params, batch, scope)
+        key = None if data is None else example_key(data, shared)
         tree = self._tree.rebuild(
             values, key, training=scope.training, batch_axes=scope.batch_axes
         )
@@ -298,19 +289,18 @@ class _LossModel:
         )
 
     def _embed(self, params: Params, batch: Mapping[str, Any], scope: Scope) -> Any:
-        found, known, examples = self._cut(params, batch, scope)
-        return in_stream(found, found.embed(known), examples)
+        loss, known, examples = self._cut(params, batch, scope)
+        return in_stream(loss.cut, loss.cut.embed(known), examples)
 
     def _head(
         self, params: Params, stream: Any, batch: Mapping[str, Any], scope: Scope
     ) -> Any:
-        found, known, _ = self._cut(params, batch, scope)
-        return jax.tree.unflatten(
-            self._results, found.head(known, from_stream(found, found.last, stream))
-        )
+        loss, known, _ = self._cut(params, batch, scope)
+        after = from_stream(loss.cut, loss.cut.last, stream)
+        return jax.tree.unflatten(loss.results, loss.cut.head(known, after))
 
     def _block(self, params: Params, stream: Any, scope: Scope) -> Any:
-        found, arguments, examples = self._traced(params, scope.batch, scope)
+        (found, arguments, _), examples = self._traced.cut(params, scope.batch, scope)
         blocks = self._blocks
         values = []
         for path, at in zip(blocks.paths, blocks.positions[0], strict=True):
@@ -320,7 +310,7 @@ class _LossModel:
         def make_key(index: int, shape: tuple[int, ...]) -> jax.Array:
             data = key_data(scope, f"block.{index}")
             assert data is not None  # The trace without a key asks for none.
-            key = example_key(data)
+            key = example_key(data, found.shared)
             return jax.random.split(key, shape) if shape else key
 
         batch = known_batch(arguments, sorted(scope.batch), scope.batch)
@@ -332,9 +322,10 @@ class _LossModel:
 
     def _cut(
         self, params: Params, batch: Mapping[str, Any], scope: Scope
-    ) -> tuple[Cut, Values, int]:
+    ) -> tuple[CutLoss, Values, int]:
         """Return the cut loss, the values of its arguments, and number of examples."""
-        found, arguments, examples = self._traced(params, batch, scope)
+        loss, examples = self._traced.cut(params, batch, scope)
+        arguments = loss.arguments
         known = known_batch(arguments, sorted(batch), batch)
         for number, at in zip(arguments.ends, self._ends, strict=True):
             leaf = self._tree.leaves[at]
@@ -343,82 +334,7 @@ class _LossModel:
             )
         if arguments.key is not None:
             known[arguments.key] = key_data(scope, "loss")
-        return found, known, examples
-
-    def _traced(
-        self, params: Params, batch: Mapping[str, Any], scope: Scope
-    ) -> tuple[Cut, Arguments, int]:
-        """Return the loss traced on such a batch, cut, and the number of examples."""
-        names = sorted(batch)
-        shapes = [jax.ShapeDtypeStruct(batch[n].shape, batch[n].dtype) for n in names]
-        examples = shapes[0].shape[0]
-        data = jax.eval_shape(lambda: key_data(scope, "loss"))
-        dtype = _float_dtype(params)
-        # JAX keeps the mesh of a trace with every operation.
-        asked = (
-            tuple(zip(names, map(str, shapes), strict=True)),
-            data is None,
-            str(dtype),
-            scope.training,
-            jax.sharding.get_abstract_mesh(),
-            id(scope.rules),
-            scope.order,
-            scope.platform,
-            scope.recomputed,
-        )
-        given = names, shapes, data, dtype, scope
-        if scope.order is not None and scope.order.probing:
-            return (*self._trace(*given), examples)
-        if asked not in self._cuts:
-            self._cuts[asked] = self._trace(*given)
-            self._rules.append(scope.rules)  # So that no other gets its id.
-        return (*self._cuts[asked], examples)
-
-    def _trace(
-        self, names: list[str], shapes: list, data: Any, dtype: Any, scope: Scope
-    ) -> tuple[Cut, Arguments]:
-        blocks, leaves = self._blocks, self._tree.leaves
-        layers = list(itertools.chain(*blocks.positions))
-        order = [*self._ends, *layers]
-
-        def traced(values: list[Any], arrays: list[Any], data: Any) -> Any:
-            given: list[Any] = [None] * len(leaves)
-            for at, value in zip(order, values, strict=True):
-                given[at] = value
-            key = None if data is None else example_key(data)
-            tree = self._tree.rebuild(given, key, training=scope.training)
-            with inside(scope):
-                results = self._loss(tree, dict(zip(names, arrays, strict=True)), key)
-            flat, self._results = jax.tree.flatten(results)
-            return flat
-
-        def struct(leaf: UserLeaf) -> jax.ShapeDtypeStruct:
-            real = jnp.issubdtype(leaf.dtype, jnp.floating)
-            used = dtype if leaf.role == "param" and real and dtype else leaf.dtype
-            return jax.ShapeDtypeStruct(leaf.shape, used)
-
-        values = [struct(leaves[at]) for at in order]
-        first = len(self._ends)
-        width = len(blocks.paths)
-        of_layer = {
-            first + at: STACKED if blocks.stacked else at // width
-            for at in range(len(layers))
-        }
-        program = LossProgram(jax.make_jaxpr(traced)(values, shapes, data), of_layer)
-        numbers = program.arguments
-        after = first + len(layers)
-        arguments = Arguments(
-            ends=tuple(numbers[:first]),
-            layers=tuple(
-                tuple(numbers[first + at : first + at + width])
-                for at in range(0, len(layers), width)
-            ),
-            num_layers=blocks.num_layers,
-            stacked=blocks.stacked,
-            batch=tuple(numbers[after : after + len(names)]),
-            key=None if data is None else numbers[-1],
-        )
-        return cut(program, arguments, blocks.blocks), arguments
+        return loss, known, examples
 
 
 def _no_stream(params: Params, batch: Mapping[str, Any], scope: Scope) -> jax.Array:
@@ -431,11 +347,3 @@ def _at_path(tree: Any, path: Sequence[str]) -> Any:
     for key in path:
         tree = tree[key]
     return tree
-
-
-def _float_dtype(params: Params) -> Any:
-    """Return the dtype in which a step uses its parameters; None without real ones."""
-    for leaf in jax.tree.leaves(params):
-        if jnp.issubdtype(leaf.dtype, jnp.floating):
-            return leaf.dtype
-    return None
