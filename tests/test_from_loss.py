@@ -350,6 +350,55 @@ def _shapes(model):
     return jax.eval_shape(lambda: model.init(0))
 
 
+def by_gradient(at):
+    """A function with the same values in every layer, and another derivative."""
+
+    @jax.custom_vjp
+    def sine(x):
+        return jnp.sin(x)
+
+    sine.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cos(x) * (1 + at),))
+    return sine
+
+
+def by_constant(at):
+    inner = jax.jit(lambda x: x * np.arange(float(EMBED)) * (1 + at))
+    return jax.checkpoint(lambda x: inner(x))
+
+
+def by_callback(at):
+    function = (np.sin, np.cos)[at % 2]
+    return lambda x: jax.pure_callback(lambda y: function(y), x, x)
+
+
+@pytest.mark.parametrize("function", [by_gradient, by_constant, by_callback])
+def test_blocks_that_differ_inside_a_call_are_refused(function, refuses):
+    def loss(params, batch, key):
+        x = params["embed"][batch["x"]]
+        for at, layer in enumerate(params["layers"]):
+            x = block(x, layer) + function(at)(x)
+        return cross_entropy(params, x, batch)
+
+    model = from_loss(init_listed, loss, names=NAMES, blocks="layers", inputs=TOKENS)
+    with refuses("model.blocks_differ", "layers", words=False):
+        jax.eval_shape(
+            lambda params: single.loss(model, params, tokens()), _shapes(model)
+        )
+
+
+def test_a_function_that_all_blocks_share_is_no_difference():
+    sine = by_gradient(0)
+
+    def loss(params, batch, key):
+        x = params["embed"][batch["x"]]
+        for layer in params["layers"]:
+            x = block(sine(jax.nn.relu(x)), layer)
+        return cross_entropy(params, x, batch)
+
+    model = from_loss(init_listed, loss, names=NAMES, blocks="layers", inputs=TOKENS)
+    jax.eval_shape(lambda params: single.loss(model, params, tokens()), _shapes(model))
+
+
 def test_blocks_that_are_not_there_are_refused(refuses):
     with refuses("model.no_such_blocks", "layer", "layers"):
         from_loss(init_listed, run_list, blocks="layer", inputs=TOKENS)
@@ -539,6 +588,68 @@ def test_dropout_draws_for_each_example(blocks):
     np.testing.assert_allclose(halves, part(0, 8), rtol=1e-5)
     assert abs(float(part(0, 8, first=8) - part(0, 8))) > 1e-3
     assert abs(float(single.loss(model, params, batch) - part(0, 8))) > 1e-3
+
+
+def test_a_mask_that_all_examples_share_is_drawn_once(refuses):
+    """Also where a device has one example, whose own arrays look alike."""
+
+    def loss(params, batch, key):
+        x = params["embed"][batch["x"]]
+        if key is not None:
+            x = x * jax.random.bernoulli(key, 0.5, (1, 1, EMBED))
+        return cross_entropy(params, x, batch)
+
+    model = from_loss(init_listed, loss, names=NAMES, inputs=TOKENS)
+    params, batch = model.init(0), tokens(4)
+
+    def losses(first, last, loss=model):
+        rows = {name: value[first:last] for name, value in batch.items()}
+        examples = jnp.arange(first, last, dtype=jnp.uint32)
+        scope = Scope(training=True, random=jax.random.key(1), examples=examples)
+        return single.loss(loss, params, rows, scope)
+
+    each = np.mean([losses(at, at + 1) for at in range(4)])
+    np.testing.assert_allclose(each, losses(0, 4), rtol=1e-5)
+
+    def both(params, batch, key):
+        if key is not None:
+            shape = (len(batch["x"]), 1, EMBED)
+            drawn = [jax.random.normal(key, one) for one in (shape, (1, 1, EMBED))]
+            batch = {**batch, "noise": sum(drawn)}
+        return loss(params, batch, key)
+
+    mixed = from_loss(init_listed, both, names=NAMES, inputs=TOKENS)
+    with refuses("model.ambiguous_draw", 1):
+        losses(0, 1, mixed)
+
+
+def test_parameters_come_back_as_the_tree_of_init_from_any_layout(refuses):
+    layout = "stage=2,chunks=2,microbatches=2,schedule=interleaved_1f1b"
+    model = from_loss(
+        functools.partial(init_listed, num_layers=4),
+        run_list,
+        names=NAMES,
+        blocks="layers",
+        inputs=TOKENS,
+    )
+    step = make_train_step(model, optax.sgd(0.1), layout, devices=jax.devices()[:2])
+    found = step.unflatten(step.init(seed=0))
+    expected = jax.jit(functools.partial(init_listed, num_layers=4))(jax.random.key(0))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    normed = from_loss(Normed, squared_errors, inputs=VECTORS)
+    with refuses("model.tree_needs_state", "state.model_state"):
+        normed.unflatten(normed.parameters)
+
+
+def test_a_tree_that_is_one_array_trains():
+    def loss(weight, batch, key):
+        errors = (batch["x"] @ weight - batch["y"]) ** 2
+        return errors.sum(), jnp.float32(errors.size)
+
+    model = from_loss(lambda key: jnp.ones(4), loss, inputs=VECTORS)
+    assert list(model.flat_parameters()) == ["value"]
+    batch = {"x": np.ones((2, 4), np.float32), "y": np.zeros(2, np.float32)}
+    assert float(single.loss(model, model.init(0), batch)) == 16
 
 
 def test_stages_and_plans_ask_for_blocks(refuses):

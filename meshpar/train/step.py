@@ -252,6 +252,24 @@ class TrainStep:
         """
         return in_layer_order(self.model, tree)
 
+    def unflatten(self, state: TrainState) -> Any:
+        """Return the parameters as the tree that `from_loss(init=)` makes, on the host.
+
+        Raises:
+            InputError: The model is not one of `from_loss`.
+        """
+        if self.model_as_given.unflatten is None:
+            raise InputError(
+                "the model is not one of from_loss, which keeps a user's own tree; "
+                "take step.in_layer_order(state.params)",
+                key="model.no_tree_of_its_own",
+            )
+        reading = self._reading_state(state)
+        return self.model_as_given.unflatten(
+            self.in_layer_order(reading.params),
+            self.in_layer_order(reading.model_state),
+        )
+
     def evaluate(self, state: TrainState, batch: Batch) -> Evaluation:
         """Return metrics of a batch by name, without dropout and auxiliary losses.
 

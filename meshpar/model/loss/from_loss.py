@@ -231,7 +231,18 @@ class _LossModel:
         return params, state
 
     def _unflatten(self, params: Params, state: Params | None = None) -> Any:
-        """Return the user's tree with these parameters, for use outside a step."""
+        """Return the user's tree with these parameters, layers first to last."""
+        missing = [
+            self._tree.leaves[at].name
+            for at in self._ends
+            if self._tree.leaves[at].role != "param" and not state
+        ]
+        if missing:
+            raise InputError(
+                f"the tree has arrays that are not trained, such as {missing[0]}; give "
+                "state.model_state too, or call step.unflatten(state)",
+                key="model.tree_needs_state",
+            )
         values = self._user_values(params, state or {})
         return self._tree.rebuild(values, None, training=False)
 

@@ -192,6 +192,7 @@ class _Array:
         names = getattr(node, "names", None)
         role = _role(value.dtype, trained)
         axes = None if names is None else tuple(names)
+        path = path or ("value",)  # The tree is this array alone.
         return [(UserLeaf(path, value.shape, value.dtype, role, axes), value)]
 
     def filled(self, value: Any) -> Any:
