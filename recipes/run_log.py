@@ -70,10 +70,13 @@ def on_console(console: Console | None = None) -> Iterator[None]:
     """
     logger = logging.getLogger(ROOM)
     handler, level = ConsoleHandler(console or Console()), logger.level
+    handed_on = logger.propagate
     logger.addHandler(handler)
     logger.setLevel(level or logging.INFO)
+    logger.propagate = False  # A library's handler of all records would print them too.
     try:
         yield
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+        logger.propagate = handed_on

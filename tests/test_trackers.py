@@ -95,7 +95,7 @@ def test_a_tracker_whose_server_is_away_ends_no_run(small, monkeypatch, caplog):
     wandb = Recorded("wandb", "init", fails=["log"])
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     config = small(tracker="wandb")
-    assert pretrain.pretrain(config).steps_done == 5
+    assert pretrain.pretrain(config, console=False).steps_done == 5
     assert rows(config.metrics_path, "step") == [0, 1, 2, 3, 4, 4]
     told = [one for one in caplog.records if one.levelno == logging.WARNING]
     assert ["no server" in one.getMessage() for one in told] == [True], "once"
