@@ -641,6 +641,26 @@ def test_parameters_come_back_as_the_tree_of_init_from_any_layout(refuses):
         normed.unflatten(normed.parameters)
 
 
+def test_what_would_be_trained_or_left_out_unseen_is_refused_or_reported(refuses):
+    def init(key):
+        variables = {"params": {"w": jnp.ones(4)}, "batch_stats": {"m": jnp.ones(4)}}
+        return {"one": variables, "scale": 2.0}
+
+    model = from_loss(init, squared_errors, inputs=VECTORS)
+    assert list(model.flat_parameters()) == ["one.params.w"]
+    assert {*model.name_problems} == {"batch_stats", "scale"}
+    with refuses("model.variables_without_module", "nnx.state"):
+        from_loss(lambda key: nnx.state(Normed(key)), squared_errors, inputs=VECTORS)
+
+    def tied(key):
+        one, other = Normed(key), Normed(key)
+        other.read = one.read
+        return {"one": one, "other": other}
+
+    with refuses("model.shared_variable"):
+        from_loss(tied, squared_errors, inputs=VECTORS)
+
+
 def test_a_tree_that_is_one_array_trains():
     def loss(weight, batch, key):
         errors = (batch["x"] @ weight - batch["y"]) ** 2

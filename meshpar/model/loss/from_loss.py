@@ -130,6 +130,10 @@ def from_loss(
         "a layer's state that changes needs meshpar.from_nnx"
         for collection in sorted(tree.collections)
     }
+    problems |= dict.fromkeys(
+        sorted(tree.numbers),
+        "is a Python number, which is not trained; make it an array",
+    )
     return replace(model, name_problems=problems)
 
 

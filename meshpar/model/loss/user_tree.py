@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -64,6 +64,7 @@ class UserTree:
     Attributes:
         leaves: Its arrays.
         collections: Linen's collections of variables that are not trained.
+        numbers: Paths of Python numbers, which are not trained either.
         has_statistics: True if an NNX module in it has an `nnx.BatchNorm`.
 
     Args:
@@ -78,6 +79,7 @@ class UserTree:
         self._templates: list[Any] = []
         self._structure: Any = None
         self.collections: set[str] = set()
+        self.numbers: set[str] = set()
 
         def traced(key: jax.Array) -> list[Any]:
             found = self._take_apart(self._made(key))
@@ -167,13 +169,17 @@ class UserTree:
     def _take_apart(self, tree: Any) -> list[tuple[UserLeaf, Any]]:
         """Return leaves and values; keep the structure and what is no array."""
         paths, self._structure = jax.tree.flatten_with_path(tree, is_leaf=_is_node)
-        of_linen = isinstance(tree, Mapping) and LINEN_PARAMS in tree
-        self.collections = {*tree} - {LINEN_PARAMS} if of_linen else set()
+        _check_variables(node for _, node in paths)
+        self.collections, self.numbers = set(), set()
         found: list[tuple[UserLeaf, Any]] = []
         self._templates = []
         for keys, node in paths:
             path = tuple(map(_key_name, keys))
-            trained = not of_linen or path[0] == LINEN_PARAMS
+            collection = _untrained_collection(tree, keys)
+            self.collections.update(() if collection is None else (collection,))
+            trained = collection is None
+            if isinstance(node, float) and isinstance(tree, Mapping | list | tuple):
+                self.numbers.add(".".join(path))
             template = _template(node)
             self._templates.append(template)
             if isinstance(template, _Module | _Array):
@@ -275,7 +281,41 @@ def _template(node: Any) -> Any:
 
 
 def _is_node(node: Any) -> bool:
-    return isinstance(node, nnx.Module | linen.meta.AxisMetadata)
+    return isinstance(node, nnx.Module | nnx.Variable | linen.meta.AxisMetadata)
+
+
+def _check_variables(nodes: Iterable[Any]) -> None:
+    """Refuse variables of Flax NNX outside a module, or in two modules."""
+    seen: set[int] = set()
+    for node in nodes:
+        if isinstance(node, nnx.Variable):
+            raise InputError(
+                f"init returns an {type(node).__name__} outside its module, such as "
+                "nnx.state gives; return the module, or plain arrays",
+                key="model.variables_without_module",
+            )
+        if isinstance(node, nnx.Module):
+            every = [one for _, one in nnx.iter_graph(node)]
+            own = {id(one) for one in every if isinstance(one, nnx.Variable)}
+            if own & seen:
+                raise InputError(
+                    "init returns two modules that share a variable, which would be "
+                    "two parameters; put both modules into one nnx.Module",
+                    key="model.shared_variable",
+                )
+            seen |= own
+
+
+def _untrained_collection(tree: Any, keys: Sequence[Any]) -> str | None:
+    """Return the Linen collection that a path is in, if it is not trained."""
+    for key in keys:
+        name = getattr(key, "key", None)
+        if not isinstance(tree, Mapping) or name not in tree:
+            return None
+        if LINEN_PARAMS in tree and name != LINEN_PARAMS:
+            return str(name)
+        tree = tree[name]
+    return None
 
 
 def _is_array(node: Any) -> bool:
