@@ -64,7 +64,6 @@ MICROBATCHES = {name for name in EXAMPLES if name != "resnet_nnx"}
     ("name", "layout", "blocks"),
     [
         ("nanogpt_nnx", STAGES, True),
-        ("gpt2_linen", "data=2,fsdp=2,tensor=2,microbatches=2", False),
         ("mixer_equinox", "stage=2,data=4", True),
         *(
             slow(name, layout, blocks)
