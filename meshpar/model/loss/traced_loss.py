@@ -215,9 +215,11 @@ class TracedLoss:
 
 
 def _structs(batch: Mapping[str, Any]) -> list[jax.ShapeDtypeStruct]:
+    """Return the shape and dtype of each array, by name, as devices hold it."""
+    arrays = [batch[name] for name in sorted(batch)]
     return [
-        jax.ShapeDtypeStruct(batch[name].shape, batch[name].dtype)
-        for name in sorted(batch)
+        jax.ShapeDtypeStruct(one.shape, jax.dtypes.canonicalize_dtype(one.dtype))
+        for one in arrays
     ]
 
 
