@@ -145,7 +145,7 @@ def test_versions_are_compared_as_packaging_compares_them(needs):
 
 
 def test_every_message_names_an_extra_in_one_way():
-    """By `install_extra`, whose extras exist; a docstring writes it out."""
+    """Messages call `install_extra` with extras that exist; docstrings spell it out."""
     written = []
     for path in sources("meshpar", "models", "recipes"):
         text = (ROOT / path).read_text()

@@ -185,7 +185,7 @@ def run_flat(params, batch, key):
 
 
 def run_mask(params, batch, key):
-    """What depends on the batch alone is read by every block."""
+    """Every block reads a mask that depends on the batch alone."""
     x, mask = params["embed"][batch["x"]], (batch["x"] > 2)[..., None]
     for layer in params["layers"]:
         x = block(x, layer, mask & (batch["y"] != 3)[..., None])

@@ -1,4 +1,4 @@
-"""What a notebook shows of each object: true, escaped, and readable by itself."""
+"""HTML views of objects in notebooks: true, escaped, and readable by themselves."""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ def test_stages_of_experts_are_those_of_the_plan(preset, stages):
 
 
 def test_a_layer_of_experts_costs_what_a_token_meets():
-    """Of Mixtral 2 of 8 experts, the router, attention's weights and its scores."""
+    """Mixtral's block: 2 of 8 experts, the router, attention's weights and scores."""
     (group,) = build("mixtral-8x7b").groups
     experts, attention = 2 * 3 * 4096 * 14_336, 2 * 4096 * (4096 + 1024)
     weights, scores = experts + attention + 4096 * 8, 2 * 32 * (128 + 128) * 8

@@ -340,7 +340,7 @@ def test_the_command_prints_a_table_that_is_python(capsys):
 
 
 def parts():
-    """Of a model: init, loss, and arrays of a batch."""
+    """Return the parts of a model: init, loss, and arrays of a batch."""
     tokens = np.zeros((2, SEQ), np.int32)
     return *language_model(gated, **GATED), {"x": tokens, "y": tokens}
 

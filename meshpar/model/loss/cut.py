@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from jax.extend.core import Literal, jaxpr_as_fun
@@ -37,11 +39,14 @@ def cut(program: LossProgram, arguments: Arguments, blocks: str) -> Cut:
             their parameters.
     """
     facts = TraceFacts(program, arguments, blocks)
-    found = _scanned(facts) if arguments.stacked else listed_blocks(facts)
+    if arguments.stacked:
+        parts = _ScannedBlock.from_trace(facts).cut()
+    else:
+        parts = listed_blocks(facts)
     known = (*arguments.ends, *arguments.batch, *facts.key_argument)
     for wanted, after, part in (
-        (found.first, (), "what the first block reads"),
-        (program.results, found.last, "the loss"),
+        (parts.first, (), "what the first block reads"),
+        (program.results, parts.last, "the loss"),
     ):
         try:
             program.needed(wanted, (*known, *after))
@@ -52,84 +57,130 @@ def cut(program: LossProgram, arguments: Arguments, blocks: str) -> Cut:
                 "stream of every block, or write the model with meshpar.from_nnx",
                 key="model.blocks_leak",
             ) from None
-    return found
+    return parts
 
 
-def _scanned(facts: TraceFacts) -> Cut:
-    """Cut around the `lax.scan` that runs over stacked parameters."""
-    operation, loop = _find_scan(facts)
-    program, operands = facts.program, operation.operands
-    num_fixed = loop.num_consts + loop.num_carried
-    consts, slices = operands[: loop.num_consts], operands[num_fixed:]
-    carried = operands[loop.num_consts : num_fixed]
-    beside = tuple(
-        number
-        for number in dict.fromkeys(consts)
-        if not isinstance(number, Literal)
-        and not facts.is_free(number)
-        and not facts.is_key(number)
-    )
-    literals = [one for one in carried if isinstance(one, Literal)]
-    if literals:
-        raise facts.refuse(
-            f"its lax.scan carries the number {literals[0].val}; carry arrays with the "
-            "example first, and count layers with a scanned jnp.arange",
-            operation,
-            "model.blocks_carry_number",
-        )
-    body = jaxpr_as_fun(operation.equation.params["jaxpr"])
-    leaves = {number: at for at, number in enumerate(facts.arguments.layers[0])}
-    for number in slices:
-        if isinstance(number, Literal) or not (
-            facts.is_free(number)
-            or facts.is_key(number)
-            or _stacked_source(facts, number) is not None
-        ):
+@dataclass(frozen=True, kw_only=True)
+class _ScannedBlock:
+    """The body of the `lax.scan` over stacked parameters, as a block.
+
+    Args:
+        facts: Facts of the trace.
+        operation: The loop in the trace.
+        loop: Its body and the numbers of its operands.
+    """
+
+    facts: TraceFacts
+    operation: Operation
+    loop: Loop
+
+    @classmethod
+    def from_trace(cls, facts: TraceFacts) -> _ScannedBlock:
+        """Return the block of a trace.
+
+        Raises:
+            InputError: There is no such loop, or it carries or runs over something that
+                a block cannot get.
+        """
+        operation, loop = _find_scan(facts)
+        block = cls(facts=facts, operation=operation, loop=loop)
+        for operand in block.carried:
+            if isinstance(operand, Literal):
+                raise facts.refuse(
+                    f"its lax.scan carries the number {operand.val}; carry arrays with "
+                    "the example first, and count layers with a scanned jnp.arange",
+                    operation,
+                    "model.blocks_carry_number",
+                )
+        if not all(map(block._can_slice, block.slices)):
             raise facts.refuse(
                 "its lax.scan runs over an array that is neither a parameter under "
                 "that path, nor a key, nor a function of the batch alone",
                 operation,
                 "model.blocks_scan_over",
             )
+        return block
 
-    def block(
+    @property
+    def consts(self) -> tuple[Any, ...]:
+        """Operands that every iteration takes as they are."""
+        return self.operation.operands[: self.loop.num_consts]
+
+    @property
+    def carried(self) -> tuple[Any, ...]:
+        """Operands that one iteration hands to the next."""
+        end = self.loop.num_consts + self.loop.num_carried
+        return self.operation.operands[self.loop.num_consts : end]
+
+    @property
+    def slices(self) -> tuple[Any, ...]:
+        """Operands of which every iteration takes a slice."""
+        return self.operation.operands[self.loop.num_consts + self.loop.num_carried :]
+
+    @cached_property
+    def constant_stream(self) -> tuple[int, ...]:
+        """Constants of the loop that must flow with the stream, unchanged."""
+        return tuple(
+            number
+            for number in dict.fromkeys(self.consts)
+            if not isinstance(number, Literal)
+            and not self.facts.is_free(number)
+            and not self.facts.is_key(number)
+        )
+
+    def cut(self) -> Cut:
+        """Return the loss cut around the loop."""
+        after = self.operation.results[: self.loop.num_carried]
+        constant = self.constant_stream
+        return Cut(
+            program=self.facts.program,
+            first=(*self.carried, *constant),
+            last=(*after, *constant),
+            per_example=(
+                *(True for _ in self.carried),
+                *map(self.facts.is_per_example, constant),
+            ),
+            block=self.run,
+        )
+
+    def run(
+        self,
         params: Sequence[Any],
         batch: Values,
         stream: Sequence[Any],
         make_key: MakeKey,
         layer: Any,
     ) -> list[Any]:
-        own, others = stream[: len(carried)], stream[len(carried) :]
-        known = {**batch, **dict(zip(beside, others, strict=True))}
-        indices = itertools.count()
+        """Return the stream after one iteration (`Cut.block`)."""
+        num_carried, program = self.loop.num_carried, self.facts.program
+        carried, constant = stream[:num_carried], stream[num_carried:]
+        known = {**batch, **dict(zip(self.constant_stream, constant, strict=True))}
+        leaves = dict(zip(self.facts.arguments.layers[0], params, strict=True))
+        key_indices = itertools.count()
 
-        def fixed(number: Any) -> Any:
-            if not isinstance(number, Literal) and facts.is_key(number):
-                return make_key(next(indices), program.avals[number].shape)
-            return program.run(known, [number])[0]
-
-        def sliced(number: int) -> Any:
-            if facts.is_key(number):
-                return make_key(next(indices), program.avals[number].shape[1:])
-            source = _stacked_source(facts, number)
+        def value(operand: Any, *, sliced: bool) -> Any:
+            if not isinstance(operand, Literal) and self.facts.is_key(operand):
+                shape = program.avals[operand].shape
+                return make_key(next(key_indices), shape[1:] if sliced else shape)
+            source = _stacked_source(self.facts, operand) if sliced else None
             if source is not None:
-                value = params[leaves[source]]
-                return value.astype(program.avals[number].dtype)
-            return program.run(known, [number])[0][layer]
+                return leaves[source].astype(program.avals[operand].dtype)
+            (whole,) = program.run(known, [operand])
+            return whole[layer] if sliced else whole
 
-        results = body(*map(fixed, consts), *own, *map(sliced, slices))
-        return [*results[: loop.num_carried], *others]
+        results = jaxpr_as_fun(self.operation.equation.params["jaxpr"])(
+            *(value(operand, sliced=False) for operand in self.consts),
+            *carried,
+            *(value(operand, sliced=True) for operand in self.slices),
+        )
+        return [*results[:num_carried], *constant]
 
-    return Cut(
-        program=program,
-        first=(*carried, *beside),
-        last=(*operation.results[: loop.num_carried], *beside),
-        per_example=(
-            *(True for _ in carried),
-            *map(facts.is_per_example, beside),
-        ),
-        block=block,
-    )
+    def _can_slice(self, operand: Any) -> bool:
+        return not isinstance(operand, Literal) and (
+            self.facts.is_free(operand)
+            or self.facts.is_key(operand)
+            or _stacked_source(self.facts, operand) is not None
+        )
 
 
 def _find_scan(facts: TraceFacts) -> tuple[Operation, Loop]:

@@ -164,49 +164,63 @@ def leaf_axes(
     Raises:
         InputError: A pattern has a name for too many dims, or too few.
     """
-    patterns = {pattern: path_expression(pattern) for pattern in names}
     stacked = set(blocks.positions[0]) if blocks.stacked else set()
+    expressions = {pattern: path_expression(pattern) for pattern in names}
     unused, unnamed = set(names), []
     axes: list[LogicalAxes] = []
     for position, leaf in enumerate(leaves):
-        dims = len(leaf.shape) - (position in stacked)
-        own = leaf.logical_axes
-        if own is not None and position in stacked:
-            own = own[-dims:] if dims else ()
-        matching = [
-            pattern
-            for pattern, expression in patterns.items()
-            if expression.fullmatch("/" + "/".join(leaf.path))
-        ]
+        shape = leaf.shape[1:] if position in stacked else leaf.shape
+        path = "/" + "/".join(leaf.path)
+        matching = [name for name, one in expressions.items() if one.fullmatch(path)]
         unused -= set(matching)
-        given = names[matching[0]] if matching else own
-        chosen = (None,) * dims if matching and given is None else given
-        if matching and chosen is not None and len(chosen) != dims:
-            raise InputError(
-                f"names={{{matching[0]!r}: {tuple(chosen)}}} has "
-                f"{len(chosen)} names, but {leaf.name} has {dims} dims, "
-                f"of shape {leaf.shape[len(leaf.shape) - dims :]}; give one, or None, "
-                "for each",
-                key="model.wrong_number_of_names",
-            )
-        if chosen is None and dims > 1 and leaf.role == "param":
-            unnamed.append(leaf.name)
-        axes.append((None,) * dims if chosen is None else tuple(chosen))
+        if matching:
+            axes.append(_pattern_axes(matching[0], names[matching[0]], leaf, shape))
+        elif leaf.logical_axes is not None:
+            axes.append(leaf.logical_axes[len(leaf.shape) - len(shape) :])
+        else:
+            axes.append((None,) * len(shape))
+            if len(shape) > 1 and leaf.role == "param":
+                unnamed.append(leaf.name)
+    return axes, _name_problems(leaves, sorted(unused), unnamed if names else [])
+
+
+def _pattern_axes(
+    pattern: str,
+    given: Sequence[str | None] | None,
+    leaf: UserLeaf,
+    shape: tuple[int, ...],
+) -> LogicalAxes:
+    """Return the axes that a pattern gives a parameter of one layer's shape."""
+    if given is None:
+        return (None,) * len(shape)
+    if len(given) != len(shape):
+        raise InputError(
+            f"names={{{pattern!r}: {tuple(given)}}} has {len(given)} names, but "
+            f"{leaf.name} has {len(shape)} dims, of shape {shape}; give one, or None, "
+            "for each",
+            key="model.wrong_number_of_names",
+        )
+    return tuple(given)
+
+
+def _name_problems(
+    leaves: Sequence[UserLeaf], unused: Sequence[str], unnamed: Sequence[str]
+) -> dict[str, str]:
+    """Return what lint reports; warn of patterns that match nothing."""
+    examples = ", ".join("/".join(leaf.path) for leaf in leaves[:3])
     problems = {
-        f"names[{pattern!r}]": "matches no parameter; known: "
-        + ", ".join("/".join(leaf.path) for leaf in leaves[:3])
-        + ", ..."
-        for pattern in sorted(unused)
+        f"names[{pattern!r}]": f"matches no parameter; known: {examples}, ..."
+        for pattern in unused
     }
-    for where, problem in problems.items():
-        warnings.warn(f"{where} {problem}", UnmatchedNameWarning, stacklevel=3)
-    if unnamed and names:
-        alike = dict.fromkeys(re.sub(r"\b\d+\b", "*", path) for path in unnamed)
+    for pattern, problem in problems.items():
+        warnings.warn(f"{pattern} {problem}", UnmatchedNameWarning, stacklevel=4)
+    if unnamed:
+        paths = dict.fromkeys(re.sub(r"\b\d+\b", "*", path) for path in unnamed)
         problems["names"] = (
-            f"no pattern matches {', '.join(alike)}, so that tensor does not split "
+            f"no pattern matches {', '.join(paths)}, so that tensor does not split "
             "them; name their dims, or say that they stay whole: {..., '**': None}"
         )
-    return axes, problems
+    return problems
 
 
 def path_expression(pattern: str) -> re.Pattern[str]:
