@@ -4,6 +4,7 @@ from tests.mutants.faults import (
     data,
     generation,
     layouts,
+    losses,
     parallel,
     planning,
     training,
@@ -11,6 +12,7 @@ from tests.mutants.faults import (
 
 MUTANTS = (
     *layouts.MUTANTS,
+    *losses.MUTANTS,
     *parallel.MUTANTS,
     *training.MUTANTS,
     *data.MUTANTS,
