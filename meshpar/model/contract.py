@@ -340,7 +340,7 @@ class Model:
 
     @property
     def changes_state(self) -> bool:
-        """True if a step may change the state of a group."""
+        """True if a step may change the state of a group or of the ends."""
         of_ends = self.update_ends is not None
         return of_ends or any(group.changes_state for group in self.groups)
 

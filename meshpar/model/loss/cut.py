@@ -6,7 +6,7 @@ is the block.
 
 What a block reads besides its parameters and the stream is computed again inside it if
 it depends on the batch alone (masks, positions), gets a key of its own if it is a
-random key, and else flows beside the stream (the output of an encoder).
+random key, and otherwise becomes part of the stream (the output of an encoder).
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def _find_scan(facts: TraceFacts) -> tuple[Operation, Loop]:
 
 
 def _stacked_source(facts: TraceFacts, number: Any) -> int | None:
-    """Return the stacked parameter that a scanned array is, cast or as it is."""
+    """Return the stacked parameter that an array is, or is a cast of; None if none."""
     while not isinstance(number, Literal) and number not in facts.leaves:
         maker: Any = facts.program.maker.get(number)
         if maker is None or maker.equation.primitive.name != "convert_element_type":

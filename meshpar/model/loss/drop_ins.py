@@ -1,8 +1,8 @@
-"""Functions for a loss of one's own that work where devices share a sequence.
+"""Attention and positions that a loss of `from_loss` calls under any layout.
 
-They stand in for plain ones: `attend` for softmax attention, `positions` for
-`jnp.arange`. In a model of `from_loss` they follow the layout; in a plain program they
-are plain.
+`attend` replaces softmax attention and `positions` replaces `jnp.arange`. Under
+`context`, where each device has a part of every sequence, they use the whole sequence;
+outside of meshpar they compute the usual values.
 """
 
 from __future__ import annotations
@@ -70,9 +70,11 @@ def attend(
 
 
 def positions(seq: int) -> jax.Array:
-    """Return the places in the sequence of the `seq` tokens at hand: int32 (seq,).
+    """Return the positions of this device's `seq` tokens in the sequence: int32 (seq,).
 
-    `jnp.arange(seq)`, but under `context`, where a device has a part of each sequence.
+    Equal to `jnp.arange(seq)` except under `context`, where a device has a part of
+    each sequence. Do not put `jax.jit` around a loss that calls it: the positions of
+    the first layout would stay in its cached trace.
 
     Example:
         >>> positions(3).tolist()

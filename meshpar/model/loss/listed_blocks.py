@@ -238,7 +238,7 @@ def _same_value(facts: TraceFacts, u: int, v: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class _ListedBlock:
-    """The block that every layer's operations are, as the second one has it.
+    """The operations of one block, with the numbers that they have in the second.
 
     Args:
         facts: Facts of the trace.

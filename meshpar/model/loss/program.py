@@ -1,8 +1,8 @@
 """A traced loss as a list of operations, any part of which can be run by itself.
 
-The trace of `loss(params, batch, key)` is flat: calls are taken in, so that the
-operations of a block stand beside those of the next, whoever jitted them together.
-Every array is a number; an operation reads numbers and literals, and makes numbers.
+The trace of `loss(params, batch, key)` is flattened: programs inside `jax.jit` calls
+are inlined, so that a call around several blocks does not hide where one ends. Every
+array has a number; an operation reads numbers and literals, and makes numbers.
 """
 
 from __future__ import annotations
