@@ -111,6 +111,7 @@ def test_processes_train_as_one_and_resume_with_others(
 SEVERAL = """
 import sys
 from dataclasses import replace
+from functools import partial
 import numpy as np
 from meshpar.recipes import pretrain
 from meshpar.recipes.joined import join
@@ -122,9 +123,11 @@ pretrain.sample = lambda *args: np.array([65])
 lines, options = sys.argv[1].split(), sys.argv[2:]
 config = parse_arguments(options)
 with join(config) as processes:
+    log = partial(pretrain.metrics_log, processes, on_metrics=None, callbacks=())
     for line in lines:
-        of_line = replace(config, layout=line, out=config.out / line)
-        pretrain.joined_run(of_line, processes, Phases(), None, ("meshpar", "train"))
+        run = replace(config, layout=line, out=config.out / line)
+        words = ("meshpar", "train")
+        pretrain.joined_run(run, processes, Phases(), log, None, words)
 """
 
 
