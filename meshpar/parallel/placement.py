@@ -258,10 +258,10 @@ class Placement:
     def sum_losses(self, values: Any, mesh_axes: tuple[str, ...] = TOKEN_AXES) -> Any:
         """Sum loss and weights over the mesh axes that split tokens, or over others."""
         axes = self.large(mesh_axes)
-        if not axes:
-            return values
-        with asked("loss_sum"):
-            return lax.psum(values, axes)
+        if axes:
+            with asked("loss_sum"):
+                values = lax.psum(values, axes)
+        return jax.tree.map(jnp.asarray, values)  # A weight can be a constant.
 
     def large(self, mesh_axes: tuple[str, ...]) -> tuple[str, ...]:
         """Return the mesh axes of size above 1 to sum over, without `replica_axes`.

@@ -72,5 +72,5 @@ BLOCKS = None
 def model(blocks: str | None) -> meshpar.Model:
     image = Input(("batch", None, None, None), shape=(None, SIZE, SIZE, 3))
     inputs = {"image": image, "label": Input(("batch",), "int", below=CLASSES)}
-    names = {"head/kernel": ("embed", None), "**": None}
+    names = {"**/conv*/kernel": (None, None, "embed", "mlp"), "**": None}
     return meshpar.from_loss(init, loss, names=names, inputs=inputs)
