@@ -1,5 +1,6 @@
 """Attention over a split sequence equals a dense softmax, in values and gradients."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -11,6 +12,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from meshpar import Layout
+from meshpar.hardware.platforms import PLATFORMS
 from meshpar.model.token_order import TokenOrder
 from meshpar.parallel.context.attention import shard_attention
 from meshpar.parallel.context.mask import Hops, Mask
@@ -273,7 +275,8 @@ def test_a_window_below_one_is_refused(refuses):
 
 @pytest.mark.parametrize("seq", [37, slow(200)])
 def test_sequences_that_no_tile_divides_are_padded(seq, monkeypatch):
-    monkeypatch.setattr("meshpar.parallel.sizes.LARGEST_TILE", 16)
+    small = dataclasses.replace(PLATFORMS["cpu"], largest_tile=16)
+    monkeypatch.setitem(PLATFORMS, "cpu", small)
     monkeypatch.setattr("meshpar.parallel.sizes.SMALLEST_TILE", 16)
     q, k, v, _ = numbers(seq, 4)
     found = jax.jit(functools.partial(shard_attention, mask=Mask()))(q, k, v)

@@ -38,6 +38,12 @@ class Platform:
             included, over their bytes.
         scatter_columns: Columns, or a multiple, of a matrix whose rows its compiler
             reduce-scatters in every case that was tried.
+        longest_scores: Longest sequence in tokens whose softmax one device keeps for
+            the backward where no kernel runs; longer ones use attention in tiles
+            (`meshpar.parallel.context.tiles`), whose memory is linear in the sequence.
+        largest_tile: Most queries or keys of such a tile. At head_dim 128 a tile of
+            1,024 does 4 x 128 x 1024 FLOPs for each score's row of 512 KiB, enough to
+            be bound by arithmetic; on a CPU the scores of 256 stay in its cache.
         probe_size: Rows of the square matmul that times one device.
         export_name: `jax.export`'s name of it; empty for the same name.
         compiler_module: Python module that contains its compiler.
@@ -55,6 +61,8 @@ class Platform:
     lanes: int = 1
     heap_over_arrays: float = 1.0
     scatter_columns: int = 1
+    longest_scores: int = 8192
+    largest_tile: int = 1024
     probe_size: int = 1024
     export_name: str = ""
     compiler_module: str = ""
@@ -104,6 +112,8 @@ _CPU = Platform(
     overlaps_collectives=False,
     sums_16_bits=False,  # XLA:CPU aborts on them
     has_ragged_all_to_all=False,
+    longest_scores=512,
+    largest_tile=256,
     probe_size=256,
     compiler_module="jax",
 )

@@ -27,11 +27,6 @@ SCORE_BYTES = 256 * 2**20
 """Most bytes of attention's fp32 scores (`meshpar.models.layers.causal_attention`):
 the softmax and its gradient are two more arrays of that size."""
 
-LONGEST_SCORES = 8192
-"""Longest sequence in tokens whose softmax is kept for the backward on one device;
-longer ones use attention in tiles (`meshpar.parallel.context.tiles`), whose memory is
-linear in the sequence."""
-
 COST_TOKENS = 8
 """Tokens of the sequence on which a layer's cost is counted (`splits=cost`): the FLOPs
 of its forward's matmuls. Every model takes so short a one."""
@@ -46,11 +41,6 @@ each chunk reads and writes."""
 TILE_BYTES = 64 * 2**20
 """Most bytes of a tile's fp32 scores, for all heads that a device takes at a time."""
 
-
-LARGEST_TILE = 1024
-"""Most queries or keys of a tile: at head_dim 128 a tile then does 4 x 128 x 1024 FLOPs
-for each score's row of 512 KiB, enough to be bound by arithmetic."""
-
 SMALLEST_TILE = 128
 """Sequences are padded rather than cut into smaller tiles than this."""
 
@@ -59,21 +49,24 @@ PART_BYTES = 4 * 2**20
 they take 84 us, many times its latency."""
 
 
-def tile_tokens(tokens: int, rows: int, *, zigzag: bool) -> int:
+def tile_tokens(tokens: int, rows: int, *, zigzag: bool, largest: int) -> int:
     """Return the tokens of a tile; they divide a device's chunks if that costs little.
 
     Args:
         tokens: Tokens of a device.
         rows: Examples times heads that it takes at once.
         zigzag: True if the tokens are two chunks of the sequence.
+        largest: Most tokens of a tile (`Platform.largest_tile`).
 
     Example:
-        >>> tile_tokens(4096, 8, zigzag=True), tile_tokens(300, 8, zigzag=False)
-        (1024, 300)
+        >>> tile_tokens(4096, 8, zigzag=True, largest=1024)
+        1024
+        >>> tile_tokens(300, 8, zigzag=False, largest=1024)
+        300
     """
     chunk = tokens // 2 if zigzag else tokens
     most = int((TILE_BYTES / 4 / max(rows, 1)) ** 0.5)
-    most = max(min(most, LARGEST_TILE, chunk), 1)
+    most = max(min(most, largest, chunk), 1)
     divides = next(size for size in range(most, 0, -1) if chunk % size == 0)
     return divides if divides >= min(most, SMALLEST_TILE) else most
 

@@ -226,7 +226,10 @@ def attend(
     if fused and choice.runs_in_hops:
         kernel = functools.partial(kernel_ring, mask=mask, order=scope.order)
         more = {"rank": scope.order.rank()} | ({"segments": segments} if packed else {})
-    elif scope.order is not None or not fused and blockwise(q, k, mask, masked=masked):
+    elif scope.order is not None or (
+        not fused
+        and blockwise(q, k, mask, platform_named(scope.platform), masked=masked)
+    ):
         kernel, more = _blockwise(mask, scope, seen, segments, q.shape[:2])
         kernel = functools.partial(kernel, whole=fused)
     elif fused:
@@ -263,7 +266,9 @@ def _blockwise(
         here = more.get("k_segments", 0)
         more["k_segments"] = jnp.where(seen.astype(bool), here, -1).astype(jnp.int32)
         more.setdefault("q_segments", jnp.zeros(queries, jnp.int32))
-    return functools.partial(shard_attention, mask=mask, order=scope.order), more
+    return functools.partial(
+        shard_attention, mask=mask, order=scope.order, platform=scope.platform
+    ), more
 
 
 def _asked(

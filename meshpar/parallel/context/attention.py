@@ -22,6 +22,7 @@ from jax import lax
 
 from meshpar.collectives import asked
 from meshpar.errors import InputError
+from meshpar.hardware.platforms import platform_named
 from meshpar.model.token_order import TokenOrder
 from meshpar.parallel.context.mask import Hops, Mask
 from meshpar.parallel.context.shards import sharded_attention
@@ -91,6 +92,7 @@ def shard_attention(
     prefix: jax.Array | None = None,
     sinks: jax.Array | None = None,
     whole: Callable[..., jax.Array] | None = None,
+    platform: str = "cpu",
 ) -> jax.Array:
     """Return the attention of this device's queries to the keys of all devices.
 
@@ -114,6 +116,7 @@ def shard_attention(
             the all-to-alls of Ulysses; tiles by default. It is for sequences without
             padding, prefix and sinks; with documents it takes (batch, tokens) of their
             numbers too.
+        platform: Kind of device, whose tiles are taken (`Platform.largest_tile`).
 
     Returns:
         (batch, tokens, heads, head_dim), the dtype of `v`; zeros where a query sees no
@@ -146,8 +149,8 @@ def shard_attention(
         )
     known = Known(jnp.asarray(rank, jnp.int32), q_segments, k_segments, prefix)
     if order is not None and order.heads > 1:
-        return _by_heads(q, k, v, mask, order, known, sinks, whole)
-    output, lse = _in_tiles(q, k, v, mask, order, known)
+        return _by_heads(q, k, v, mask, order, known, sinks, whole, platform)
+    output, lse = _in_tiles(q, k, v, mask, order, known, platform)
     return output if sinks is None else _with_sinks(output, lse, sinks)
 
 
@@ -175,6 +178,7 @@ def _in_tiles(
     mask: Mask,
     order: TokenOrder | None,
     known: Known,
+    platform: str,
 ) -> tuple[jax.Array, jax.Array]:
     num_ranks, gathers, zigzag = 1, False, False
     if order is not None:
@@ -183,6 +187,7 @@ def _in_tiles(
     key_bytes = k.size * k.dtype.itemsize
     parts = head_parts(k.shape[2], key_bytes, num_ranks, gathers=gathers)
     rows = q.shape[0] * q.shape[2] // parts
+    largest = platform_named(platform).largest_tile
     plan = Plan(
         hops=Hops(
             mask=mask,
@@ -190,8 +195,8 @@ def _in_tiles(
             queries=q.shape[1],
             keys=k.shape[1],
             tiles=(
-                tile_tokens(q.shape[1], rows, zigzag=zigzag),
-                tile_tokens(k.shape[1], rows, zigzag=zigzag),
+                tile_tokens(q.shape[1], rows, zigzag=zigzag, largest=largest),
+                tile_tokens(k.shape[1], rows, zigzag=zigzag, largest=largest),
             ),
         ),
         gathers=gathers,
@@ -209,6 +214,7 @@ def _by_heads(
     known: Known,
     sinks: jax.Array | None,
     kernel: Callable[..., jax.Array] | None,
+    platform: str,
 ) -> jax.Array:
     heads, groups = q.shape[2] // order.heads, order.group_order()
     q, k, v = trade_tokens_for_heads(q, k, v, order)
@@ -222,7 +228,7 @@ def _by_heads(
         q_segments=whole(known.q_segments),
         k_segments=whole(known.k_segments),
     )
-    output, lse = _in_tiles(q, k, v, mask, groups, here)
+    output, lse = _in_tiles(q, k, v, mask, groups, here, platform)
     if sinks is not None:
         first = known.rank % order.heads * heads
         own = lax.dynamic_slice_in_dim(sinks, first, heads)

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshpar.errors import InputError
+from meshpar.hardware.platforms import Platform
 from meshpar.model.token_order import TokenOrder
-from meshpar.parallel.sizes import LONGEST_SCORES
 
 PADDING = -1
 """The position of no token: no query sees it."""
@@ -99,7 +99,9 @@ def seen(
     return found
 
 
-def blockwise(q: jax.Array, k: jax.Array, mask: Mask, *, masked: bool) -> bool:
+def blockwise(
+    q: jax.Array, k: jax.Array, mask: Mask, platform: Platform, *, masked: bool
+) -> bool:
     """Return True if attention to whole sequences runs in tiles, which keep no scores.
 
     For long sequences, and under masks that the forms for short ones do not have.
@@ -108,9 +110,10 @@ def blockwise(q: jax.Array, k: jax.Array, mask: Mask, *, masked: bool) -> bool:
         q: (batch, tokens, heads, head_dim).
         k: (batch, keys, kv_heads, head_dim).
         mask: Which keys a query sees by their places.
+        platform: Kind of device.
         masked: True if documents separate them.
     """
-    long = max(q.shape[1], k.shape[1]) > LONGEST_SCORES
+    long = max(q.shape[1], k.shape[1]) > platform.longest_scores
     return masked or mask.window is not None or long
 
 

@@ -386,7 +386,8 @@ def _tile_bytes(run: Run) -> float:
     key_bytes = kv_heads * head_values * run.dtype_bytes
     parts = head_parts(kv_heads, key_bytes, how.groups, gathers=how.across.gathers)
     rows = run.microbatch * heads // parts
-    tile = tile_tokens(tokens, rows, zigzag=how.groups > 1)
+    largest = run.platform.largest_tile
+    tile = tile_tokens(tokens, rows, zigzag=how.groups > 1, largest=largest)
     queries = heads * head_values
     moved = (2 if how.groups > 1 else 1) * 2 * kv_heads * head_values / parts
     return (

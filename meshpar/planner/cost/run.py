@@ -15,9 +15,8 @@ from meshpar.hardware.attention_choice import (
     attention_choice,
 )
 from meshpar.hardware.attention_kernels import KERNELS, OWN_KERNEL
-from meshpar.hardware.platforms import platform_named
+from meshpar.hardware.platforms import Platform, platform_named
 from meshpar.layout import ZERO_AXES, Layout
-from meshpar.parallel.sizes import LONGEST_SCORES
 from meshpar.planner.machine.cluster import Cluster, Link
 from meshpar.planner.machine.execution import Execution
 from meshpar.planner.workload.workload import Workload
@@ -87,8 +86,7 @@ class Run:
             return 1
         if self.workload.experts and self.layout.expert > 1:
             return 1  # a block that sends tokens over a batch axis is taken whole
-        platform = platform_named(self.cluster.device.platform)
-        return platform.num_batch_parts(self.microbatch, self.tokens)
+        return self.platform.num_batch_parts(self.microbatch, self.tokens)
 
     @property
     def state_shards(self) -> int:
@@ -139,6 +137,11 @@ class Run:
         return 1 / self.layout.tensor if self.layout.sequence_parallel else 1.0
 
     @property
+    def platform(self) -> Platform:
+        """The kind of device."""
+        return platform_named(self.cluster.device.platform)
+
+    @property
     def peak_flops(self) -> float:
         """Peak FLOP/s of one device, in the precision of the blocks."""
         return self.cluster.device.peak_flops[self.layout.precision]
@@ -187,8 +190,8 @@ class Run:
     @property
     def tiled_attention(self) -> bool:
         """True if our own loop over tiles does attention (`parallel.context.tiles`)."""
-        split = self.layout.context > 1
-        needed = split or self.seq > LONGEST_SCORES
+        longest = self.platform.longest_scores
+        needed = self.layout.context > 1 or self.seq > longest
         return needed and not self.execution.eager and not self.fused_attention
 
     @property
