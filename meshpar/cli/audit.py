@@ -15,6 +15,7 @@ from meshpar.cli.lint import wide_console
 from meshpar.cli.options import (
     add_layout_arguments,
     add_model_arguments,
+    add_values,
     chosen_layout,
     chosen_model,
 )
@@ -76,20 +77,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the platform)",
     )
     add("--strict", action="store_true", help="exit with status 1 on surprises too")
-    add(
-        "--timeout",
-        type=above_zero,
-        default=600.0,
-        metavar="S",
-        help="time limit of compiling for an absent target, in seconds",
-    )
-    add(
-        "--memory-gib",
-        type=above_zero,
-        default=16.0,
-        metavar="G",
-        help="memory limit of compiling for an absent target, in GiB",
-    )
+    limit = "limit of compiling for an absent target, in"
+    timeout = {"--timeout S": f"time {limit} seconds"}
+    add_values(parser, above_zero, timeout, default=600.0)
+    memory = {"--memory-gib G": f"memory {limit} GiB"}
+    add_values(parser, above_zero, memory, default=16.0)
     add("--json", action="store_true", help="print one JSON object")
     add(
         "--html",

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from meshpar.cli.options import add_counts
+from meshpar.cli.options import add_counts, add_values
 from meshpar.cli.parsing import (
     above_zero,
     import_function,
@@ -44,26 +44,18 @@ _MOST_BYTES = 1 << 26
 EXAMPLE = "meshpar generate --from runs/mine --layout tensor=2 --prompt 'To be'"
 STATUSES = "0 done, 2 bad input"
 
-_NUMBERS: tuple[tuple[str, Callable[[str], Any], float, str, str], ...] = (
-    ("--max-tokens", positive, 64, "N", "largest number of tokens to add"),
-    (
-        "--temperature",
+_NUMBERS: dict[str, tuple[Callable[[str], Any], float, str]] = {
+    "--max-tokens N": (positive, 64, "largest number of tokens to add"),
+    "--temperature T": (
         float,
         0.0,
-        "T",
         "sampling temperature; 0 takes the likeliest token",
     ),
-    ("--top-k", not_negative, 0, "N", "sample from the N likeliest tokens; 0: all"),
-    (
-        "--top-p",
-        above_zero,
-        1.0,
-        "P",
-        "sample from the likeliest of total probability P",
-    ),
-    ("--min-p", float, 0.0, "P", "drop tokens below P times the likeliest"),
-    ("--seed", not_negative, 0, "N", "seed of the first prompt"),
-)
+    "--top-k N": (not_negative, 0, "sample from the N likeliest tokens; 0: all"),
+    "--top-p P": (above_zero, 1.0, "sample from the likeliest of total probability P"),
+    "--min-p P": (float, 0.0, "drop tokens below P times the likeliest"),
+    "--seed N": (not_negative, 0, "seed of the first prompt"),
+}
 """Options that are a number: type, default, and words."""
 
 
@@ -78,21 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder of a run, folder with config.json and safetensors, or GGUF file "
         "(required)",
     )
-    add(
-        "--step", type=positive, metavar="N", help="step of a run (default: the newest)"
-    )
-    add(
-        "--layout",
-        default="data=1",
-        metavar="LINE",
-        help="layout (default: %(default)s)",
-    )
-    add(
-        "--prompt",
-        action="append",
-        metavar="TEXT",
-        help="prompt; may be repeated (default: the lines of --prompts)",
-    )
+    add_counts(parser, {"--step": "step of a run (default: the newest)"})
+    layout = "layout (default: %(default)s)"
+    add("--layout", default="data=1", metavar="LINE", help=layout)
+    prompt = "prompt; may be repeated (default: the lines of --prompts)"
+    add("--prompt", action="append", metavar="TEXT", help=prompt)
     add(
         "--prompts",
         metavar="FILE",
@@ -105,24 +87,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="8-bit dtype of the blocks' matrices (default: the layout's dtype)",
     )
     add("--tokenizer", metavar="FILE", help="tokenizer.json (default: the model's)")
-    for option, kind, default, metavar, words in _NUMBERS:
-        what = f"{words} (default: %(default)s)".strip()
-        add(option, type=kind, default=default, metavar=metavar, help=what)
-    add(
-        "--stop",
-        action="append",
-        metavar="TEXT",
-        help="end a text at this string; may be repeated (default: none)",
-    )
+    for option, (kind, default, words) in _NUMBERS.items():
+        what = f"{words} (default: %(default)s)"
+        add_values(parser, kind, {option: what}, default=default)
+    stop = "end a text at this string; may be repeated (default: none)"
+    add("--stop", action="append", metavar="TEXT", help=stop)
     slots = "prompts that run at once (default: all, up to 32 per device)"
     add_counts(parser, {"--slots": slots})
-    add(
-        "--emulate",
-        type=not_negative,
-        metavar="N",
-        help="virtual CPU devices per process; 0: real devices, such as GPUs (default: "
-        "as many as the layout needs)",
+    devices = (
+        "virtual CPU devices per process; 0: real devices, such as GPUs (default: as "
+        "many as the layout needs)"
     )
+    add_values(parser, not_negative, {"--emulate N": devices})
     add(
         "--raw",
         action="store_true",
@@ -190,15 +166,7 @@ def _generated(
     import jax
 
     from meshpar.generation.cache_plan import reads_source
-    from meshpar.generation.engine import Engine
-    from meshpar.generation.generate import (
-        decoder_start,
-        make_requests,
-        placed,
-        slots_for,
-    )
-    from meshpar.generation.programs import Programs
-    from meshpar.generation.quantized import with_weights
+    from meshpar.generation.generate import decoder_start, make_engine, make_requests
     from meshpar.generation.sampling import Sampling
 
     devices = jax.devices()
@@ -219,21 +187,19 @@ def _generated(
         stop_tokens=loaded.stop_tokens,
         start_tokens=decoder_start(loaded.model, start),
     )
-    model, params = loaded.model, loaded.params
-    if args.weights is not None:
-        model, params = with_weights(model, params, args.weights, layout, devices)
-    programs = Programs.from_model(
-        model,
+    engine = make_engine(
+        loaded.model,
+        loaded.params,
+        requests,
         layout,
-        slots=args.slots or slots_for(len(requests), layout),
-        max_seq=max(len(one.tokens) for one in requests) + args.max_tokens,
-        max_source=max(len(one.source) for one in requests),
+        model_state=loaded.model_state,
+        weights=args.weights,
+        tokenizer=loaded.tokenizer,
+        slots=args.slots,
         devices=devices[: layout.num_devices],
     )
-    for note in programs.notes if prints else ():
+    for note in engine.programs.notes if prints else ():
         print(f"note: {note}", file=sys.stderr)
-    values = placed(programs, model, params, model_state=loaded.model_state)
-    engine = Engine(programs, *values, loaded.tokenizer.decode)
     streams = prints and len(prompts) == 1 and not args.json
     show = partial(_for_terminal, args) if streams else None
     return _completed(engine, prompts, requests, show)
@@ -344,29 +310,18 @@ def _lines(name: str, read: Callable[[], str]) -> list[str]:
 
 def _add_joined_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options by which processes find one another."""
-    add = parser.add_argument
-    add(
-        "--coordinator",
-        metavar="HOST:PORT",
-        help="address of process 0, to connect processes by hand with the next two "
-        "options (default: detected under SLURM, Open MPI, on TPU pods and, with "
-        "--emulate, Kubernetes)",
+    address = (
+        "address of process 0, to connect processes by hand with the next two options "
+        "(default: detected under SLURM, Open MPI, on TPU pods and, with --emulate, "
+        "Kubernetes)"
     )
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help=address)
     started = "number of processes (default: detected)"
     add_counts(parser, {"--num-processes": started})
-    add(
-        "--process-id",
-        type=int,
-        metavar="I",
-        help="number of this process, from 0 (default: detected)",
-    )
-    add(
-        "--start-timeout",
-        type=positive,
-        default=50,
-        metavar="S",
-        help="seconds within which all processes must join (default: %(default)s)",
-    )
+    number = "number of this process, from 0 (default: detected)"
+    add_values(parser, int, {"--process-id I": number})
+    limit = "seconds within which all processes must join (default: %(default)s)"
+    add_values(parser, positive, {"--start-timeout S": limit}, default=50)
 
 
 def _num_processes(args: argparse.Namespace) -> int | None:

@@ -7,7 +7,7 @@ planner are imported once something is chosen, so that `--help` does not wait fo
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,8 +95,27 @@ def add_layout_arguments(
 
 def add_counts(parser: argparse.ArgumentParser, counts: Mapping[str, str]) -> None:
     """Add options that are whole numbers of at least 1; `counts` has their help."""
-    for option, meaning in counts.items():
-        parser.add_argument(option, type=positive, metavar="N", help=meaning)
+    numbers = {f"{option} N": meaning for option, meaning in counts.items()}
+    add_values(parser, positive, numbers)
+
+
+def add_values(
+    parser: argparse.ArgumentParser,
+    kind: Callable[[str], Any],
+    options: Mapping[str, str],
+    **more: Any,
+) -> None:
+    """Add options whose words become values of one kind.
+
+    Args:
+        parser: The parser.
+        kind: The value of a word.
+        options: Option and metavar, such as `--price P` -> help.
+        more: Arguments of `add_argument` for all of them.
+    """
+    for names, meaning in options.items():
+        option, metavar = names.split()
+        parser.add_argument(option, type=kind, metavar=metavar, help=meaning, **more)
 
 
 def add_checkpoint_argument(parser: argparse.ArgumentParser) -> None:

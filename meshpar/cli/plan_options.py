@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from meshpar.cli.options import add_counts
+from meshpar.cli.options import add_counts, add_values
 from meshpar.cli.parsing import (
     PICTURES,
     above_zero,
@@ -50,19 +50,13 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="AXIS",
         help=f"mesh axis to leave at size 1: {', '.join(MESH_AXES)}; may be repeated",
     )
-    add(
-        "--sync-every",
-        type=positive,
-        metavar="H",
-        help="steps after which replicas over 'data' average their parameters, for "
-        "slow links between sites (the same as --keep sync_every=H)",
+    every = (
+        "steps after which replicas over 'data' average their parameters, for slow "
+        "links between sites (the same as --keep sync_every=H)"
     )
-    add(
-        "--max-memory-gib",
-        type=above_zero,
-        metavar="G",
-        help="most memory of a device to use (default: all that a program can have)",
-    )
+    add_values(parser, positive, {"--sync-every H": every})
+    limit = "most memory of a device to use (default: all that a program can have)"
+    add_values(parser, above_zero, {"--max-memory-gib G": limit})
     add(
         "--axes",
         choices=("built", "planned"),
@@ -74,40 +68,24 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     """Add how many plans are printed, compiled and run, and where a page goes."""
     add = parser.add_argument
-    add_counts(
-        parser,
-        {
-            "--plans": "plans to find, which --all, --json and --html show (default: "
-            f"{PLANS})"
-        },
-    )
+    plans = f"plans to find, which --all, --json and --html show (default: {PLANS})"
+    add_counts(parser, {"--plans": plans})
     add(
         "--all",
         action="store_true",
         help="print all plans, what each part of the best takes, the smallest, and why "
         "others were rejected (default: the answer in ten lines)",
     )
-    add(
-        "--confirm",
-        type=positive,
-        metavar="K",
-        help="number of plans to compile for the machine, which may be absent; prints "
-        "predicted and compiled bytes",
-    )
-    add(
-        "--measure",
-        type=positive,
-        metavar="K",
-        help="number of plans to run some steps of, on this machine's devices, or on "
-        "virtual ones if --hardware is a CPU's file; prints predicted and measured "
-        "times, and the efficiency that fits (default: none)",
-    )
-    add(
-        "--html",
-        type=output_file,
-        metavar="FILE",
-        help="file of a report with plots (needs meshpar[plots])",
-    )
+    numbers = {
+        "--confirm K": "number of plans to compile for the machine, which may be "
+        "absent; prints predicted and compiled bytes",
+        "--measure K": "number of plans to run some steps of, on this machine's "
+        "devices, or on virtual ones if --hardware is a CPU's file; prints predicted "
+        "and measured times, and the efficiency that fits (default: none)",
+    }
+    add_values(parser, positive, numbers)
+    page = "file of a report with plots (needs meshpar[plots])"
+    add_values(parser, output_file, {"--html FILE": page})
     add(
         "--validate",
         action="store_true",
@@ -117,40 +95,20 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options about the whole training."""
-    add = parser.add_argument
-    add(
-        "--tokens",
-        type=above_zero,
-        metavar="N",
-        help="tokens of the whole training, such as 15e12: prints the time and device "
-        "hours of every plan (default: no training is estimated)",
-    )
-    add(
-        "--price",
-        type=above_zero,
-        metavar="P",
-        help="price of a device hour: prints the cost of the training (default: none)",
-    )
-    add(
-        "--mtbf",
-        type=above_zero,
-        metavar="HOURS",
-        help="mean time between failures of the whole machine: prints the best time "
-        "between checkpoints, and counts the cost of failures (default: no failures)",
-    )
-    add(
-        "--checkpoint-s",
-        type=above_zero,
-        metavar="S",
-        help="time that a checkpoint stops the training, in seconds (default: the time "
-        "to copy a device's state to its host)",
-    )
-    add(
-        "--restart-s",
-        type=above_zero,
-        metavar="S",
-        help=f"time from a failure to the next step (default: {RESTART_S:g})",
-    )
+    options = {
+        "--tokens N": "tokens of the whole training, such as 15e12: prints the time "
+        "and device hours of every plan (default: no training is estimated)",
+        "--price P": "price of a device hour: prints the cost of the training "
+        "(default: none)",
+        "--mtbf HOURS": "mean time between failures of the whole machine: prints the "
+        "best time between checkpoints, and counts the cost of failures (default: no "
+        "failures)",
+        "--checkpoint-s S": "time that a checkpoint stops the training, in seconds "
+        "(default: the time to copy a device's state to its host)",
+        "--restart-s S": "time from a failure to the next step (default: "
+        f"{RESTART_S:g})",
+    }
+    add_values(parser, above_zero, options)
 
 
 def add_curve_arguments(parser: argparse.ArgumentParser) -> None:
@@ -165,12 +123,8 @@ def add_curve_arguments(parser: argparse.ArgumentParser) -> None:
         "the devices, on half of them, and so on; strong keeps the batch, weak as many "
         "examples a device (default: no curve; strong if no word follows)",
     )
-    add(
-        "--plot",
-        type=output_file,
-        metavar="FILE",
-        help=".png or .svg file of the curve (needs meshpar[plots])",
-    )
+    plot = ".png or .svg file of the curve (needs meshpar[plots])"
+    add_values(parser, output_file, {"--plot FILE": plot})
 
 
 def add_table_arguments(parser: argparse.ArgumentParser) -> None:

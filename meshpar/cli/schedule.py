@@ -9,7 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from meshpar.cli.options import add_counts
+from meshpar.cli.options import add_counts, add_values
 from meshpar.cli.parsing import PAGES, PICTURES, check_picture, output_file
 from meshpar.errors import InputError, local_path
 from meshpar.schedules import (
@@ -59,39 +59,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "limit)",
         },
     )
-    for option, meaning in (
-        ("--forward-ms", "time of a rank's forward of one microbatch"),
-        ("--input-grad-ms", "time of its backward for the input"),
-        ("--weight-grad-ms", "time of its backward for the weights"),
-    ):
-        parser.add_argument(
-            option,
-            type=_times,
-            default=(Fraction(1),),
-            metavar="MS",
-            help=f"{meaning}, divided evenly over its chunks; 3/3/4 sets one per rank, "
-            "or one per stage of all chunks (default: 1)",
-        )
-    parser.add_argument(
-        "--hop-ms",
-        type=_time,
-        default=Fraction(0),
-        metavar="MS",
-        help="latency between two ranks (default: 0)",
+    each = (
+        ", divided evenly over its chunks; 3/3/4 sets one per rank, or one per stage "
+        "of all chunks (default: 1)"
     )
-    parser.add_argument(
-        "--plot",
-        type=output_file,
-        metavar="FILE",
-        help="draw the timeline as .svg, .png or .html (default: text only; needs "
-        "meshpar[plots])",
-    )
-    parser.add_argument(
-        "--trace",
-        type=output_file,
-        metavar="FILE",
-        help="write a Perfetto trace (JSON)",
-    )
+    times = {
+        "--forward-ms MS": f"time of a rank's forward of one microbatch{each}",
+        "--input-grad-ms MS": f"time of its backward for the input{each}",
+        "--weight-grad-ms MS": f"time of its backward for the weights{each}",
+    }
+    add_values(parser, _times, times, default=(Fraction(1),))
+    hop = {"--hop-ms MS": "latency between two ranks (default: 0)"}
+    add_values(parser, _time, hop, default=Fraction(0))
+    files = {
+        "--plot FILE": "draw the timeline as .svg, .png or .html (default: text only; "
+        "needs meshpar[plots])",
+        "--trace FILE": "write a Perfetto trace (JSON)",
+    }
+    add_values(parser, output_file, files)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

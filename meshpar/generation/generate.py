@@ -114,27 +114,61 @@ def generate(
         stop_tokens=tuple(stop_tokens),
         start_tokens=decoder_start(model, start_tokens),
     )
+    engine = make_engine(
+        model,
+        params,
+        requests,
+        layout,
+        model_state=model_state,
+        from_layout=from_layout,
+        weights=weights,
+        tokenizer=tokenizer,
+        slots=slots,
+        devices=devices,
+        page_size=page_size,
+        num_pages=num_pages,
+        chunk=chunk,
+        rules=rules,
+    )
+    return [
+        Completion(prompt=prompt, **one)
+        for prompt, one in zip(prompts, _completed(engine, requests), strict=True)
+    ]
+
+
+def make_engine(
+    model: Model,
+    params: Any,
+    requests: Sequence[Request],
+    layout: Layout,
+    *,
+    model_state: Any = None,
+    from_layout: Layout | str = PLAIN,
+    weights: str | None = None,
+    tokenizer: Any = None,
+    slots: int | None = None,
+    devices: Sequence[jax.Device],
+    **options: Any,
+) -> Engine:
+    """Return the engine of a model, with a cache that all of the requests fit.
+
+    Arguments are those of `generate`, `options` more of `Programs.from_model`.
+    """
     if weights is not None:
         model, params = with_weights(model, params, weights, layout, devices)
     programs = Programs.from_model(
         model,
         layout,
         slots=slots_for(len(requests), layout) if slots is None else slots,
-        max_seq=max(len(one.tokens) for one in requests) + max_tokens,
+        max_seq=max(len(one.tokens) + one.max_tokens for one in requests),
         max_source=max(len(one.source) for one in requests),
-        page_size=page_size,
-        num_pages=num_pages,
-        chunk=chunk,
-        rules=rules,
         devices=devices,
+        **options,
     )
     decode = None if tokenizer is None else tokenizer.decode
-    values = placed(programs, model, params, from_layout, model_state)
-    engine = Engine(programs, *values, decode)
-    return [
-        Completion(prompt=prompt, **one)
-        for prompt, one in zip(prompts, _completed(engine, requests), strict=True)
-    ]
+    return Engine(
+        programs, *placed(programs, model, params, from_layout, model_state), decode
+    )
 
 
 def _check_lists(prompts: Any, stop: Any, stop_tokens: Any, start_tokens: Any) -> None:
