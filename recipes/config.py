@@ -56,9 +56,43 @@ PATHS = (
 SEVERAL = ("text", "data", "validation_data", "tracker", "callback")
 """Names of the options that may be repeated."""
 
-
 TRACKERS = ("jsonl", "tensorboard", "wandb", "mlflow")
 """Programs that may track a run."""
+
+_CHOICES = {
+    "outer_optimizer": (
+        ("nesterov", "sgd", "adam"),
+        "'nesterov', 'sgd' or 'adam'",
+        "run.unknown_outer_optimizer",
+    ),
+    "tracker": (
+        TRACKERS,
+        f"one of {', '.join(TRACKERS)}",
+        "run.unknown_tracker",
+    ),
+    "dtype": ((None, "fp32", "bf16"), "'fp32' or 'bf16'", "run.unknown_dtype"),
+    "on_bad_line": (
+        ("stop", "skip"),
+        "'stop' or 'skip'",
+        "run.unknown_bad_line_policy",
+    ),
+    "on_bad_step": (
+        ("skip", "rollback", "stop"),
+        "'skip', 'rollback' or 'stop'",
+        "run.unknown_bad_step_policy",
+    ),
+    "on_low_memory": (
+        ("stop", "warn"),
+        "'stop' or 'warn'",
+        "run.unknown_low_memory_policy",
+    ),
+    "resume": (
+        (False, True, "auto"),
+        "True, False or 'auto'",
+        "run.unknown_resume",
+    ),
+}
+"""Name of an option -> its values, the same in words, and the key of the error."""
 
 
 def _num_virtual_devices() -> int:
@@ -244,94 +278,57 @@ class RunConfig:
     heartbeat: int = 30
 
     def __post_init__(self) -> None:
-        if isinstance(self.text, str | Path):
-            object.__setattr__(self, "text", (self.text,))
-        texts = tuple(local_path("--text", path) for path in self.text)
-        object.__setattr__(self, "text", texts)
-        for name in PATHS:
-            if (path := getattr(self, name)) is not None:
-                option = f"--{name.replace('_', '-')}"
-                object.__setattr__(self, name, local_path(option, path))
+        self._set_plain_types()
         check_texts(self.values())
-        self._check_data()
+        check_data({name: getattr(self, name) for name in ("text", *DATA_OPTIONS)})
         for least, names in ((1, _AT_LEAST_ONE), (0, _AT_LEAST_ZERO)):
             for name in names:
                 self._check_whole(name, least)
-        rate = self.learning_rate
-        if not (isinstance(rate, int | float) and 0 < rate < math.inf):
-            raise InputError(
-                f"learning_rate={rate!r}: must be a positive number",
-                key="value.not_positive",
-            )
-        rate, momentum = self.outer_learning_rate, self.outer_momentum
-        if not (isinstance(rate, int | float) and 0 < rate < math.inf):
-            raise InputError(
-                f"outer_learning_rate={rate!r}: must be a positive number",
-                key="value.not_positive",
-            )
-        if not (isinstance(momentum, int | float) and 0 <= momentum < 1):
-            raise InputError(
-                f"outer_momentum={momentum!r}: must be at least 0 and below 1",
-                key="value.out_of_range",
-            )
-        if self.outer_optimizer not in ("nesterov", "sgd", "adam"):
-            raise InputError(
-                f"outer_optimizer={self.outer_optimizer!r}: must be 'nesterov', 'sgd' "
-                "or 'adam'",
-                key="run.unknown_outer_optimizer",
-            )
-        for name in ("tracker", "callback"):
-            value = getattr(self, name)
-            texts = (value,) if isinstance(value, str) else tuple(value)
-            object.__setattr__(self, name, texts)
+        self._check_rates()
         check_optimizer(self.values())
-        for name in self.tracker:
-            if name not in TRACKERS:
-                known = ", ".join(TRACKERS)
-                raise InputError(
-                    f"tracker={reprlib.repr(name)}: must be one of {known}",
-                    key="run.unknown_tracker",
-                )
-        if self.dtype not in (None, "fp32", "bf16"):
-            raise InputError(
-                f"dtype={self.dtype!r}: must be 'fp32' or 'bf16'",
-                key="run.unknown_dtype",
-            )
-        if self.on_bad_step not in ("skip", "rollback", "stop"):
-            raise InputError(
-                f"on_bad_step={self.on_bad_step!r}: must be 'skip', 'rollback' or "
-                "'stop'",
-                key="run.unknown_bad_step_policy",
-            )
-        if self.on_low_memory not in ("stop", "warn"):
-            raise InputError(
-                f"on_low_memory={self.on_low_memory!r}: must be 'stop' or 'warn'",
-                key="run.unknown_low_memory_policy",
-            )
+        for name, (choices, words, key) in _CHOICES.items():
+            values = getattr(self, name)
+            for value in values if name in SEVERAL else (values,):
+                if value not in choices:
+                    shown = reprlib.repr(value)
+                    raise InputError(f"{name}={shown}: must be {words}", key=key)
         check_spike(self.on_bad_step, self.spike)
         if self.on_bad_step == "rollback" and not self.keep_every:
             check_rollback(self.steps, self.save_every, self.keep, self.rollback_steps)
-        if self.resume not in (False, True, "auto"):
-            raise InputError(
-                f"resume={self.resume!r}: must be True, False or 'auto'",
-                key="run.unknown_resume",
-            )
         if self.resume and self.out is None:
             raise InputError(
                 "--resume needs the folder of the run: give --out DIR",
                 key="run.resume_without_folder",
             )
 
-    def _check_data(self) -> None:
-        for name in ("data", "validation_data"):
+    def _set_plain_types(self) -> None:
+        """Make tuples of the options that may be repeated, and local paths of paths."""
+        for name in SEVERAL:
             value = getattr(self, name)
-            texts = (value,) if isinstance(value, str | Path) else value
-            object.__setattr__(self, name, tuple(map(str, texts)))
-        check_data({name: getattr(self, name) for name in ("text", *DATA_OPTIONS)})
-        if self.on_bad_line not in ("stop", "skip"):
+            several = (value,) if isinstance(value, str | Path) else tuple(value)
+            if name == "text":
+                several = tuple(local_path("--text", path) for path in several)
+            elif name in DATA_OPTIONS:
+                several = tuple(map(str, several))
+            object.__setattr__(self, name, several)
+        for name in PATHS:
+            if (path := getattr(self, name)) is not None:
+                option = f"--{name.replace('_', '-')}"
+                object.__setattr__(self, name, local_path(option, path))
+
+    def _check_rates(self) -> None:
+        for name in ("learning_rate", "outer_learning_rate"):
+            rate = getattr(self, name)
+            if not (isinstance(rate, int | float) and 0 < rate < math.inf):
+                raise InputError(
+                    f"{name}={rate!r}: must be a positive number",
+                    key="value.not_positive",
+                )
+        momentum = self.outer_momentum
+        if not (isinstance(momentum, int | float) and 0 <= momentum < 1):
             raise InputError(
-                f"on_bad_line={self.on_bad_line!r}: must be 'stop' or 'skip'",
-                key="run.unknown_bad_line_policy",
+                f"outer_momentum={momentum!r}: must be at least 0 and below 1",
+                key="value.out_of_range",
             )
 
     def _check_whole(self, name: str, least: int) -> None:

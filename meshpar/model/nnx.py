@@ -93,29 +93,20 @@ def from_nnx(
             "Block(rngs), num_layers=4)",
             key="model.no_builders",
         )
-    chosen = _groups(
-        groups,
-        group,
-        block,
-        num_layers,
-        stream=stream,
-        auxiliary={} if auxiliary is None else auxiliary,
-    )
+    options = {"stream": stream, "auxiliary": {} if auxiliary is None else auxiliary}
+    chosen = _groups(groups, group, block, num_layers, options)
     build_ends = cast(Callable[[nnx.Rngs], nnx.Module], ends)
     end = Functional(build_ends, "ends")  # Which refuses None.
-    made = {
-        name: Functional(
-            one.block, "block" if groups is None else f"groups[{name!r}].block"
-        )
-        for name, one in chosen.items()
-    }
-    sizes = {name: one.num_layers for name, one in chosen.items()}
+    made = {}
+    for name, one in chosen.items():
+        called = "block" if groups is None else f"groups[{name!r}].block"
+        made[name] = Functional(one.block, called)
     _check_methods(end, chosen, made)
     _check_names(end, made)
-    check_untied(
-        {**sizes, ENDS: None},
-        {ENDS: end.built, **{name: one.built for name, one in made.items()}},
-    )
+    sizes = {name: one.num_layers for name, one in chosen.items()}
+    parts = {ENDS: end, **made}
+    built = {name: one.built for name, one in parts.items()}
+    check_untied({**sizes, ENDS: None}, built)
     state = {name: one.state(sizes[name]) for name, one in made.items()}
     params = {name: one.parameters(sizes[name]) for name, one in made.items()}
 
@@ -132,11 +123,12 @@ def from_nnx(
         per_token=per_token,
         sequence_inputs=tuple(sequence_inputs),
         state={**end.state(None), **{k: tree for k, tree in state.items() if tree}},
-        constants=(
-            *end.constants,
-            *(f"{name}.{path}" for name in made for path in made[name].constants),
+        constants=tuple(
+            path if name == ENDS else f"{name}.{path}"
+            for name, one in parts.items()
+            for path in one.constants
         ),
-        build={ENDS: end.build, **{name: one.build for name, one in made.items()}},
+        build={name: one.build for name, one in parts.items()},
         modules={ENDS: build_ends, **{name: one.block for name, one in chosen.items()}},
     )
 
@@ -146,7 +138,7 @@ def _groups(
     name: str,
     block: Callable[[nnx.Rngs], nnx.Module] | None,
     num_layers: int | None,
-    **options: Any,
+    options: Mapping[str, Any],
 ) -> dict[str, Blocks]:
     if (groups is None) == (block is None) or (block is None) != (num_layers is None):
         raise InputError(

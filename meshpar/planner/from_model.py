@@ -95,14 +95,27 @@ def traced_workload(
         )
     dtype = DTYPES[precision]
     streams = in_dtype(traced_streams(model, 1, seq), dtype)
-    hidden = jax.tree.leaves(streams[0])[0].shape[-1]
-    sizes = _sizes(model, hidden)
-    vocab = sizes["vocab"]
-    layers = sum(group.num_layers for group in model.groups)
+    sizes = _sizes(model, jax.tree.leaves(streams[0])[0].shape[-1])
     groups = [_trace(model, at, x, seq, order) for at, x in enumerate(streams)]
     tables = _tables(model)
+    return Workload(
+        name=name,
+        layers=sum(group.num_layers for group in model.groups),
+        seq=seq,
+        tied=len(tables) == 1,
+        logits_bytes=logits_bytes(model, seq=seq, vocab=sizes["vocab"], dtype=dtype),
+        traced=_traced_block(model, groups, seq, tables, dtype),
+        **dict[str, Any](sizes),
+    )
+
+
+def _traced_block(
+    model: Model, groups: list[_Group], seq: int, tables: list[tuple], dtype: Any
+) -> TracedBlock:
+    """Return the mean block of the groups, per token."""
+    layers = sum(group.num_layers for group in model.groups)
     ends, blocks = model.split(model.parameters)
-    traced = TracedBlock(
+    return TracedBlock(
         parameters=_count(blocks) // layers,
         linear_flops=sum(group.linear_flops for group in groups) / layers / seq,
         mixing_flops=sum(group.mixing_flops for group in groups) / layers / seq,
@@ -115,15 +128,6 @@ def traced_workload(
         other_end_parameters=_count(ends) - sum(map(math.prod, tables)),
         # Experts run their rounds in a while loop, of which there is one in balance.
         layer_costs=cache(partial(layer_costs, model, while_length=1)),
-    )
-    return Workload(
-        name=name,
-        layers=layers,
-        seq=seq,
-        tied=len(tables) == 1,
-        logits_bytes=logits_bytes(model, seq=seq, vocab=vocab, dtype=dtype),
-        traced=traced,
-        **dict[str, Any](sizes),
     )
 
 

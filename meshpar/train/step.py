@@ -28,10 +28,9 @@ from jax.sharding import Mesh
 from meshpar.audit.subject import Subject
 from meshpar.errors import InputError
 from meshpar.parallel.pipeline.stages import in_layer_order
-from meshpar.parallel.prefetch import prefetch_notes
 from meshpar.train.batch_placement import BatchPlacement, batch_structs, with_sharding
 from meshpar.train.layer_order import placed_start
-from meshpar.train.local_steps import StepCount, sync_notes
+from meshpar.train.local_steps import StepCount
 from meshpar.train.refusals import check_logits
 from meshpar.train.replica_metrics import local_replica_metrics
 from meshpar.train.state import (
@@ -308,7 +307,8 @@ class TrainStep:
 
     def lower(self, batch: Batch) -> jax.stages.Lowered:
         """Return the lowered step for a batch of arrays or `jax.ShapeDtypeStruct`s."""
-        state, batch = self._argument_shapes(batch)
+        self._batches.check(batch)
+        state, batch = self.state_shapes, batch_structs(batch)
         if isinstance(self.mesh, Mesh):
             # With shardings JAX knows it again as the program that a step runs.
             state = jax.tree.map(with_sharding, state, self.shardings)
@@ -367,8 +367,12 @@ class TrainStep:
         if sync_only:
             self._check_local()
         step = self if platform is None else self.for_absent(platform)
-        function, given, notes = step._audited(
-            arguments[-1], gradients_only=gradients_only, sync_only=sync_only
+        step._batches.check(arguments[-1])
+        function, given, notes = step._plan.audited_program(
+            step._programs,
+            batch_structs(arguments[-1]),
+            gradients_only=gradients_only,
+            sync_only=sync_only,
         )
         parameters = self.model.flat_parameters()
         return Subject(
@@ -436,27 +440,6 @@ class TrainStep:
         check_state(state, self.state_shapes, self._devices_mesh)
         with jax.set_mesh(self._devices_mesh):
             return self._plan.sync_programs.common_reading_state(state)
-
-    def _argument_shapes(self, batch: Batch) -> tuple[TrainState, Batch]:
-        self._batches.check(batch)
-        return self.state_shapes, batch_structs(batch)
-
-    def _audited(
-        self, batch: Batch, *, gradients_only: bool, sync_only: bool
-    ) -> tuple[Any, tuple[Any, ...], tuple[str, ...]]:
-        """Return a program, shapes of its arguments, and notes on it, for an audit."""
-        # JAX does not trace a jit with options of its own inside another.
-        programs = replace(self._programs, compiler_options={})
-        state, batch = self._argument_shapes(batch)
-        notes = prefetch_notes(self.placement)
-        if sync_only:
-            averages = replace(self._plan.sync_programs, compiler_options={})
-            return averages.sync, (state,), notes
-        if gradients_only:
-            return programs.gradients, (programs.reading_shapes, batch), notes
-        if self.is_local:
-            notes += sync_notes(self._plan.sync_programs.functions, self.layout)
-        return programs.update, (state, batch), notes
 
     def _check_local(self) -> None:
         if not self.is_local:

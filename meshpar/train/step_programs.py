@@ -28,6 +28,7 @@ from meshpar.parallel.grids.space import space_axes, space_dims
 from meshpar.parallel.pipeline.program import PipelineProgram
 from meshpar.parallel.pipeline.stages import Pipeline, pipeline_for
 from meshpar.parallel.placement import DTYPES, Placement
+from meshpar.parallel.prefetch import prefetch_notes
 from meshpar.parallel.program import LocalProgram
 from meshpar.rules.rules import Rules
 from meshpar.rules.sharding import born_sharded
@@ -37,6 +38,7 @@ from meshpar.train.local_steps import (
     REPLICA_AXES,
     LocalStepFunctions,
     SyncPrograms,
+    sync_notes,
 )
 from meshpar.train.optimizer.by_layer import by_layer
 from meshpar.train.optimizer.unrolled import unrolled
@@ -197,6 +199,35 @@ class StepPlan:
             functions=cast(LocalStepFunctions, self.functions),
             compiler_options=self.compiler_options,
         )
+
+    def audited_program(
+        self,
+        programs: StepPrograms,
+        batch: Any,
+        *,
+        gradients_only: bool,
+        sync_only: bool,
+    ) -> tuple[Any, tuple[Any, ...], tuple[str, ...]]:
+        """Return a program, shapes of its arguments, and notes on it, for an audit.
+
+        Args:
+            programs: Those of this plan, or of a step with other functions.
+            batch: Shapes of a batch.
+            gradients_only: Leave the optimizer out.
+            sync_only: The end of an interval of local steps.
+        """
+        # JAX does not trace a jit with options of its own inside another.
+        programs = replace(programs, compiler_options={})
+        state = programs.functions.state_shapes
+        notes = prefetch_notes(self.placement)
+        if sync_only:
+            averages = replace(self.sync_programs, compiler_options={})
+            return averages.sync, (state,), notes
+        if gradients_only:
+            return programs.gradients, (programs.reading_shapes, batch), notes
+        if self.options.outer_optimizer is not None:
+            notes += sync_notes(self.sync_programs.functions, self.options.layout)
+        return programs.update, (state, batch), notes
 
     def _functions(self, placement: Placement) -> StepFunctions:
         options, pipeline = self.options, self.pipeline

@@ -7,17 +7,14 @@ schedule's replay, workspace); it never exceeds the estimate.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
 from meshpar.hardware.platforms import platform_named
 from meshpar.layout import BY_COST, STAGE_REMATS, Layout
-from meshpar.planner.cost.memory import (
-    rank_memory,
-)
-from meshpar.planner.cost.run import (
-    Run,
-)
+from meshpar.planner.cost.memory import rank_memory
+from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.step_time import straggler_fraction
 from meshpar.planner.search.choices import MeshChoices
 from meshpar.planner.search.shared_costs import SharedCosts, StepCost
@@ -71,30 +68,36 @@ class Bounds:
         """
         if choices.is_one:
             return self.bound(mesh, next(choices.variants()))
-        many = max(choices.microbatches)
-        fast, small = choices.remats[0], choices.remats[-1]
-        chunks = max(chunks for _, chunks, _ in choices.schedules)
-        some = next(choices.variants())._replace(schedule=_PLAIN.schedule, splits=())
-        plain, least = (
-            [
-                some._replace(
-                    microbatches=count,
-                    chunks=each,
-                    remat=remat,
-                    sequence_parallel=sequence,
-                )
-                for sequence in choices.sequence_parallel
-                for count in counts
-            ]
-            for counts, each, remat in (
-                (self._fewest(mesh, choices), 1, fast),
-                ((many,), chunks, small),
-            )
-        )
-        shared = [
-            self._costs.least_step_cost(mesh, variant, choices) for variant in plain
+        fewest = self._fewest(mesh, choices)
+        plain = [
+            (variant, self._costs.least_step_cost(mesh, variant, choices))
+            for variant in _variants(choices, fewest, chunks=1, remat=choices.remats[0])
         ]
-        state_bytes = min(its.state_bytes for its in shared)
+        state_bytes = min(shared.state_bytes for _, shared in plain)
+        memory = self._least_memory(mesh, choices, state_bytes)
+        if memory > self._capacity_bytes:
+            return Bound(0.0, memory)
+        # Filling takes a tick of a chunk for every rank, and ticks are shortest with
+        # most microbatches.
+        many, chunks = max(choices.microbatches), _most_chunks(choices)
+        fills = (mesh.stage - 1) / chunks / many
+        ticks = 1.0 + fills if self._like.execution.lock_step else 1.0
+        step_s = min(
+            self._step_s(
+                mesh,
+                variant,
+                shared,
+                ticks * variant.microbatches,
+                remats=_remats_to_try(shared, choices),
+            )
+            for variant, shared in plain
+        )
+        return Bound(step_s, memory)
+
+    def _least_memory(
+        self, mesh: Layout, choices: MeshChoices, state_bytes: float
+    ) -> float:
+        many = max(choices.microbatches)
         # A microbatch's way to the last rank, unless a schedule says less.
         lock_step = self._like.execution.lock_step
         by_schedule = (
@@ -105,27 +108,11 @@ class Bounds:
         # What one of them makes again, another may have kept.
         again = len(choices.remats) == 1
         own = min(self._own_blocks(mesh, *one) for one in choices.schedules)
-        memory = min(
+        chunks, remat = _most_chunks(choices), choices.remats[-1]
+        return min(
             self._memory(mesh, variant, state_bytes, held, own, again=again)
-            for variant in least
+            for variant in _variants(choices, (many,), chunks=chunks, remat=remat)
         )
-        if memory > self._capacity_bytes:
-            return Bound(0.0, memory)
-        # Filling takes a tick of a chunk for every rank, and ticks are shortest with
-        # most microbatches.
-        fills = (mesh.stage - 1) / chunks / many
-        ticks = 1.0 + fills if self._like.execution.lock_step else 1.0
-        step_s = min(
-            self._step_s(
-                mesh,
-                variant,
-                its,
-                ticks * variant.microbatches,
-                remats=_remats_to_try(its, choices),
-            )
-            for variant, its in zip(plain, shared, strict=True)
-        )
-        return Bound(step_s, memory)
 
     def _fewest(self, mesh: Layout, choices: MeshChoices) -> tuple[int, ...]:
         """Return the fewest microbatches of each way to run a block.
@@ -240,6 +227,23 @@ class Bounds:
         sizes = stage_sizes(layers, mesh.stage, chunks, splits)
         first = SCHEDULES[schedule].stages_of(0, mesh.stage, chunks)
         return sum(sizes[at] for at in first)
+
+
+def _variants(
+    choices: MeshChoices, microbatches: Iterable[int], *, chunks: int, remat: str
+) -> list[Variant]:
+    some = next(choices.variants())._replace(schedule=_PLAIN.schedule, splits=())
+    return [
+        some._replace(
+            microbatches=count, chunks=chunks, remat=remat, sequence_parallel=sequence
+        )
+        for sequence in choices.sequence_parallel
+        for count in microbatches
+    ]
+
+
+def _most_chunks(choices: MeshChoices) -> int:
+    return max(chunks for _, chunks, _ in choices.schedules)
 
 
 def _remats_to_try(shared: StepCost, choices: MeshChoices) -> tuple[str, ...]:
