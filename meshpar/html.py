@@ -191,7 +191,11 @@ def lanes(
         _lane(name, row, at * _LANE, (_WIDTH - _NAMES) / end, colors)
         for at, (name, row) in enumerate(rows.items())
     ]
-    parts.append(_scale(end, unit, height))
+    ends = ((_NAMES, "start", "0"), (_WIDTH, "end", f"{end:.4g} {unit}".strip()))
+    parts += [
+        f'<text x="{x}" y="{height - 4}" text-anchor="{anchor}">{escape(text)}</text>'
+        for x, anchor, text in ends
+    ]
     drawn = {bar.kind for bar in bars}
     shown = {kind: color for kind, color in colors.items() if kind in drawn}
     return (
@@ -219,11 +223,3 @@ def _lane(
             f'height="{_BAR}" fill="{colors[bar.kind]}"/>{inside if fits else ""}</g>'
         )
     return "".join(parts)
-
-
-def _scale(end: float, unit: str, height: float) -> str:
-    ends = ((_NAMES, "start", "0"), (_WIDTH, "end", f"{end:.4g} {unit}".strip()))
-    return "".join(
-        f'<text x="{x}" y="{height - 4}" text-anchor="{anchor}">{escape(text)}</text>'
-        for x, anchor, text in ends
-    )

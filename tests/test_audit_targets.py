@@ -25,6 +25,7 @@ from meshpar.audit.child import program_text
 from meshpar.audit.memory import MemoryUse
 from meshpar.audit.report import AuditReport, audit
 from meshpar.audit.targets import Target, TargetError
+from meshpar.hardware import platforms
 from meshpar.hardware.compiler_options import compiler_options_for
 from meshpar.models.presets import build
 from tests.test_step_collectives import counts, place
@@ -121,7 +122,7 @@ def test_another_number_of_devices_is_an_error_with_both_numbers(refuses):
 
 
 def test_without_the_extra_the_error_says_how_to_install_it(refuses, monkeypatch):
-    monkeypatch.setattr(targets, "_is_installed", lambda module: False)
+    monkeypatch.setattr(platforms, "_is_importable", lambda module: False)
     values = ("libtpu", "flatbuffers", "'meshpar[aot]'")
     with refuses("audit.missing_package", *values, kind=TargetError):
         sum_of(8, "tpu:v5e:2x4")
@@ -170,7 +171,7 @@ FATAL = 'print("F0101 00:00 7 partitioner.cc:9] Check failed: groups"); print("t
 def test_a_compiler_that_fails_gives_one_clear_error(
     refuses, program, options, refusal, monkeypatch
 ):
-    monkeypatch.setattr(targets, "_is_installed", lambda module: True)
+    monkeypatch.setattr(platforms, "_is_importable", lambda module: True)
     monkeypatch.setattr(
         targets, "_child_command", lambda folder: [sys.executable, "-c", program]
     )
@@ -195,7 +196,7 @@ def answered(monkeypatch, **answer) -> AuditReport:
         (folder / "program.txt").write_text(text)
         return ""
 
-    monkeypatch.setattr(targets, "_is_installed", lambda module: True)
+    monkeypatch.setattr(platforms, "_is_importable", lambda module: True)
     monkeypatch.setattr(targets, "_export", lambda target, subject, path: ())
     monkeypatch.setattr(targets, "_run", run)
     return sum_of(8, "gpu:h100:1x8")

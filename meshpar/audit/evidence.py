@@ -133,6 +133,9 @@ def _laid_out(
     split = split_by(sharding.spec, len(shape), mesh_sizes)
     after = tuple(axes - operation.region.manual for axes in split)
     sizes = local_shape(shape, after, mesh_sizes)
+    loop = None if value.maker is None else Loop.parse(value.maker)
+    carried = value.maker.outvars[: loop.num_carried] if loop else ()
+    is_scanned = loop is not None and loop.condition is None
     yield Constrained(
         line=value.line,
         sizes=sorted_sizes(sizes),
@@ -140,15 +143,10 @@ def _laid_out(
         after=after,
         maker=value.maker,
         constraint=operation.source,
-        is_carried=not any(value.split or ()) and _is_carried(shape, value.maker),
+        is_carried=is_scanned
+        and not any(value.split or ())
+        and shape in map(array_shape, carried),
     )
-
-
-def _is_carried(shape: tuple[int, ...], maker: JaxprEqn | None) -> bool:
-    loop = None if maker is None else Loop.parse(maker)
-    if maker is None or loop is None or loop.condition is not None:
-        return False
-    return any(array_shape(one) == shape for one in maker.outvars[: loop.num_carried])
 
 
 def local_shape(

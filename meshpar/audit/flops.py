@@ -83,7 +83,10 @@ def program_flops(program: Program) -> Flops:
         for instruction in computation.instructions:
             flops = instruction_flops(program, computation, instruction)
             if flops is None:
-                call = (_call_name(instruction), program.source(instruction))
+                # A Pallas kernel's own name, as all of them have one target.
+                *_, own, last = "", *instruction.op_path.split("/")
+                own = own if last == "pallas_call" else ""
+                call = (own or _call_target(instruction), program.source(instruction))
                 uncounted[call] += executions
             else:
                 total += flops * executions
@@ -116,10 +119,11 @@ def _flops(
 ) -> int | None:
     if instruction.opcode not in ("dot", "convolution", "custom-call"):
         return 0
-    operands = [
-        _only_array(program.operand(computation, instruction, index))
-        for index in range(min(2, len(instruction.operands)))
-    ]
+    operands: list[ArrayShape | None] = []
+    for index in range(min(2, len(instruction.operands))):
+        operand = program.operand(computation, instruction, index)
+        arrays = list(shape_arrays(operand.shape))
+        operands.append(arrays[0] if len(arrays) == 1 else None)
     if instruction.opcode == "custom-call":
         return _call_flops(instruction, operands)
     arrays = [operand for operand in operands if operand is not None]
@@ -133,23 +137,12 @@ def _flops(
     return _convolution_flops(instruction, *arrays)
 
 
-def _only_array(instruction: Instruction) -> ArrayShape | None:
-    arrays = list(shape_arrays(instruction.shape))
-    return arrays[0] if len(arrays) == 1 else None
-
-
 def _result_size(instruction: Instruction) -> int:
     return math.prod(next(shape_arrays(instruction.shape)).dims)
 
 
 def _call_target(instruction: Instruction) -> str:
     return instruction.attribute(r'custom_call_target="([^"]*)"') or instruction.name
-
-
-def _call_name(instruction: Instruction) -> str:
-    """Return a Pallas kernel's own name, as all of them have one target."""
-    *_, name, last = "", *instruction.op_path.split("/")
-    return name if last == "pallas_call" and name else _call_target(instruction)
 
 
 def _call_flops(

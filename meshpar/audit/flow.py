@@ -78,7 +78,13 @@ def called(
         times += place.executions
         yield _callee(instruction, "condition"), replace(inside, executions=times)
     elif opcode == "conditional":
-        for branch in _branches(instruction):
+        listed = instruction.attribute(r"branch_computations=\{([^}]*)\}")
+        if listed is not None:
+            branches = [name.strip().lstrip("%") for name in listed.split(",")]
+        else:
+            sides = ("true_computation", "false_computation")
+            branches = [_callee(instruction, side) for side in sides]
+        for branch in branches:
             yield branch, replace(place, in_branch=True)
     elif opcode == "fusion":
         yield _callee(instruction, "calls"), replace(place, fused=True)
@@ -138,13 +144,6 @@ def _callee(instruction: Instruction, name: str) -> str:
         problem = f"a {instruction.opcode} without {name}="
         raise HloError(instruction.line, instruction.name, problem)
     return callee
-
-
-def _branches(instruction: Instruction) -> list[str]:
-    listed = instruction.attribute(r"branch_computations=\{([^}]*)\}")
-    if listed is not None:
-        return [name.strip().lstrip("%") for name in listed.split(",")]
-    return [_callee(instruction, f"{which}_computation") for which in ("true", "false")]
 
 
 @dataclass(frozen=True)

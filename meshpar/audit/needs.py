@@ -69,14 +69,16 @@ def sum_per_operand(
             _may_split(matmul, side, _dims(matmul)[0][side], axes) for side in (0, 1)
         )
     ]
-    ratios = [
-        0.0
-        if any(operand.weight for operand in matmul.operands)
-        or _is_gradient(matmul, matmuls)
-        or not (knows_weights or _dims(matmul)[1][0])
-        else _values_per_operand(matmul)
-        for matmul in summed
-    ]
+    ratios = []
+    for matmul in summed:
+        has_weight = (
+            any(operand.weight for operand in matmul.operands)
+            or _is_gradient(matmul, matmuls)
+            or not (knows_weights or _dims(matmul)[1][0])
+        )
+        read = sum(math.prod(array_shape(atom)) for atom in matmul.equation.invars)
+        made = math.prod(array_shape(matmul.equation.outvars[0]))
+        ratios.append(0.0 if has_weight else made / max(read, 1))
     return min(ratios, default=0.0)
 
 
@@ -126,11 +128,6 @@ def _is_gradient(matmul: Operation, matmuls: Sequence[Operation]) -> bool:
         for other in matmuls
         for operand, atom in other.given
     )
-
-
-def _values_per_operand(matmul: Operation) -> float:
-    read = sum(math.prod(array_shape(atom)) for atom in matmul.equation.invars)
-    return math.prod(array_shape(matmul.equation.outvars[0])) / max(read, 1)
 
 
 CONVOLUTION = "conv_general_dilated"

@@ -6,7 +6,6 @@ in a child process: a compiler that aborts, hangs or eats all memory ends the ch
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -113,20 +112,12 @@ def _check(target: Target, subject: Subject) -> None:
             f"{target.num_devices}; change the layout or the target",
             key="audit.target_devices_mismatch",
         )
-    needed = [PLATFORMS[target.platform].compiler_module, "flatbuffers"]
-    missing = [module for module in needed if not _is_installed(module)]
+    missing = PLATFORMS[target.platform].missing_modules
     if missing:
         raise TargetError(
             f"target {target} needs {' and '.join(missing)}: {install_extra('aot')}",
             key="audit.missing_package",
         )
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def _export(target: Target, subject: Subject, path: Path) -> tuple[int, ...]:

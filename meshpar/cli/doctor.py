@@ -124,7 +124,13 @@ def run(args: argparse.Namespace) -> int:
 def report() -> dict[str, Any]:
     """Return what `meshpar doctor --json` prints."""
     needed = requirements("meshpar")
-    core = [*_packages(needed, ""), *_brought_packages()]
+    brought = [  # By others, and they decide how JAX runs.
+        Package(name, _version(name), one.versions)
+        for name, bringer in _BROUGHT.items()
+        for one in requirements(bringer)
+        if (one.name, one.extra) == (name, "")
+    ]
+    core = [*_packages(needed, ""), *brought]
     environment = {
         name: value
         for name, value in sorted(os.environ.items())
@@ -137,7 +143,11 @@ def report() -> dict[str, Any]:
         "platform": sysconfig.get_platform(),
         "packages": [_as_json(package) for package in core],
         **_devices(),
-        "targets": {name: _target(name) for name in PLATFORMS},
+        "targets": {
+            name: {"can_compile": not missing, "missing": missing}
+            for name, kind in PLATFORMS.items()
+            for missing in [kind.missing_modules]
+        },
         "extras": extras,
         "environment": environment,
     }
@@ -192,14 +202,6 @@ def _packages(needed: list[PackageRequirement], extra: str) -> Iterator[Package]
                 yield from _packages(inner, name)
 
 
-def _brought_packages() -> Iterator[Package]:
-    """Yield packages that others bring and that decide how JAX runs."""
-    for name, bringer in _BROUGHT.items():
-        for one in requirements(bringer):
-            if (one.name, one.extra) == (name, ""):
-                yield Package(name, _version(name), one.versions)
-
-
 def _version(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
@@ -244,20 +246,6 @@ def _devices() -> dict[str, Any]:
         return {"backend": None, "devices": [], "error": line}
     devices = [{"kind": kind, "number": len([*same])} for kind, same in groupby(kinds)]
     return {"backend": backend, "devices": devices, "error": ""}
-
-
-def _target(name: str) -> dict[str, Any]:
-    """Return the modules that compiling for an absent platform lacks."""
-    needed = [PLATFORMS[name].compiler_module, "flatbuffers"]
-    missing = [module for module in needed if not _is_importable(module)]
-    return {"can_compile": not missing, "missing": missing}
-
-
-def _is_importable(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 def _extra(needed: list[PackageRequirement], name: str) -> dict[str, Any]:

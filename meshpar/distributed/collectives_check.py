@@ -25,7 +25,10 @@ def check_collectives() -> str | None:
     number = len(devices)
     length = _BYTES // 4 // number * number
     for kind, (collective, expected) in _KINDS.items():
-        given = _rows(number, length // number if kind == "all-gather" else length)
+        # A row of whole numbers below 1000 for each device, all different.
+        device = np.arange(1, number + 1, dtype=np.int32)[:, None]
+        places = length // number if kind == "all-gather" else length
+        given = (device * np.arange(places, dtype=np.int32) + device * _PRIME) % 997
         found = _run(mesh, collective, given)
         wanted = expected(given)
         for shard in found.addressable_shards:
@@ -38,13 +41,6 @@ def check_collectives() -> str | None:
                     "or jax_cpu_collectives_implementation=mpi"
                 )
     return None
-
-
-def _rows(number: int, length: int) -> np.ndarray:
-    """Return a row of whole numbers below 1000 for each device, all different."""
-    device = np.arange(number, dtype=np.int32)[:, None] + 1
-    place = np.arange(length, dtype=np.int32)[None]
-    return (device * place + device * _PRIME) % 997
 
 
 def _run(

@@ -208,7 +208,9 @@ def _met(
     )
     scores = scores * scale
     if bias is not None:
-        scores = scores + _by_distance(bias, ahead, kv_heads)
+        by_distance = bias.astype(jnp.float32)[jnp.clip(ahead, 0, bias.shape[0] - 1)]
+        bias_BTSKG = by_distance.reshape(*ahead.shape, kv_heads, -1)
+        scores = scores + jnp.transpose(bias_BTSKG, (0, 3, 4, 1, 2))
     scores = jnp.where(seen, scores, _UNSEEN)
     highest, total, mixed = found
     higher = jnp.maximum(highest, jnp.max(scores, axis=-1))
@@ -222,13 +224,6 @@ def _met(
     )
     total = total * shrunk + jnp.sum(weights, axis=-1)
     return higher, total, mixed * shrunk[..., None] + more
-
-
-def _by_distance(bias: jax.Array, ahead: jax.Array, kv_heads: int) -> jax.Array:
-    """Return (B, K, G, T, S): the bias of each distance."""
-    found = bias.astype(jnp.float32)[jnp.clip(ahead, 0, bias.shape[0] - 1)]
-    found_BTSKG = found.reshape(*ahead.shape, kv_heads, -1)
-    return jnp.transpose(found_BTSKG, (0, 3, 4, 1, 2))
 
 
 def _read(

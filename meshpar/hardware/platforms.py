@@ -6,6 +6,7 @@ Code that depends on the kind of device asks one of these facts, never the name.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 LEAST_TOKENS = 2048
 """Fewest tokens of a part of the batch. Below it the 7 hops of a gather over 8 H100
@@ -83,6 +84,19 @@ class Platform:
         most = min(self.max_batch_parts, tokens // LEAST_TOKENS)
         divisors = (parts for parts in range(most, 1, -1) if num_examples % parts == 0)
         return next(divisors, 1)
+
+    @property
+    def missing_modules(self) -> list[str]:
+        """Modules that compiling for its absent devices needs, and that are missing."""
+        needed = (self.compiler_module, "flatbuffers")
+        return [module for module in needed if not _is_importable(module)]
+
+
+def _is_importable(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 _GPU = Platform(

@@ -37,29 +37,34 @@ def device_grid(layout: Layout) -> list[str]:
     """
     shape = {axis: size for axis, size in layout.mesh_shape.items() if size > 1}
     shape = shape or {"data": 1}
-    holding = [axis for axis in shape if axis in _holding_axes(layout)]
+    # Mesh axes whose devices hold other parts of the parameters.
+    split = layout.split_axes if layout.zero == 3 else ()
+    holding = [a for a in shape if a in ("stage", "expert", "tensor", *split)]
     columns = min(list(shape.values())[-1], _MOST_COLUMNS)
     num_rows = min(layout.num_devices // columns, _MOST_ROWS)
     innermost = list(shape)[-1]
     whole = columns == shape[innermost]
-    rows, drawn = {}, columns * num_rows
+    num_parts = math.prod(shape[axis] for axis in holding)
+    rows: dict[str, list[Cell]] = {}
+    drawn = columns * num_rows
     for first in range(0, drawn, columns):
         outer = _place(first, shape)
         del outer[innermost]
         name = _words(outer) if whole else f"from device {first}"
         devices = range(first, first + columns)
-        rows[name] = [_cell(device, shape, holding) for device in devices]
+        rows[name] = []
+        for device in devices:
+            place = _place(device, shape)
+            part = 0
+            for axis in holding:
+                part = part * shape[axis] + place[axis]
+            title = f"device {device}: {_words(place)}"
+            rows[name].append(Cell(str(device), shade(part, num_parts), title))
     head = [f"{innermost} {at}" for at in range(columns)] if whole else [""] * columns
     return [
         paragraph(_meaning(layout, shape, holding, drawn)),
         grid(head, rows),
     ]
-
-
-def _holding_axes(layout: Layout) -> set[str]:
-    """Return the mesh axes whose devices hold other parts of the parameters."""
-    split = layout.split_axes if layout.zero == 3 else ()
-    return {"stage", "expert", "tensor", *split}
 
 
 def _place(device: int, shape: dict[str, int]) -> dict[str, int]:
@@ -68,14 +73,6 @@ def _place(device: int, shape: dict[str, int]) -> dict[str, int]:
     for axis in reversed(shape):
         device, place[axis] = divmod(device, shape[axis])
     return dict(reversed(place.items()))
-
-
-def _cell(device: int, shape: dict[str, int], holding: Sequence[str]) -> Cell:
-    place, part = _place(device, shape), 0
-    for axis in holding:
-        part = part * shape[axis] + place[axis]
-    number = math.prod(shape[axis] for axis in holding)
-    return Cell(str(device), shade(part, number), f"device {device}: {_words(place)}")
 
 
 def _words(place: dict[str, int]) -> str:

@@ -144,13 +144,17 @@ def lint(
     axes, activation_findings = _activation_axes(activations, layout, rules)
     names = {name for row in rows for name in row.logical_axes}
     used = names.union(*(activation.logical_axes for activation in activations))
+    unmatched = [
+        Finding(kind="names", path=path, message=problem, key="model.unmatched_name")
+        for path, problem in model.name_problems.items()
+    ]
     return LintReport(
         findings=(
             *_refusals(model, layout, rules, seq),
             *stage_findings,
             *batch_findings,
             *row_findings,
-            *_names(model),
+            *unmatched,
             *(() if trace_findings else _cut(model, layout, rules, examples, here)),
             *unsplit,
             *trace_findings,
@@ -165,14 +169,6 @@ def lint(
         parameters=tuple(rows),
         notes=tuple(notes),
     )
-
-
-def _names(model: Model) -> list[Finding]:
-    """Return a finding for each pattern or parameter that matches nothing."""
-    return [
-        Finding(kind="names", path=path, message=problem, key="model.unmatched_name")
-        for path, problem in model.name_problems.items()
-    ]
 
 
 def _cut(

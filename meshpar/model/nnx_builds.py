@@ -188,9 +188,7 @@ def _rescaled(nodes: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _check_alike(what: str, first: _Trace, second: _Trace) -> None:
-    one, other = (
-        {**_settings(trace.nodes), **_arrays(trace)} for trace in (first, second)
-    )
+    one, other = map(_description, (first, second))
     for name in {**one, **other}:
         if one.get(name) != other.get(name):
             raise InputError(
@@ -212,30 +210,22 @@ def _check_alike(what: str, first: _Trace, second: _Trace) -> None:
             )
 
 
-def _settings(nodes: Mapping[str, Any]) -> dict[str, str]:
-    """Return a module's settings (all but its arrays) as text by path."""
-    return {
-        name: _described(node)
-        for name, node in nodes.items()
+def _description(trace: _Trace) -> dict[str, str]:
+    """Return a module's settings, and its arrays' kinds and shapes, as text by path."""
+    plain = bool | int | float | complex | str | bytes | np.generic | np.dtype | None
+    settings = {
+        name: repr(node)
+        if isinstance(node, plain)
+        else str(getattr(node, "__qualname__", type(node).__qualname__))
+        for name, node in trace.nodes.items()
         if "_pytree__" not in name
         and not isinstance(node, nnx.Variable | jax.Array | np.ndarray)
     }
-
-
-def _arrays(trace: _Trace) -> dict[str, str]:
-    """Return kind, dtype and shape of a module's arrays as text by path."""
-    return {
+    arrays = {
         leaf_name(path): f"{type(leaf).__name__} of {shape.dtype}{shape.shape}"
         for (path, leaf), shape in zip(trace.leaves, trace.shapes, strict=True)
     }
-
-
-def _described(node: Any) -> str:
-    if node is None or isinstance(node, bool | int | float | complex | str | bytes):
-        return repr(node)
-    if isinstance(node, np.generic | np.dtype):
-        return repr(node)
-    return str(getattr(node, "__qualname__", type(node).__qualname__))
+    return settings | arrays
 
 
 def _check_names(what: str, leaves: tuple[Leaf, ...]) -> None:

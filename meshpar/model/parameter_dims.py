@@ -48,7 +48,8 @@ class ParameterDims:
             cuts = [
                 use
                 for use in self.uses.in_class(part)
-                if use.kind == "cut" and not _is_own(use)
+                if use.kind == "cut"
+                and not source_line(use.equation, _OTHERS).startswith(_ROOM)
             ]
             if len({use.piece for use in cuts}) > 1:
                 return cuts
@@ -103,11 +104,6 @@ def cuts_in_words(cuts: Sequence[Use]) -> str:
 
 
 _ROOM = str(Path(__file__).parents[1])
-
-
-def _is_own(use: Use) -> bool:
-    """Return True if a function of this library, or of its models, cuts."""
-    return source_line(use.equation, _OTHERS).startswith(_ROOM)
 
 
 _BETWEEN = ("jax", "jaxlib", "flax", "optax", "equinox")

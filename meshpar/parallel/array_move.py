@@ -222,7 +222,9 @@ class ArrayMove:
     @property
     def _copy(self) -> jax.stages.Compiled:
         sharding = self.sharding if self.stays else None
-        return _copied(self._structs[0], jnp.dtype(self.dtype), sharding)
+        dtype = jnp.dtype(self.dtype)
+        jitted = jax.jit(lambda x: jnp.copy(x.astype(dtype)), out_shardings=sharding)
+        return jitted.lower(self._structs[0]).compile()
 
     @property
     def _structs(self) -> tuple[Struct, Struct, Struct]:
@@ -253,12 +255,6 @@ def _extra_bytes(program: jax.stages.Compiled, held: int) -> int:
     needed = sizes.argument_size_in_bytes + sizes.output_size_in_bytes
     needed += sizes.temp_size_in_bytes - sizes.alias_size_in_bytes
     return max(0, int(needed) - held)
-
-
-@functools.lru_cache
-def _copied(before: Struct, dtype: Any, sharding: Any) -> jax.stages.Compiled:
-    jitted = jax.jit(lambda x: jnp.copy(x.astype(dtype)), out_shardings=sharding)
-    return jitted.lower(before).compile()
 
 
 @functools.lru_cache

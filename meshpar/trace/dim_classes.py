@@ -92,20 +92,15 @@ class DimClasses:
                 if self.size(taken[-1]) > needed:
                     if self.size(taken[-1]) % needed:
                         return [self.new(size) for size in sizes]
-                    inner = self._cut(taken[-1], needed)
+                    cut = self.find(taken[-1])
+                    inner = self.new(needed), self.new(self._size[cut] // needed)
+                    self._parts[cut], self._wholes = inner, None
                     taken[-1] = inner[0]
                     left.insert(0, inner[1])
             if math.prod(map(self.size, taken)) != size:
                 return [self.new(size) for size in sizes]
             found.append(self._whole(tuple(taken)))
         return found
-
-    def _cut(self, dim: int, outer: int) -> tuple[int, int]:
-        dim = self.find(dim)
-        inner = self.new(outer), self.new(self._size[dim] // outer)
-        self._parts[dim] = inner
-        self._wholes = None
-        return inner
 
     def _whole(self, parts: tuple[int, ...]) -> int:
         """Return the dim that is cut into some parts, a new one if there is none."""

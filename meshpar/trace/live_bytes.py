@@ -142,7 +142,9 @@ def _flatten(program: Program, given: Sequence[int], flat: _Flat) -> list[int]:
     """Add a program's operations, and return the numbers of its results."""
 
     def apply(equation: JaxprEqn, operands: list[int]) -> list[int]:
-        inner = _in_place(equation)
+        loop = Loop.parse(equation)
+        once = loop is not None and loop.length == 1
+        inner = loop.body if loop and once else called_program(equation)
         if inner is not None:
             return _flatten(inner, operands, flat)
         results = [flat.number(atom) for atom in equation.outvars]
@@ -153,14 +155,6 @@ def _flatten(program: Program, given: Sequence[int], flat: _Flat) -> list[int]:
         return results
 
     return walk(program, given, apply, lambda value: flat.number(None))
-
-
-def _in_place(equation: JaxprEqn) -> Program | None:
-    """Return the program of a call, or of a loop that runs once; else None."""
-    loop = Loop.parse(equation)
-    if loop is not None and loop.length == 1:
-        return loop.body
-    return called_program(equation)
 
 
 def _num_bytes(atom: Any, lanes: int) -> int:

@@ -57,17 +57,16 @@ def elementwise(equation: JaxprEqn, operands: Splits) -> Split | None:
             )
         )
         for operand, atom in zip(operands, equation.invars, strict=True)
-        if operand is not None and _spreads(array_shape(atom), shape)
+        if operand is not None
+        and len(operand) == len(shape)
+        and all(
+            size in (1, wanted)
+            for size, wanted in zip(array_shape(atom), shape, strict=True)
+        )
     ]
     if not alike:
         return None
     return tuple(_WHOLE.union(*axes) for axes in zip(*alike, strict=True))
-
-
-def _spreads(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    return len(shape) == len(wanted) and all(
-        size in (1, other) for size, other in zip(shape, wanted, strict=True)
-    )
 
 
 def _dot_general(equation: JaxprEqn, operands: Splits) -> Split | None:

@@ -354,7 +354,11 @@ def _loop(
     other = None if twin is None else Loop.parse(twin)
     body = Twins(loop.body, None if other is None else other.body)
     consts, carry, along = loop.split(flows)
-    slices = [_slice_flow(flow) for flow in along]
+    # An iteration has a slice of each: their first dim is gone.
+    slices = [
+        Flow() if flow.dim == 0 else flow.moved(lambda dim: dim - 1 if dim else None)
+        for flow in along
+    ]
     if any(flow.dim == 0 for flow in along):
         if carry:
             raise Mixed("a loop over the tokens that carries something on")
@@ -379,11 +383,6 @@ def _loop(
     if any(flow.counted for flow in ends):
         carry = _counted(carry, body, loop.num_consts)
     return carry
-
-
-def _slice_flow(flow: Flow) -> Flow:
-    """Return the flow of the slice that one iteration of a scan has."""
-    return Flow() if flow.dim == 0 else flow.moved(lambda dim: dim - 1 if dim else None)
 
 
 def _each_token(found: list[Flow]) -> list[Flow]:

@@ -78,7 +78,10 @@ def folder_in_use(folder: Path) -> Iterator[FolderInUse]:
         raise _unwritable(folder, error) from error
     try:
         _lock(folder, descriptor)
-        _write_owner(descriptor)
+        owner = f"process {os.getpid()} on {socket.gethostname()}"
+        with contextlib.suppress(OSError):  # A full disk: the lock holds all the same.
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, owner.encode(), 0)
         yield FolderInUse(folder, descriptor)
     finally:
         os.close(descriptor)  # And with it ends the lock.
@@ -102,9 +105,10 @@ def _lock(folder: Path, descriptor: int) -> None:
             if error.errno not in _LOCKED:
                 raise _unwritable(folder, error) from error
             if time.monotonic() > tried_until:
+                owner = printable(os.pread(descriptor, 200, 0).decode(errors="replace"))
                 raise InputError(
-                    f"{str(folder)!r} is in use by {_owner(descriptor)}: wait until "
-                    "that run has ended, or name another --out",
+                    f"{str(folder)!r} is in use by {owner or 'another process'}: wait "
+                    "until that run has ended, or name another --out",
                     key="run.folder_in_use",
                 ) from error  # By which its status is that of what may pass.
             time.sleep(_RETRY_S)
@@ -116,16 +120,3 @@ def _unwritable(folder: Path, error: OSError) -> InputError:
         "process may write to",
         key="checkpoint.folder_not_made",
     )
-
-
-def _write_owner(descriptor: int) -> None:
-    owner = f"process {os.getpid()} on {socket.gethostname()}"
-    with contextlib.suppress(OSError):  # The disk is full: the lock holds all the same.
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, owner.encode(), 0)
-
-
-def _owner(descriptor: int) -> str:
-    """The process that has locked the file, as the file names it."""
-    text = os.pread(descriptor, 200, 0).decode(errors="replace")
-    return printable(text) or "another process"

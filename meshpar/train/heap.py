@@ -62,14 +62,9 @@ def share_heaps() -> None:
     glibc reads the number once, when there are more than eight heaps.
     """
     if not _is_told("arena_max"):
-        _function("mallopt")(_ARENA_MAX, min(max(_num_cores(), 2), _MOST_HEAPS))
-
-
-def _num_cores() -> int:
-    """Return the number of cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        has_affinity = hasattr(os, "sched_getaffinity")
+        cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+        _function("mallopt")(_ARENA_MAX, min(max(cores, 2), _MOST_HEAPS))
 
 
 def _is_told(name: str) -> bool:

@@ -60,8 +60,12 @@ def layer_orders(
     """
     in_order = LayerOrder()
 
+    def order(parameter: Parameter) -> LayerOrder:
+        in_place = parameter.places == tuple(range(parameter.num_layers or 0))
+        return in_order if in_place else LayerOrder(parameter.places)
+
     params, model_state = (
-        jax.tree.map(_order, tree, is_leaf=is_parameter)
+        jax.tree.map(order, tree, is_leaf=is_parameter)
         for tree in (model.parameters, model.state)
     )
     return TrainState(
@@ -139,12 +143,6 @@ def model_order_structs(
 ) -> TrainState:
     """Return shape, dtype and sharding of every array of `in_model_order`."""
     return jax.tree.map(_in_model_order, shapes, shardings, orders)
-
-
-def _order(parameter: Parameter) -> LayerOrder:
-    if parameter.places == tuple(range(parameter.num_layers or 0)):
-        return LayerOrder()
-    return LayerOrder(parameter.places)
 
 
 def _in_model_order(

@@ -155,8 +155,13 @@ def make_train_step(
     check_model(model)
     _check_optimizer(optimizer)
     layout = Layout.of(layout)
-    mesh = make_mesh(layout, devices) if mesh is None else mesh
-    _check_mesh(mesh)
+    if mesh is None:
+        mesh = make_mesh(layout, devices)
+    elif not isinstance(mesh, Mesh | AbstractMesh):
+        raise InputError(
+            f"mesh is a {type(mesh).__name__}; give one of make_mesh(layout)",
+            key="mesh.not_a_mesh",
+        )
     layout = layout.resolve(mesh.size)
     if schedule is not None:
         refuse_schedule(layout)
@@ -226,14 +231,6 @@ def _check_options(options: StepOptions) -> None:
         raise InputError(
             f"max_grad_norm={norm!r}: must be positive, or None for no limit",
             key="value.not_positive",
-        )
-
-
-def _check_mesh(mesh: Any) -> None:
-    if not isinstance(mesh, Mesh | AbstractMesh):
-        raise InputError(
-            f"mesh is a {type(mesh).__name__}; give one of make_mesh(layout)",
-            key="mesh.not_a_mesh",
         )
 
 

@@ -129,20 +129,17 @@ def _by_formula(
 ) -> int:
     """Return the bytes of one value a parameter, split by one of its specs."""
     placed = jax.tree.leaves(step.placement.stored)
-    return sum(
-        size * value_bytes // _degree(step, spec(stored))
-        for size, stored in zip(_sizes(step), placed, strict=True)
-    )
+    total = 0
+    for size, stored in zip(_sizes(step), placed, strict=True):
+        axes = spec_axes(spec(stored))
+        total += size * value_bytes // math.prod(step.mesh.shape[a] for a in axes)
+    return total
 
 
 def _sizes(step: TrainStep) -> Iterator[int]:
     """Values of each parameter."""
     for parameter in jax.tree.leaves(step.model.parameters, is_leaf=is_parameter):
         yield math.prod(parameter.stacked_shape)
-
-
-def _degree(step: TrainStep, spec: PartitionSpec) -> int:
-    return math.prod(step.mesh.shape[axis] for axis in spec_axes(spec))
 
 
 def _values_per_parameter(inner: Any, num_values: int) -> float:

@@ -67,7 +67,10 @@ def _row(path: str, leaf: Any, sharding: Any) -> ArrayRow:
         spec = type(sharding).__name__
         memory = "host" if "host" in (sharding.memory_kind or "") else ""
     if isinstance(sharding, NamedSharding):
-        spec = ", ".join(map(_entry, sharding.spec))
+        spec = ", ".join(
+            "+".join(one) if isinstance(one, tuple) else str(one or "-")
+            for one in sharding.spec
+        )
     return ArrayRow(
         path=path,
         shape=tuple(leaf.shape),
@@ -77,10 +80,6 @@ def _row(path: str, leaf: Any, sharding: Any) -> ArrayRow:
         shard_bytes=math.prod(shard) * leaf.dtype.itemsize,
         memory=memory,
     )
-
-
-def _entry(entry: Any) -> str:
-    return "+".join(entry) if isinstance(entry, tuple) else str(entry or "-")
 
 
 def state_text(state: TrainState) -> str:

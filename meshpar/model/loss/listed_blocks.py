@@ -108,12 +108,10 @@ def _crossing_bytes(facts: TraceFacts, layers: Layers, end: int) -> float:
     made = set(itertools.chain(*(one.results for one in layers[0][:end])))
     later = itertools.chain(layers[0][end:], *layers[1:])
     used = made.intersection(itertools.chain(*(one.read for one in later)))
-    return sum(_bytes(facts.program.avals[number]) for number in used)
-
-
-def _bytes(aval: Any) -> float:
-    itemsize = getattr(aval.dtype, "itemsize", 4)
-    return math.prod(aval.shape) * itemsize
+    avals = (facts.program.avals[number] for number in used)
+    return sum(
+        math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4) for aval in avals
+    )
 
 
 class _Match:

@@ -114,7 +114,10 @@ class _Suggestion:
                 self._name.setdefault(dim, "experts")
         self._rows = [dim for dim in self._classes if "looked_up" in self._kinds[dim]]
         self._num_rows = max(map(self._size, self._rows), default=0)
-        self._vocabulary()
+        for dim in self._classes:
+            is_output = self._kinds[dim] == {"free"}
+            if self._size(dim) == self._num_rows and (is_output or dim in self._rows):
+                self._split(dim, "vocab")
         self._attention()
         for dim in self._classes:
             if {"contracted", "free"} <= self._kinds[dim]:
@@ -152,13 +155,6 @@ class _Suggestion:
         ]
         if added:
             self._name[max(added, key=lambda dim: counts[dim])] = "embed"
-
-    def _vocabulary(self) -> None:
-        """Name the largest table's rows, and outputs of that size."""
-        for dim in self._classes:
-            is_output = self._kinds[dim] == {"free"}
-            if self._size(dim) == self._num_rows and (is_output or dim in self._rows):
-                self._split(dim, "vocab")
 
     def _attention(self) -> None:
         heads = {
@@ -265,7 +261,10 @@ def _by_pattern(
     for path, (axes, reasons) in zip(paths, found, strict=True):
         if len(axes) < 2 and not any(name in SPLIT for name in axes):
             continue  # Norms and biases are small.
-        pattern = next(one for one in _patterns(path) if _is_alone(one, texts, axes))
+        for pattern in _patterns(path):
+            matches = path_expression(pattern).fullmatch
+            if all(own == axes for text, own in texts.items() if matches(text)):
+                break
         names[pattern] = axes
         if reasons:
             names.reasons.setdefault(pattern, reasons)
@@ -294,11 +293,3 @@ def _patterns(path: Sequence[str]) -> Iterator[str]:
         front = "" if length == len(path) else "**/"
         yield front + "/".join(re.sub(r"\d+", "*", key) for key in keys)
         yield front + "/".join(keys)
-
-
-def _is_alone(
-    pattern: str, texts: Mapping[str, LogicalAxes], axes: LogicalAxes
-) -> bool:
-    expression = path_expression(pattern)
-    matched = [own for text, own in texts.items() if expression.fullmatch(text)]
-    return all(own == axes for own in matched)

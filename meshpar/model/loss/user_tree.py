@@ -194,7 +194,8 @@ class _Array:
     box: Any
 
     def taken_apart(self, path: tuple[str, ...], node: Any, trained: bool) -> list:
-        value = jnp.asarray(_unboxed(node))
+        is_boxed = isinstance(node, linen.meta.AxisMetadata)
+        value = jnp.asarray(node.unbox() if is_boxed else node)
         names = getattr(node, "names", None)
         role = _role(value.dtype, trained)
         axes = None if names is None else tuple(names)
@@ -230,7 +231,8 @@ class _Module:
         for keys, one in nnx.to_flat_state(nnx.split(node)[1]):
             variable = one if isinstance(one, nnx.Variable) else None
             value = one if variable is None else variable.get_value()
-            value = value if _is_key(value) else jnp.asarray(value)
+            is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+            value = value if is_key else jnp.asarray(value)
             role = _role(value.dtype, trained and isinstance(one, nnx.Param))
             if isinstance(one, nnx.RngState):
                 role = "random"
@@ -277,7 +279,8 @@ def _template(node: Any) -> Any:
         return _Module.split(node)
     if isinstance(node, linen.meta.AxisMetadata):
         return _Array(node.replace_boxed(None))
-    return _Array(None) if _is_array(node) else node
+    is_array = isinstance(node, jax.Array | np.ndarray | np.generic)
+    return _Array(None) if is_array else node
 
 
 def _is_node(node: Any) -> bool:
@@ -316,18 +319,6 @@ def _untrained_collection(tree: Any, keys: Sequence[Any]) -> str | None:
             return str(name)
         tree = tree[name]
     return None
-
-
-def _is_array(node: Any) -> bool:
-    return isinstance(node, jax.Array | np.ndarray | np.generic)
-
-
-def _is_key(value: Any) -> bool:
-    return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-
-
-def _unboxed(node: Any) -> Any:
-    return node.unbox() if isinstance(node, linen.meta.AxisMetadata) else node
 
 
 def _role(dtype: Any, trained: bool) -> str:

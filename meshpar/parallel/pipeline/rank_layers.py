@@ -187,7 +187,11 @@ def backward_layers(
         dx, totals = carry
         place = num_layers - 1 - done
         weights, layer, of_layer = _layer(stack, arrays, place)
-        kept = [_read(buffer, saved.slot, place) for buffer in saved.buffers]
+        kept = []
+        for buffer in saved.buffers:
+            start = [saved.slot, place, *[jnp.int32(0)] * (buffer.ndim - 2)]
+            shape = buffer.shape[2:]
+            kept.append(lax.dynamic_slice(buffer, start, (1, 1, *shape)).reshape(shape))
         residuals = jax.tree.unflatten(saved.treedef, kept)
         gradients, dx = stack.block.backward(
             weights, residuals, dx, of_loss, layer, of_layer
@@ -258,12 +262,6 @@ def _for_places(
         lambda carry: (carry[0] + 1, one(carry[1], carry[0])),
         (jnp.int32(0), carry),
     )[1]
-
-
-def _read(buffer: jax.Array, slot: jax.Array, place: jax.Array) -> jax.Array:
-    start = [slot, place, *[jnp.int32(0)] * (buffer.ndim - 2)]
-    sizes = (1, 1, *buffer.shape[2:])
-    return lax.dynamic_slice(buffer, start, sizes).reshape(buffer.shape[2:])
 
 
 _PERMUTES = ("ppermute", "pgather")

@@ -190,7 +190,11 @@ class StoredArray:
             spans = [slice(None), *spans]
         with self._explained():
             found = np.asarray(self._source[tuple(spans)].read().result())
-        return _mean(found) if self.per_replica else found
+        if not self.per_replica:
+            return found
+        if not jnp.issubdtype(found.dtype, jnp.floating):
+            return found[0]  # A counter, equal in all replicas.
+        return np.mean(found.astype(np.float32), 0).astype(found.dtype)
 
     @cached_property
     def _source(self) -> Any:
@@ -200,12 +204,6 @@ class StoredArray:
     def _explained(self) -> AbstractContextManager[None]:
         what = f"{'.'.join(self.path)} in {str(self.folder)!r} cannot be read"
         return explained(self.folder, what)
-
-
-def _mean(array: np.ndarray) -> np.ndarray:
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        return array[0]
-    return np.mean(array.astype(np.float32), 0).astype(array.dtype)
 
 
 @dataclass(frozen=True)

@@ -76,12 +76,18 @@ class Saving:
         try:
             self._write_whole()
         except Exception as error:
-            _clear_frames(error)
+            at: BaseException | None = error
+            while at is not None:  # So that its frames hold no arrays.
+                traceback.clear_frames(at.__traceback__)
+                at = at.__cause__ or at.__context__
             raise
 
     def _write_whole(self) -> None:
         try:
-            is_taken = self._start()
+            # No array is kept here: Orbax holds those that it needs.
+            save, self._save = self._save, None
+            is_taken = save is not None and save() is not False
+            del save
         finally:
             self._is_begun.set()
         if not is_taken:
@@ -91,11 +97,6 @@ class Saving:
         if self._folder.is_dir():
             self._seal()
 
-    def _start(self) -> bool:
-        """Start the save and keep no array: Orbax holds those that it needs."""
-        save, self._save = self._save, None
-        return save is not None and save() is not False
-
     def _seal(self) -> None:
         with contextlib.suppress(OSError):  # It is as good as one without checksums.
             write_checksums(
@@ -103,13 +104,6 @@ class Saving:
                 part=self._processes.process_id,
                 num_parts=self._processes.num_processes,
             )
-
-
-def _clear_frames(error: BaseException | None) -> None:
-    """Release the arrays in the frames of an error and of its causes."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
 
 
 class _Withheld(logging.Filter):

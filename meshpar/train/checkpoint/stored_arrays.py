@@ -123,7 +123,11 @@ def read(folder: Path, structs: Any, places: Any) -> Any:
     ):
         if paths:
             raise ValueError(f"it {what} {min(paths)} ({len(paths)} such arrays)")
-    all_bytes = sum(map(_bytes_here, jax.tree.leaves(structs)))
+    all_bytes = sum(
+        math.prod(stop - start for start, stop in box) * struct.dtype.itemsize
+        for struct in jax.tree.leaves(structs)
+        for box in _devices_by_box(struct)
+    )
     least, most = _BLOCK_BYTES
     block_bytes = min(max(int(_BLOCK_SHARE * all_bytes), least), most)
 
@@ -161,7 +165,8 @@ def cut_box(box: Box, chunk: Shape, most: int) -> Iterator[Box]:
         if size <= most or fit >= extent:
             cuts.append([(start, stop)])
         else:
-            cuts.append(_cut(start, stop, fit))
+            inner = range(start // fit * fit + fit, stop, fit)
+            cuts.append(list(itertools.pairwise([start, *inner, stop])))
             size = size * fit // extent
     return itertools.product(*cuts)
 
@@ -280,20 +285,6 @@ def _devices_by_box(struct: jax.ShapeDtypeStruct) -> dict[Box, list[jax.Device]]
         box = tuple(part.indices(size)[:2] for part, size in sizes)
         devices.setdefault(box, []).append(device)
     return devices
-
-
-def _bytes_here(struct: jax.ShapeDtypeStruct) -> int:
-    values = sum(
-        math.prod(stop - start for start, stop in box)
-        for box in _devices_by_box(struct)
-    )
-    return values * struct.dtype.itemsize
-
-
-def _cut(start: int, stop: int, step: int) -> list[tuple[int, int]]:
-    """Cut a range at multiples of a step."""
-    bounds = [start, *range(start // step * step + step, stop, step), stop]
-    return list(itertools.pairwise(bounds))
 
 
 def _from(box: Sequence[tuple[int, int]], within: Box) -> tuple[slice, ...]:
