@@ -27,22 +27,29 @@ for _package in ("audit", "lint"):
 _FORMER_MODULES = {
     "meshpar.audit.block_trace": "meshpar.planner.from_model",
     "meshpar.data.device_batches": "meshpar.data.batches",
+    "meshpar.data.errors": "meshpar.errors",
     "meshpar.data.mixture": "meshpar.data.batches",
     "meshpar.data.nanogpt": "meshpar.data.token_files",
-    "meshpar.data.packing": "meshpar.data.rows",
-    "meshpar.data.row_sources": "meshpar.data.rows",
+    "meshpar.data.packing": "meshpar.data.batches",
+    "meshpar.data.row_sources": "meshpar.data.batches",
+    "meshpar.data.rows": "meshpar.data.batches",
     "meshpar.data.token_file": "meshpar.data.token_files",
     "meshpar.data.token_stream": "meshpar.data.token_files",
+    "meshpar.lint.rows": "meshpar.lint.findings",
     "meshpar.machine.mesh_order": "meshpar.machine.mesh",
     "meshpar.mesh": "meshpar.machine.mesh",
     "meshpar.mesh_order": "meshpar.machine.mesh",
-    "meshpar.parallel.convolution_gradients": (
-        "meshpar.parallel.grids.convolution_gradients"
-    ),
+    "meshpar.model.single": "meshpar.model.tracing",
+    "meshpar.parallel.convolution_gradients": "meshpar.parallel.grids.convolution",
     "meshpar.parallel.grid_convolution": "meshpar.parallel.grids.convolution",
+    "meshpar.parallel.grids.convolution_gradients": (
+        "meshpar.parallel.grids.convolution"
+    ),
     "meshpar.parallel.token_chunks": "meshpar.parallel.remat",
     "meshpar.planner.cost.in_words": "meshpar.planner.cost.estimate",
     "meshpar.planner.machine.execution_fields": "meshpar.planner.machine.execution",
+    "meshpar.planner.machine.overlap": "meshpar.planner.machine.collective_cost",
+    "meshpar.planner.published.measured": "meshpar.planner.published.megatron",
     "meshpar.planner.search.constraints": "meshpar.planner.search.space",
     "meshpar.planner.search.nearest_fit": "meshpar.planner.search.remedies",
     "meshpar.planner.search.sensitivity": "meshpar.planner.search.remedies",
@@ -50,6 +57,8 @@ _FORMER_MODULES = {
     "meshpar.topology": "meshpar.machine.topology",
     "meshpar.train.interrupt": "meshpar.train.faults",
     "meshpar.train.replay": "meshpar.train.same_step",
+    "meshpar.train.replica_metrics": "meshpar.train.metrics",
+    "meshpar.train.sample": "meshpar.generation.sampling",
     "meshpar.train.watchdog": "meshpar.train.faults",
 }
 # `emulate` is a function here, so its module must not be bound to that name again.

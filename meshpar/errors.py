@@ -12,6 +12,7 @@ import traceback
 import unicodedata
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -283,3 +284,43 @@ def key_values(text: str, *, noun: str, example: str) -> dict[str, str]:
 def _room(noun: str) -> str:
     """The room of an error's key: `rules` of `--with-rules`."""
     return noun.rpartition("-")[2]
+
+
+class DataError(InputError):
+    """A file, or its content, cannot be trained on."""
+
+
+@dataclass(kw_only=True)
+class Skipped:
+    """Broken lines and rows: an error at the first, or their number.
+
+    Args:
+        policy: "stop" or "skip".
+        count: Lines skipped so far.
+        first: Description of the first of them.
+    """
+
+    policy: str = "stop"
+    count: int = 0
+    first: str = ""
+
+    def take(self, what: str, *, key: str) -> None:
+        """Skip a broken line, or raise.
+
+        Args:
+            what: The file, the line, and the fault.
+            key: Key of the error.
+
+        Raises:
+            DataError: The policy is "stop".
+
+        Example:
+            >>> skipped = Skipped(policy="skip")
+            >>> skipped.take("'a.jsonl', line 3: no JSON", key="data.not_json")
+            >>> skipped.count, skipped.first
+            (1, "'a.jsonl', line 3: no JSON")
+        """
+        if self.policy == "stop":
+            raise DataError(f"{what}; mend it, or --on-bad-line skip", key=key)
+        self.first = self.first or what
+        self.count += 1

@@ -25,8 +25,14 @@ import jax
 
 from meshpar.errors import InputError, whole_number
 from meshpar.model.scope import Scope
-from meshpar.parallel.grids.pencils import Pencils, check_real, named_dims, wide
-from meshpar.parallel.moves import Move, on_split
+from meshpar.parallel.grids.pencils import (
+    Move,
+    Pencils,
+    check_real,
+    named_dims,
+    on_split,
+    wide,
+)
 from meshpar.rules.rules import LogicalAxes
 
 __all__ = ["fftn", "filtered", "ifftn", "irfftn", "moves_of", "rfftn"]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshpar.data.documents import split_lines
-from meshpar.data.errors import DataError
+from meshpar.errors import DataError
 from meshpar.foreign_files import parse_json, read_text
 from meshpar.models.convert.chat_template import ChatTemplate
 from meshpar.train.data import HostBatch

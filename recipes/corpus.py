@@ -12,14 +12,12 @@ import grain
 import numpy as np
 
 from meshpar import InputError
-from meshpar.data.batches import mixed
-from meshpar.data.errors import DataError
-from meshpar.data.rows import PackedRows, StreamRows, check_row, packed
+from meshpar.data.batches import PackedRows, StreamRows, check_row, mixed, packed
 from meshpar.data.sources import OF_TOKENS, DataSource
 from meshpar.data.token_files import TokenFile, TokenStream
 from meshpar.data.tokenizer import ByteTokenizer, FileTokenizer, TokenNumbers
 from meshpar.distributed import Processes
-from meshpar.errors import printable
+from meshpar.errors import DataError, printable
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.corpus_files import Files, not_data, source_files
 from meshpar.recipes.model import model_sizes

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from meshpar.data.errors import DataError
 from meshpar.data.megatron import read_megatron
 from meshpar.data.sources import WITH_FIELDS, DataSource, check_weights
 from meshpar.data.token_cache import TokenCache
 from meshpar.data.token_files import TokenFile, read_nanogpt
 from meshpar.distributed import Processes
+from meshpar.errors import DataError
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.model import model_sizes
 from meshpar.recipes.tokenizer import load_tokenizer, refuse_bytes

@@ -31,6 +31,7 @@ from meshpar.cli.lint import wide_console
 from meshpar.cli.parsing import import_function
 from meshpar.data.batches import device_batches
 from meshpar.distributed import Processes
+from meshpar.generation.sampling import sample_tokens
 from meshpar.recipes import config_file, report
 from meshpar.recipes.bubble import run_bubble
 from meshpar.recipes.command import main
@@ -74,7 +75,6 @@ from meshpar.train.faults import BadStepError, StepWatch, StopRequest, Watchdog
 from meshpar.train.heap import share_heaps
 from meshpar.train.optimizer.average import averaged_state
 from meshpar.train.same_step import check_same_step
-from meshpar.train.sample import sample_tokens
 
 __all__ = ["RunConfig", "RunResult", "audited", "main", "make_step", "pretrain"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshpar import TrainState
 from meshpar.recipes.run import Run
-from meshpar.train.replica_metrics import (
+from meshpar.train.metrics import (
     combined_metrics,
     local_replica_metrics,
     num_local_replicas,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 
-from meshpar.data.errors import DataError
 from meshpar.data.tokenizer import ByteTokenizer, FileTokenizer, read_tokenizer
+from meshpar.errors import DataError
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.texts import BYTE_VOCAB
 

@@ -11,7 +11,7 @@ from meshpar import Layout, Model, Parameter, TrainState, make_train_step
 from meshpar.model.contract import BlockGroup
 from meshpar.model.inputs import default_inputs
 from meshpar.model.scope import Scope
-from meshpar.model.single import forward, loss
+from meshpar.model.tracing import forward, loss
 from meshpar.models.presets import build
 from meshpar.parallel.reduction import random_key
 from meshpar.testing.batches import random_batch, step_batches

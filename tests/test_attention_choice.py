@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from meshpar import Layout, Scope, make_train_step
-from meshpar.hardware.attention_choice import (
+from meshpar.hardware.attention_kernels import (
     OBSTACLES,
     AttentionRequest,
     attention_choice,

@@ -26,7 +26,7 @@ from meshpar.audit.memory import MemoryUse
 from meshpar.audit.report import AuditReport, audit
 from meshpar.audit.targets import Target, TargetError
 from meshpar.hardware import platforms
-from meshpar.hardware.compiler_options import compiler_options_for
+from meshpar.hardware.platforms import compiler_options_for
 from meshpar.models.presets import build
 from tests.test_step_collectives import counts, place
 
@@ -414,7 +414,7 @@ def test_sequence_parallel_gathers_and_scatters_what_is_split_and_no_more():
     assert_clean(report)
     rows = [row.collective for row in report.rows]
     # Each weight of a block by itself: two matmuls and a norm of attention and of MLP
-    # (the combiners' rows in `meshpar.hardware.compiler_options`).
+    # (the combiners' rows in `meshpar.hardware.platforms`).
     assert counts(rows, "forward", "fsdp", 0) == {"all-gather": 6}
     assert counts(rows, "backward", "fsdp", 0) == {"all-gather": 6, "reduce-scatter": 6}
     # Of a block: attention's and the MLP's input and output. The backward gathers two

@@ -11,7 +11,7 @@ from flax import nnx
 
 from meshpar import Parameter, from_nnx, pipeline_value_and_grad
 from meshpar.model.scope import Scope
-from meshpar.model.single import loss
+from meshpar.model.tracing import loss
 from tests.kept_gradients import KEEPING
 from tests.marks import slow
 from tests.pipelined import (

@@ -15,7 +15,7 @@ from meshpar.model import block_run
 from meshpar.model.block_run import num_batch_parts
 from meshpar.model.parameter import is_parameter
 from meshpar.model.scope import Scope
-from meshpar.model.single import loss
+from meshpar.model.tracing import loss
 from meshpar.models.presets import build
 from meshpar.parallel.reduction import random_key
 from meshpar.rules.presets import DATA_PARALLEL, TENSOR_SEQUENCE

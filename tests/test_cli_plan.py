@@ -18,7 +18,7 @@ from meshpar.audit.report import AuditReport
 from meshpar.cli import confirm as confirming
 from meshpar.cli.main import main
 from meshpar.cli.report.bars import time_plot
-from meshpar.cli.report.page import heading, page, paragraph, table
+from meshpar.html import heading, page, paragraph, table
 from meshpar.layout import Layout
 from meshpar.models.presets import PRESETS
 from meshpar.planner.cost.estimate import estimate

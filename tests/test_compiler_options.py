@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar import Layout, absent_mesh, audit, batch_shapes, make_train_step
-from meshpar.hardware.compiler_options import COMPILER_OPTIONS, compiler_options_for
+from meshpar.hardware.platforms import COMPILER_OPTIONS, compiler_options_for
 from tests.pipelined import mlp_of
 from tests.test_audit_targets import needs_tpu_compiler
 

@@ -21,8 +21,8 @@ from meshpar import (
     make_train_step,
 )
 from meshpar.checks.sequences import check_token_wise
-from meshpar.model.single import forward, loss
 from meshpar.model.token_order import TokenOrder
+from meshpar.model.tracing import forward, loss
 from meshpar.models.inputs import language_inputs
 from meshpar.models.layers.attention import Attention
 from meshpar.models.layers.rope import rope_frequencies

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from meshpar import Layout, Scope, default_rules, make_mesh, make_train_step
 from meshpar.cli.main import main
 from meshpar.model.parameter import is_parameter
-from meshpar.model.single import forward
+from meshpar.model.tracing import forward
 from meshpar.models.convert import export, writing
 from meshpar.models.convert.families import to_config_json
 from meshpar.models.convert.hf_config import config_from_json

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from meshpar import Input, InputError, Layout, default_rules, from_nnx
-from meshpar.checks.sequence_lengths import check_sequences
+from meshpar.checks.sequence_probe import check_sequences
 from meshpar.checks.sequences import tokens_joined
 from meshpar.testing.batches import check_undeclared, undeclared, with_batch
 from meshpar.testing.equivalence import check_layouts

@@ -16,7 +16,6 @@ from tokenizers import Tokenizer, models
 
 from meshpar.data import megatron, token_cache
 from meshpar.data.documents import jsonl_documents, parquet_documents, read_text
-from meshpar.data.errors import DataError, Skipped
 from meshpar.data.megatron import MegatronWriter, read_megatron
 from meshpar.data.sources import DataSource, check_weights
 from meshpar.data.token_cache import TokenCache
@@ -26,6 +25,7 @@ from meshpar.data.tokenizer import (
     FileTokenizer,
     whole_texts_tokenizer,
 )
+from meshpar.errors import DataError, Skipped
 from tests.bpe import write_bpe
 
 TEXTS = ["To be, or not to be.", "Ω and λ,\nin two lines", "x"]

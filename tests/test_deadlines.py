@@ -6,8 +6,8 @@ import time
 import pytest
 
 from meshpar.cli.main import main
-from meshpar.data.errors import DataError
 from meshpar.data.tokenizer import FileTokenizer, whole_texts_tokenizer
+from meshpar.errors import DataError
 from meshpar.machine.emulate import MOST_DEVICES, emulate
 from meshpar.models.convert.chat_template import render_chat
 from tests.bpe import write_bpe

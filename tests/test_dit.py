@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from meshpar import Layout, Scope, lint, make_train_step
-from meshpar.model.single import forward, loss
+from meshpar.model.tracing import forward, loss
 from meshpar.models.layers.patches import to_images, to_patches
 from meshpar.models.presets import build, configure
 from meshpar.planner.cost.estimate import estimate

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from meshpar import Layout, lint
-from meshpar.model.single import forward
+from meshpar.model.tracing import forward
 from meshpar.models.presets import build, configure
 from tests.states import normal_values
 

@@ -21,7 +21,7 @@ from meshpar import (
     make_train_step,
     tree_shardings,
 )
-from meshpar.model.single import loss
+from meshpar.model.tracing import loss
 from meshpar.models.presets import build
 from tests.marks import slow
 from tests.pipelined import batch_of, mlp_of

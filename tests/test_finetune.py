@@ -15,7 +15,7 @@ import tyro
 
 from meshpar import make_train_step
 from meshpar.cli.main import main as command
-from meshpar.data.errors import DataError
+from meshpar.errors import DataError
 from meshpar.model.lora import TARGETS
 from meshpar.model.parameter import is_parameter
 from meshpar.models.convert.chat_template import ChatTemplate, read_template

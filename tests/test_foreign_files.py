@@ -9,7 +9,7 @@ import pytest
 
 from meshpar.cli.main import main
 from meshpar.data.documents import jsonl_documents
-from meshpar.data.errors import DataError, Skipped
+from meshpar.errors import DataError, Skipped
 from meshpar.foreign_files import (
     parse_json,
     parse_toml,

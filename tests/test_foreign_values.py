@@ -5,8 +5,8 @@ from dataclasses import asdict
 
 import pytest
 
-from meshpar.data.errors import DataError
 from meshpar.data.tokenizer import FileTokenizer
+from meshpar.errors import DataError
 from meshpar.foreign_files import parse_json
 from meshpar.model.lora import LoRA
 from meshpar.models.convert.hf_config import config_from_json

@@ -14,7 +14,7 @@ from flax import nnx
 
 import meshpar
 from meshpar import Input, from_loss, lint, make_train_step
-from meshpar.model import single
+from meshpar.model import tracing
 from meshpar.model.loss.leaf_names import UnmatchedNameWarning
 from meshpar.model.parameter import initial_values
 from meshpar.model.scope import Scope
@@ -249,7 +249,7 @@ def test_embed_block_and_head_of_a_cut_loss_are_the_loss(init, loss):
     whole = model.unflatten(params)
     expected, gradients = jax.jit(jax.value_and_grad(plain))(whole)
     found, ours = jax.jit(
-        jax.value_and_grad(lambda params: single.loss(model, params, batch))
+        jax.value_and_grad(lambda params: tracing.loss(model, params, batch))
     )(params)
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     for one, other in zip(
@@ -341,7 +341,7 @@ def test_a_loss_without_equal_blocks_one_after_another_is_refused(
     model = from_loss(init, loss, names=NAMES, blocks="layers", inputs=TOKENS)
     with refuses(key, "layers", words=False):
         jax.eval_shape(
-            lambda params: single.loss(model, params, tokens()), _shapes(model)
+            lambda params: tracing.loss(model, params, tokens()), _shapes(model)
         )
 
 
@@ -381,7 +381,7 @@ def test_blocks_that_differ_inside_a_call_are_refused(function, refuses):
     model = from_loss(init_listed, loss, names=NAMES, blocks="layers", inputs=TOKENS)
     with refuses("model.blocks_differ", "layers", words=False):
         jax.eval_shape(
-            lambda params: single.loss(model, params, tokens()), _shapes(model)
+            lambda params: tracing.loss(model, params, tokens()), _shapes(model)
         )
 
 
@@ -395,7 +395,7 @@ def test_a_function_that_all_blocks_share_is_no_difference():
         return cross_entropy(params, x, batch)
 
     model = from_loss(init_listed, loss, names=NAMES, blocks="layers", inputs=TOKENS)
-    jax.eval_shape(lambda params: single.loss(model, params, tokens()), _shapes(model))
+    jax.eval_shape(lambda params: tracing.loss(model, params, tokens()), _shapes(model))
 
 
 def test_blocks_that_are_not_there_are_refused(refuses):
@@ -577,7 +577,7 @@ def test_dropout_draws_for_each_example(blocks):
     def losses(batch, examples):
         key = jax.random.key(1)
         scope = Scope(training=True, random=key, examples=examples, batch=batch)
-        return single.loss(model, params, batch, scope)
+        return tracing.loss(model, params, batch, scope)
 
     def part(begin, end, first=0):
         chosen = {name: value[begin:end] for name, value in batch.items()}
@@ -586,7 +586,7 @@ def test_dropout_draws_for_each_example(blocks):
     halves = (part(0, 4) + part(4, 8)) / 2
     np.testing.assert_allclose(halves, part(0, 8), rtol=1e-5)
     assert abs(float(part(0, 8, first=8) - part(0, 8))) > 1e-3
-    assert abs(float(single.loss(model, params, batch) - part(0, 8))) > 1e-3
+    assert abs(float(tracing.loss(model, params, batch) - part(0, 8))) > 1e-3
 
 
 def test_a_mask_that_all_examples_share_is_drawn_once(refuses):
@@ -605,7 +605,7 @@ def test_a_mask_that_all_examples_share_is_drawn_once(refuses):
         rows = {name: value[first:last] for name, value in batch.items()}
         examples = jnp.arange(first, last, dtype=jnp.uint32)
         scope = Scope(training=True, random=jax.random.key(1), examples=examples)
-        return single.loss(loss, params, rows, scope)
+        return tracing.loss(loss, params, rows, scope)
 
     each = np.mean([losses(at, at + 1) for at in range(4)])
     np.testing.assert_allclose(each, losses(0, 4), rtol=1e-5)
@@ -668,7 +668,7 @@ def test_a_tree_that_is_one_array_trains():
     model = from_loss(lambda key: jnp.ones(4), loss, inputs=VECTORS)
     assert list(model.flat_parameters()) == ["value"]
     batch = {"x": np.ones((2, 4), np.float32), "y": np.zeros(2, np.float32)}
-    assert float(single.loss(model, model.init(0), batch)) == 16
+    assert float(tracing.loss(model, model.init(0), batch)) == 16
 
 
 def test_stages_and_plans_ask_for_blocks(refuses):

@@ -15,8 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshpar import TENSOR, TENSOR_SEQUENCE, Layout, Scope, make_mesh, make_train_step
 from meshpar.audit.report import audit
-from meshpar.model.single import loss
-from meshpar.model.tracing import batch_shapes
+from meshpar.model.tracing import batch_shapes, loss
 from meshpar.models.presets import build
 from meshpar.parallel.head_loss import head_cross_entropy
 from tests import pipelined

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from meshpar.trace.live_bytes import most_live
+from meshpar.trace.costs import most_live
 
 
 def two_matmuls(x, weight):

@@ -21,7 +21,7 @@ from meshpar.recipes.resume import refuse_other_replicas
 from meshpar.recipes.step import check_intervals, make_step
 from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.checkpoint.contents import read_arrays
-from meshpar.train.replica_metrics import combined_metrics
+from meshpar.train.metrics import combined_metrics
 from tests.conftest import rows
 from tests.marks import slow
 from tests.multiprocess.test_train import train

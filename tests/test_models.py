@@ -11,7 +11,7 @@ from flax import nnx
 
 from meshpar import Scope
 from meshpar.model.parameter import is_parameter
-from meshpar.model.single import forward
+from meshpar.model.tracing import forward
 from meshpar.models.layers.attention import Attention
 from meshpar.models.layers.mlp import GatedMLP, PlainMLP
 from meshpar.models.layers.norm import LayerNorm, RMSNorm

@@ -12,7 +12,7 @@ from flax import nnx
 from meshpar import Layout, batch_shapes, from_nnx, make_train_step
 from meshpar.model.lora import LoRA
 from meshpar.model.parameter import initial_values
-from meshpar.model.single import loss_and_state
+from meshpar.model.tracing import loss_and_state
 from meshpar.models.presets import build
 from tests.marks import slow
 from tests.test_nnx_refusals import INPUTS, SIZE, Ends

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar import AuditReport, Finding, Layout, LintReport, MemoryReport, make_mesh
 from meshpar.html import Bar, element, grid, lanes, shade, stacked_bar, table
-from meshpar.lint.rows import ParameterRow, parameter_shards
+from meshpar.lint.findings import ParameterRow, parameter_shards
 from meshpar.models.presets import build
 from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.machine.clusters import cluster_of

@@ -12,8 +12,7 @@ from meshpar.schedules import (
     simulate,
     tick_table,
 )
-from meshpar.schedules.simulate import in_flight, spans
-from meshpar.schedules.ticks import lock_step_timeline
+from meshpar.schedules.simulate import in_flight, lock_step_timeline, spans
 
 every_schedule = pytest.mark.parametrize("schedule", ALL, ids=label)
 

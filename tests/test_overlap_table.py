@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from meshpar.planner.machine import overlap as planned
+from meshpar.planner.machine import collective_cost as planned
 from recipes.bench import overlap
 
 

@@ -8,11 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshpar.data.batches import Turns, device_batches, mixed
-from meshpar.data.errors import DataError
+from meshpar.data.batches import (
+    PackedRows,
+    StreamRows,
+    Turns,
+    device_batches,
+    mixed,
+    packed,
+)
 from meshpar.data.megatron import MegatronWriter, read_megatron
-from meshpar.data.rows import PackedRows, StreamRows, packed
 from meshpar.data.token_files import TokenStream
+from meshpar.errors import DataError
 from meshpar.train.data import ordered_batches
 from tests.refusals import names
 

@@ -21,7 +21,7 @@ QUIET = [
 TAGS = ("<svg", "<rect", "<path", "<table", "<td", "<div", "<style", "<script", "<html")
 
 BY_HAND = (
-    "meshpar/cli/report/page.py",
+    "meshpar/html.py",
     "meshpar/html.py",
     "meshpar/schedules/render.py",
 )

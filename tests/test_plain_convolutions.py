@@ -18,7 +18,7 @@ from meshpar import (
     make_train_step,
 )
 from meshpar.models.layers.volume import VOLUME, Conv
-from meshpar.parallel.grids.convolution_gradients import own_convolution
+from meshpar.parallel.grids.convolution import own_convolution
 from tests.marks import slow
 
 # Some layouts leave `tensor` without work, of which XLA's own gradient is a multiple.

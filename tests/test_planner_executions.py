@@ -34,7 +34,11 @@ from meshpar.planner.cost.step_traffic import step_rows
 from meshpar.planner.cost.traffic import block_rows
 from meshpar.planner.machine.cluster import Link
 from meshpar.planner.machine.clusters import cluster_of, load_device
-from meshpar.planner.machine.collective_cost import all_reduce_s
+from meshpar.planner.machine.collective_cost import (
+    all_reduce_s,
+    hidden_share,
+    hidden_shares,
+)
 from meshpar.planner.machine.execution import (
     EXECUTIONS,
     MAXTEXT,
@@ -46,7 +50,6 @@ from meshpar.planner.machine.execution import (
     execution_of,
     load_execution,
 )
-from meshpar.planner.machine.overlap import hidden_share, hidden_shares
 from meshpar.planner.search.search import Request, search
 from meshpar.planner.search.space import Constraints
 from meshpar.planner.workload.shapes import SHAPES

@@ -10,7 +10,7 @@ from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.cost.memory import rank_memories
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.execution import MEGATRON_2022, MESHPAR, NANOTRON
-from meshpar.planner.published.measured import published
+from meshpar.planner.published.megatron import published
 from meshpar.planner.workload.shapes import SHAPES
 
 GIB = 2**30

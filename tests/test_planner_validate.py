@@ -6,7 +6,7 @@ import pytest
 
 from meshpar.cli.main import main
 from meshpar.planner.machine.execution import EXECUTIONS
-from meshpar.planner.published.measured import published
+from meshpar.planner.published.megatron import published
 from meshpar.planner.published.others import CALIBRATES_HOST, nanotron_splits
 from meshpar.planner.published.validate import rows, summaries
 from meshpar.planner.workload.workload import Workload

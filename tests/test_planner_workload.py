@@ -8,8 +8,7 @@ import jax
 import pytest
 
 from meshpar.models.presets import PRESETS, build, planner_table
-from meshpar.planner.published.measured import published
-from meshpar.planner.published.megatron import megatron_sc21_flops
+from meshpar.planner.published.megatron import megatron_sc21_flops, published
 from meshpar.planner.workload.shapes import SHAPES, workload_of
 from meshpar.planner.workload.workload import Workload
 from tests.marks import slow

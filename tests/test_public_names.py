@@ -58,7 +58,7 @@ for first in json.loads(sys.argv[1]):
     assert os.wait()[1] == 0, first
 """
 FIRST = [
-    "import meshpar.audit.report, meshpar.lint.rows, meshpar.emulate",
+    "import meshpar.audit.report, meshpar.lint.findings, meshpar.emulate",
     "from meshpar.cli import audit, lint, fuzz",
     "from meshpar import *",
     "pass",

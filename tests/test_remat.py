@@ -14,8 +14,7 @@ from meshpar.audit.report import audit
 from meshpar.layout.layout import ResidualNames
 from meshpar.machine.mesh import absent_mesh
 from meshpar.model.contract import BlockGroup
-from meshpar.model.single import loss
-from meshpar.model.tracing import batch_shapes
+from meshpar.model.tracing import batch_shapes, loss
 from meshpar.models.presets import build
 from meshpar.parallel.blocks import restore_vjp, vjp_without
 from meshpar.parallel.remat import model_residual_names, rematerialised

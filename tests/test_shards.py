@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar import Layout, lint, make_mesh
-from meshpar.lint.rows import parameter_shards
+from meshpar.lint.findings import parameter_shards
 from meshpar.models.presets import build
 
 LAYOUTS = [

@@ -12,8 +12,7 @@ from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.search.space import Constraints
 from meshpar.tables import Table
 from meshpar.tables.exchange import LEAST_ROOM, SLACK
-from meshpar.tables.plan_request import TableRequest
-from meshpar.tables.traffic import TableTraffic
+from meshpar.tables.plan import TableRequest, TableTraffic
 
 DIM, FEATURES = 16, 6
 

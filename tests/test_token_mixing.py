@@ -19,7 +19,7 @@ from meshpar import (
     lint,
     make_train_step,
 )
-from meshpar.checks.sequence_lengths import check_sequences
+from meshpar.checks.sequence_probe import check_sequences
 from meshpar.checks.sequences import check_token_wise
 from meshpar.trace.token_mixing import mixes_tokens
 

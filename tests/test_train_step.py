@@ -16,7 +16,7 @@ from meshpar import (
     make_train_step,
 )
 from meshpar.model.scope import Scope
-from meshpar.model.single import forward, loss
+from meshpar.model.tracing import forward, loss
 from meshpar.models.presets import build
 from meshpar.parallel.reduction import random_key
 from tests import pipelined

@@ -6,7 +6,7 @@ import optax
 import pytest
 
 from meshpar import Layout, Scope, lint, make_train_step
-from meshpar.model.single import forward, loss
+from meshpar.model.tracing import forward, loss
 from meshpar.models.presets import build, configure
 from tests.states import normal_values
 

@@ -15,9 +15,8 @@ from meshpar.models.presets import OTHER_PRESETS, build
 from meshpar.planner.curve import BEND, curve_in_words, scaling_curve
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.search.space import Constraints
-from meshpar.planner.search.volume_plans import VolumeRequest
 from meshpar.planner.volume_traces import traced_space, traced_volume
-from meshpar.planner.volumes import exposed, halo_bytes
+from meshpar.planner.volumes import VolumeRequest, exposed, halo_bytes
 from meshpar.planner.workload.shapes import OTHER_SHAPES, TRACED
 from meshpar.planner.workload.volumes import Kernel, SpaceWorkload, VolumeWorkload
 from meshpar.train.memory_report import estimated_bytes

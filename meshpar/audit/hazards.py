@@ -16,7 +16,7 @@ Each was seen (jax 0.10.2, XLA:CPU unless said):
 
 `PlainConvolutions` refuses another: a convolution over split space that a model leaves
 to GSPMD, whose forward is right and whose gradients are wrong.
-`meshpar.parallel.grids.convolution_gradients` describes the two faults.
+`meshpar.parallel.grids.convolution` describes the two faults.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from meshpar.collective_kinds import KINDS, WRITTEN_AS
 from meshpar.errors import InputError
 from meshpar.hardware.platforms import platform_named
 from meshpar.layout import Layout
-from meshpar.parallel.grids.convolution_gradients import OWN_SCOPE
+from meshpar.parallel.grids.convolution import OWN_SCOPE
 from meshpar.trace.operations import Operation, Value, operation_line, operations
 from meshpar.trace.splits import RULES, Split, elementwise
 from meshpar.trace.walk import (

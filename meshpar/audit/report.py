@@ -33,7 +33,7 @@ from meshpar.audit.subject import Subject, make_subject
 from meshpar.audit.target import Target
 from meshpar.audit.targets import CompiledProgram, TargetError, compile_for
 from meshpar.errors import InputError
-from meshpar.hardware.attention_choice import obstacle_words
+from meshpar.hardware.attention_kernels import obstacle_words
 from meshpar.hardware.platforms import platform_named
 from meshpar.layout import MESH_AXES
 from meshpar.machine.mesh import SlowAxis, slow_axes, slow_mesh_axes

@@ -22,8 +22,7 @@ from meshpar.audit.memory import MemoryUse
 from meshpar.audit.subject import Subject
 from meshpar.audit.target import Target
 from meshpar.errors import InputError, install_extra
-from meshpar.hardware.compiler_options import SPARSE_CORE_OFFLOAD
-from meshpar.hardware.platforms import PLATFORMS
+from meshpar.hardware.platforms import PLATFORMS, SPARSE_CORE_OFFLOAD
 from meshpar.machine.mesh import use_mesh
 
 _SPARSE_CORE = re.compile(r"\b(all-gather|all-reduce|reduce-scatter)\b.*'sc_tpu\.")

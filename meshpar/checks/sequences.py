@@ -20,8 +20,7 @@ from jax import lax
 
 from meshpar.checks.halves import CANNOT_RUN, Cut, check_small, what_halves_change
 from meshpar.checks.own_derivatives import own_derivatives
-from meshpar.checks.sequence_lengths import check_sequences
-from meshpar.checks.sequence_probe import Probe, what_joins
+from meshpar.checks.sequence_probe import Probe, check_sequences, what_joins
 from meshpar.errors import InputError
 from meshpar.layout import Layout
 from meshpar.layout.requirements import ATTENTION, Facts, problems

@@ -12,8 +12,7 @@ from meshpar.cli.options import (
     chosen_cluster,
     chosen_workload,
 )
-from meshpar.cli.plan_options import add_table_arguments
-from meshpar.cli.plan_other import is_other, other_request
+from meshpar.cli.plan_options import add_table_arguments, is_other, other_request
 from meshpar.errors import InputError
 from meshpar.layout import Layout
 from meshpar.planner.cost.estimate import Estimate, estimate

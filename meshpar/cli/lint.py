@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from meshpar.lint.findings import ParameterRow
     from meshpar.lint.lint import Finding, LintReport
-    from meshpar.lint.rows import ParameterRow
     from meshpar.rules.rules import Rules
 
 PRESET_NAMES = (

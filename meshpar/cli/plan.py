@@ -28,8 +28,9 @@ from meshpar.cli.plan_options import (
     check_curve,
     chosen_constraints,
     chosen_training,
+    is_other,
+    other_request,
 )
-from meshpar.cli.plan_other import is_other, other_request
 from meshpar.errors import InputError, local_path
 from meshpar.hardware.platforms import platform_named
 from meshpar.planner.curve import bend_in_words, curve_in_words, scaling_curve

@@ -13,7 +13,7 @@ from meshpar.cli.options import (
     planned_model,
 )
 from meshpar.cli.parsing import PAGES, check_picture, output_file
-from meshpar.cli.plan_other import is_other
+from meshpar.cli.plan_options import is_other
 from meshpar.errors import InputError, local_path
 from meshpar.layout import Layout
 from meshpar.planner.cost.estimate import Estimate

@@ -9,8 +9,7 @@ from gzip import GzipFile
 from pathlib import Path
 from typing import IO, Any, cast
 
-from meshpar.data.errors import DataError, Skipped
-from meshpar.errors import install_extra
+from meshpar.errors import DataError, Skipped, install_extra
 from meshpar.foreign_files import error_reason, json_type, open_file, parse_json
 
 _LONGEST_BYTES = 1 << 26

@@ -18,8 +18,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from meshpar.data.errors import DataError
 from meshpar.data.token_files import TokenFile, file_size
+from meshpar.errors import DataError
 
 _MAGIC = b"MMIDIDX\0\0"
 _HEADER = struct.Struct("<9sQBQQ")

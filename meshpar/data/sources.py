@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
-from meshpar.data.errors import DataError
-from meshpar.errors import key_values, local_path, nearest
+from meshpar.errors import DataError, key_values, local_path, nearest
 
 _SUFFIXES = {
     ".txt": "text",

@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 
 from meshpar.data.documents import documents
-from meshpar.data.errors import DataError, Skipped
 from meshpar.data.megatron import MegatronWriter, read_megatron
 from meshpar.data.token_files import TokenFile, file_size
 from meshpar.data.tokenizer import ByteTokenizer, FileTokenizer
-from meshpar.errors import renamed
+from meshpar.errors import DataError, Skipped, renamed
 
 _TEXTS_AT_ONCE = 512  # for the tokenizer's threads
 _CHARACTERS_AT_ONCE = 1 << 22

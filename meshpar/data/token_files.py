@@ -11,8 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from meshpar.data.errors import DataError
-from meshpar.errors import renamed
+from meshpar.errors import DataError, renamed
 from meshpar.foreign_files import open_file
 
 _SCANNED_BYTES = 1 << 30

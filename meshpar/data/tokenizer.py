@@ -10,10 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from meshpar.data.errors import DataError
-from meshpar.errors import install_extra
-from meshpar.foreign_files import read_bytes, read_json
-from meshpar.machine.deadline import OverdueError, is_panic, within
+from meshpar.errors import DataError, install_extra
+from meshpar.foreign_files import OverdueError, is_panic, read_bytes, read_json, within
 
 _ENDS_OF_TEXT = (
     *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>"),

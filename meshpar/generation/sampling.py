@@ -1,6 +1,6 @@
 """The next token of each example, drawn where the logits lie.
 
-No vocabulary is gathered.
+`sample_tokens` draws from a training step's own logits instead, without a cache.
 
 With the vocabulary split over devices, what they exchange is a few scalars an example:
 maxima, sums, and counts. The largest perturbed logit is a draw from the softmax (Gumbel
@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,10 @@ import numpy as np
 from jax import lax
 
 from meshpar.errors import InputError, whole_number
+
+if TYPE_CHECKING:
+    from meshpar.train.state import TrainState
+    from meshpar.train.step import TrainStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,3 +199,45 @@ def _threshold(order: jax.Array, weights: jax.Array, least: jax.Array) -> jax.Ar
 
     start = jnp.zeros(order.shape[:1], jnp.uint32)
     return lax.fori_loop(0, 32, body, start)[:, None]
+
+
+def sample_tokens(
+    step: TrainStep,
+    state: TrainState,
+    prompt: np.ndarray,
+    *,
+    num_tokens: int,
+    seq: int,
+    vocab: int,
+    temperature: float = 0.8,
+    seed: int = 0,
+) -> np.ndarray:
+    """`prompt` and `num_tokens` more tokens, each drawn from `softmax(logits / t)`.
+
+    Each token costs one forward pass over the last `seq` tokens: for a look at what a
+    model has learned, not for serving.
+
+    Args:
+        step: The compiled step, for its layout.
+        state: The parameters to use.
+        prompt: (at least 1,) tokens.
+        num_tokens: How many to draw.
+        seq: Tokens that the model sees at once.
+        vocab: Only tokens below it are drawn.
+        temperature: Lower is more certain.
+        seed: Of the draws.
+    """
+    generator = np.random.default_rng(seed)
+    tokens = [int(token) for token in prompt]
+    num_rows = len(step.rows_here(step.layout.batch_shards))
+    for _ in range(num_tokens):
+        recent = tokens[-seq:]
+        window = np.zeros((num_rows, seq), np.int32)
+        window[:, : len(recent)] = recent
+        # All rows are alike, so that each process can read those of its own devices.
+        here = step.logits(state, window).addressable_shards[0].data
+        logits = np.asarray(here[0, len(recent) - 1, :vocab])
+        scaled = (logits - logits.max()).astype(np.float64) / temperature
+        weights = np.exp(scaled)
+        tokens.append(int(generator.choice(vocab, p=weights / weights.sum())))
+    return np.array(tokens)

@@ -26,7 +26,7 @@ class ContextMethod:
         gathers: True if all keys of some heads are gathered at once; else they go
             round, a device's keys after another's.
         kernels: The fused kernels that can make its scores
-            (`hardware.attention_choice`).
+            (`hardware.attention_kernels`).
     """
 
     name: str

@@ -1,6 +1,6 @@
 """A model, its rules and a layout, compared before anything runs.
 
-`lint.lint` reports findings (`findings`) and how every parameter lies (`rows`). It
+`lint.lint` reports `findings`, and how every parameter lies. It
 refuses what a training step refuses, in the same words, and compiles nothing.
 """
 

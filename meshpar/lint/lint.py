@@ -17,19 +17,17 @@ from meshpar.layout.requirements import layout_errors
 from meshpar.lint import LARGE_BYTES
 from meshpar.lint.findings import (
     Finding,
+    ParameterRow,
     cut_dims,
     dead_rules,
     findings_html,
     idle_mesh_axes,
     large_and_replicated,
-    shadowing_overrides,
-)
-from meshpar.lint.rows import (
-    ParameterRow,
     moved_because,
     parameter_row,
     replicated_row,
     rows_html,
+    shadowing_overrides,
     unsplit_axes,
     unsplit_message,
 )

@@ -35,13 +35,13 @@ from meshpar.schedules.method import ClosedForms, ScheduleMethod
 from meshpar.schedules.one_f_one_b import one_f_one_b
 from meshpar.schedules.simulate import (
     Event,
+    Phase,
     StageTimes,
     Timeline,
     idle_fraction,
     simulate,
 )
 from meshpar.schedules.tick_table import TickTable, lock_step_span_s, tick_table
-from meshpar.schedules.ticks import Phase
 
 SCHEDULES: dict[str, ScheduleMethod] = {
     method.name: method

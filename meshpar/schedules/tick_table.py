@@ -16,8 +16,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshpar.schedules.base import Action, Op, Schedule
-from meshpar.schedules.simulate import StageTimes
-from meshpar.schedules.ticks import Phase, lock_step_ticks, tick_phases
+from meshpar.schedules.simulate import Phase, StageTimes, lock_step_ticks, tick_phases
 
 
 class Moment(enum.IntEnum):

@@ -30,7 +30,7 @@ from jax.extend.core import Var
 from meshpar.layout import Layout
 from meshpar.model.contract import Model
 from meshpar.model.scope import Scope
-from meshpar.model.single import loss
+from meshpar.model.tracing import loss
 from meshpar.planner.plan import gigabytes
 from meshpar.tables.exchange import Exchange
 from meshpar.tables.programs import TableFunctions, split_state

@@ -28,7 +28,7 @@ from meshpar.model.parameter import (
     is_parameter,
 )
 from meshpar.model.scope import Scope
-from meshpar.model.single import loss_and_state
+from meshpar.model.tracing import loss_and_state
 from meshpar.parallel.reduction import random_key
 from meshpar.rules.sharding import path_name
 from meshpar.testing.batches import Arrays

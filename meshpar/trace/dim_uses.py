@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from meshpar.trace.dim_classes import DimClasses
 from meshpar.trace.primitives import ELEMENTWISE, UNCHANGED
-from meshpar.trace.splits import dim_groups
+from meshpar.trace.splits import DimClasses, dim_groups
 from meshpar.trace.walk import Loop, Program, array_shape, called_program, walk
 
 Classes = tuple[int, ...]

@@ -10,7 +10,7 @@ import numpy as np
 
 from meshpar.data.batches import mixed
 from meshpar.data.documents import read_text
-from meshpar.data.errors import DataError
+from meshpar.errors import DataError
 from meshpar.model.inputs import default_inputs
 
 __all__ = [

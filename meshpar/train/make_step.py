@@ -84,7 +84,7 @@ def make_train_step(
             contributions.
         compiler_options: XLA's options for every program of the step, as `jax.jit`
             takes them, over those of the platform
-            (`meshpar.hardware.compiler_options`); None as a value leaves one out.
+            (`meshpar.hardware.platforms`); None as a value leaves one out.
         schedule: Schedule of the pipeline, instead of one that the layout names: a
             `meshpar.schedules.Schedule`, one order a rank such as `["0F0", "0B0"]`,
             or a CSV file with one row a rank.

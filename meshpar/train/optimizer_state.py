@@ -112,7 +112,7 @@ class StateSharding:
 
     Args:
         spec: Overrides the rule for the arrays that it returns a PartitionSpec for.
-        unrolled: The state has each layer's arrays alone (`optimizer.unrolled`).
+        unrolled: The state has each layer's arrays alone (`by_layer.unrolled`).
     """
 
     spec: StateSpec | None = None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -10,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from meshpar.errors import InputError
 from meshpar.model.contract import Model
@@ -18,6 +20,7 @@ from meshpar.model.parameter import Params, Specs, initial_values
 from meshpar.parallel.remat import HOST_MEMORY
 from meshpar.rules.sharding import insert, path_name
 from meshpar.train.optimizer_state import (
+    Mastered,
     in_full,
     initial_optimizer_state,
     stored,
@@ -283,3 +286,58 @@ def _partition(tree: Params, paths: set[str]) -> tuple[Params, Params]:
         keys = tuple(key.key for key in path)
         insert(parts[path_name(path) in paths], keys, value)
     return parts
+
+
+def portable(state: TrainState) -> TrainState:
+    """Return the state, or a tree like it, without copies that can be made again."""
+    if not isinstance(state.opt_state, Mastered):
+        return state
+    params = _with(state.params, state.opt_state.master)
+    return dataclasses.replace(state, params=params, opt_state=state.opt_state.inner)
+
+
+def unported(
+    state: TrainState, shapes: TrainState, shardings: TrainState
+) -> TrainState:
+    """Undo `portable` for a state of those shapes, which may have a master copy.
+
+    Args:
+        state: From `portable`, arrays of the dtypes and shardings of
+            `portable(shapes)`.
+        shapes: Shapes of the wanted state.
+        shardings: Shardings of the wanted state.
+    """
+    if not isinstance(shapes.opt_state, Mastered):
+        return state
+    params = jax.tree.map(
+        lambda master, shape, sharding: _rounded(
+            shape.dtype, sharding, master.sharding.memory_kind == HOST_MEMORY
+        )(master),
+        state.params,
+        shapes.params,
+        shardings.params,
+    )
+    master = _with(shapes.opt_state.master, state.params)
+    return dataclasses.replace(
+        state, params=params, opt_state=Mastered(master, state.opt_state)
+    )
+
+
+def _with(tree: Any, other: Any) -> Any:
+    """Return a tree with the leaves of another at the same paths."""
+    known = dict(jax.tree.leaves_with_path(other))
+    return jax.tree.map_with_path(lambda path, leaf: known.get(path, leaf), tree)
+
+
+@functools.lru_cache
+def _rounded(
+    dtype: Any, sharding: NamedSharding, from_host: bool
+) -> Callable[[jax.Array], jax.Array]:
+    """Return the function that casts an array, with this sharding."""
+
+    def rounded(array: jax.Array) -> jax.Array:
+        if from_host:
+            array = jax.device_put(array, jax.memory.Space.Device)
+        return array.astype(dtype)
+
+    return jax.jit(rounded, out_shardings=sharding)

@@ -31,8 +31,8 @@ from meshpar.parallel.pipeline.stages import in_layer_order
 from meshpar.train.batch_placement import BatchPlacement, batch_structs, with_sharding
 from meshpar.train.layer_order import placed_start
 from meshpar.train.local_steps import StepCount
+from meshpar.train.metrics import local_replica_metrics
 from meshpar.train.refusals import check_logits
-from meshpar.train.replica_metrics import local_replica_metrics
 from meshpar.train.state import (
     TrainState,
     check_seed,
@@ -173,7 +173,7 @@ class TrainStep:
             `skipped`, the steps so far that changed nothing, as their gradients were
             not finite or all weights 0. With local steps they are means over the
             replicas that this process holds devices of, weighted as in one batch, and
-            `weight_sum` and `skipped` sums (`meshpar.train.replica_metrics`).
+            `weight_sum` and `skipped` sums (`meshpar.train.metrics`).
 
         Raises:
             InputError: Shapes differ, the global batch does not divide over the batch

@@ -19,8 +19,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshpar.audit.hazards import PlainConvolutions
 from meshpar.audit.subject import Subject
-from meshpar.checks.sequence_lengths import check_sequences
-from meshpar.hardware.compiler_options import compiler_options_for
+from meshpar.checks.sequence_probe import check_sequences
+from meshpar.hardware.platforms import compiler_options_for
 from meshpar.layout import BATCH_AXES, Layout
 from meshpar.machine.mesh import absent_mesh, mesh_hosts
 from meshpar.model.contract import Model
@@ -40,8 +40,7 @@ from meshpar.train.local_steps import (
     SyncPrograms,
     sync_notes,
 )
-from meshpar.train.optimizer.by_layer import by_layer
-from meshpar.train.optimizer.unrolled import unrolled
+from meshpar.train.optimizer.by_layer import by_layer, unrolled
 from meshpar.train.optimizer_state import StateSharding, StateSpec
 from meshpar.train.state import TrainState, without_optimizer
 from meshpar.train.step_functions import StepFunctions

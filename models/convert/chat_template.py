@@ -13,7 +13,7 @@ import numpy as np
 
 from meshpar import InputError
 from meshpar.errors import install_extra
-from meshpar.machine.deadline import OverdueError, deadline
+from meshpar.foreign_files import OverdueError, deadline
 from meshpar.models.convert.stored_chat import DEFAULT, WITH_TOOLS, stored_templates
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")

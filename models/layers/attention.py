@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Float
 
 from meshpar import Scope
-from meshpar.hardware.attention_choice import (
+from meshpar.hardware.attention_kernels import (
     AttentionChoice,
     AttentionRequest,
     attention_choice,

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from meshpar import Scope
 from meshpar.models.layers.attention import normal
 from meshpar.models.layers.recomputed import recomputed
-from meshpar.parallel.grids.convolution_gradients import (
+from meshpar.parallel.grids.convolution import (
     input_gradient,
     kernel_gradient,
     own_convolution,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from meshpar.errors import install_extra
 from meshpar.planner.published import validate
-from meshpar.planner.published.measured import Measured
+from meshpar.planner.published.megatron import Measured
 
 _QUANTITIES = {"step": "step time, s", "memory": "memory of a device, GB"}
 

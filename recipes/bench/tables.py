@@ -164,7 +164,7 @@ def _dense(step: Any, batches: Sequence[Batch]) -> Contestant:
     import numpy as np
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from meshpar.model.single import loss as loss_of
+    from meshpar.model.tracing import loss as loss_of
 
     model, mesh = step.dense.model, step.mesh
     rows, whole = (NamedSharding(mesh, PartitionSpec(*on)) for on in (("data",), ()))

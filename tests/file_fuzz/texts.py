@@ -8,8 +8,7 @@ from pathlib import Path
 
 from meshpar.cli.main import main
 from meshpar.data.documents import jsonl_documents
-from meshpar.data.errors import Skipped
-from meshpar.errors import InputError
+from meshpar.errors import InputError, Skipped
 from meshpar.foreign_files import parse_toml
 from meshpar.models.convert.chat_template import ChatTemplate
 from meshpar.recipes.conversations import (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from meshpar.audit.overlap import COMPUTE, BlockTimeline, Span
 from meshpar.audit.report import AuditReport
 from meshpar.audit.report_html import collectives_html, overlap_html
-from meshpar.cli.report.page import heading, page, paragraph, plot
+from meshpar.html import heading, page, paragraph, plot
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Bar, Figure

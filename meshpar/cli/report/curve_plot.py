@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshpar.cli.report.page import heading, page, paragraph, plot, table
+from meshpar.html import heading, page, paragraph, plot, table
 from meshpar.planner.curve import BEND, Curve, Point, bend_in_words
 from meshpar.planner.plan import milliseconds
 

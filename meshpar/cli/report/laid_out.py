@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from meshpar.layout import MESH_AXES
-from meshpar.lint.rows import Shards, parameter_shards
+from meshpar.lint.findings import Shards, parameter_shards
 from meshpar.model.contract import Model
 from meshpar.planner.cost.estimate import Estimate
 from meshpar.planner.cost.memory import Memory, rank_memories
@@ -17,8 +17,7 @@ from meshpar.planner.cost.step_time import stage_times
 from meshpar.planner.cost.step_traffic import Sent
 from meshpar.planner.machine.cluster import Link
 from meshpar.schedules import StageTimes, Timeline, make_schedule, simulate
-from meshpar.schedules.simulate import spans
-from meshpar.schedules.ticks import lock_step_timeline
+from meshpar.schedules.simulate import lock_step_timeline, spans
 
 _MOST_ACTIONS = 4000
 """Most actions of a timeline that a page can draw."""

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from meshpar.cli.report.bars import time_plot
-from meshpar.cli.report.page import assumed, heading, page, paragraph, plot, table
 from meshpar.errors import InputError
+from meshpar.html import assumed, heading, page, paragraph, plot, table
 from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.plan import Plan, gigabytes, milliseconds
 from meshpar.planner.search.assumptions import assumptions, guess_note

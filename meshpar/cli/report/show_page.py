@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import numpy as np
+
 from meshpar.cli.report.bars import (
     axes_text,
     link_text,
@@ -10,18 +15,19 @@ from meshpar.cli.report.bars import (
     ranks,
     traffic_plot,
 )
-from meshpar.cli.report.grids import (
-    MOST_DEVICES,
-    device_grid,
-    drawn_devices,
-    shards_plot,
-)
 from meshpar.cli.report.laid_out import AxisTraffic, LaidOut
-from meshpar.cli.report.page import heading, page, paragraph, plot, table
 from meshpar.cli.report.timeline import HOW_TO_READ, timeline_plot
-from meshpar.lint.rows import Shards
+from meshpar.html import heading, page, paragraph, plot, table
+from meshpar.lint.findings import Shards
 from meshpar.planner.plan import gigabytes, milliseconds
 from meshpar.schedules.render import summary
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+    from meshpar.cli.report.laid_out import LaidOut
+    from meshpar.planner.cost.run import Run
+
 
 _LEAST_WIDTH = 640  # pixels, of what has many columns
 
@@ -164,3 +170,237 @@ def _timeline(found: LaidOut) -> list[str]:
         paragraph(text + (some if drawn < layout.microbatches else "")),
         timeline_plot(timeline),
     ]
+
+
+MOST_DEVICES = 512
+"""Drawn devices; those after them hold the same shards, or the next ones."""
+
+_MOST_COLUMNS, _MOST_ROWS, _MOST_NAMES = 16, 64, 32
+_MOST_TICKS, _MOST_PLACES = 16, 8
+_MOST_NUMBERED, _MOST_PARTED, _MOST_LINES = 32, 128, 64
+
+_PLACE_COLORS = ((0.0, "#f0f6fc"), (1.0, "#6baed6"))
+"""Colours of the first and last place along a mesh axis; black is readable on all."""
+
+# Pixels.
+_ROW_HEIGHT = 26
+_GRID_ABOVE, _GRID_BELOW = 60, 80
+_ABOVE, _BELOW = 20, 40
+
+
+def device_grid(run: Run) -> Figure:
+    """Return the grid, coloured by position along a mesh axis of a menu."""
+    from plotly.graph_objects import Figure, Heatmap
+
+    columns = _columns(run.cluster.devices_per_host)
+    rows = min(_MOST_ROWS, run.cluster.num_devices // columns)
+    numbers = np.arange(rows * columns)
+    positions = _positions(run, numbers)
+    first = next(iter(positions))
+    figure = Figure(
+        Heatmap(
+            z=positions[first].reshape(rows, columns),
+            text=numbers.reshape(rows, columns),
+            hovertext=_device_hovers(run, numbers, positions).reshape(rows, columns),
+            hoverinfo="text",
+            texttemplate="%{text}",
+            colorscale=_PLACE_COLORS,
+            zmin=0,
+            zmax=_last(run, first),
+            colorbar=_legend(run, first),
+            xgap=2,
+            ygap=2,
+        )
+    )
+    figure.update_layout(
+        height=_GRID_ABOVE + _ROW_HEIGHT * rows + _GRID_BELOW,
+        margin={"l": 70, "r": 20, "t": _GRID_ABOVE, "b": _GRID_BELOW},
+        template="plotly_white",
+        updatemenus=[_menu(run, positions, (rows, columns))],
+    )
+    figure.update_xaxes(visible=False)
+    figure.update_yaxes(**_hosts(run, rows, columns))
+    return figure
+
+
+def drawn_devices(run: Run) -> int:
+    """Return the number of devices in the grid."""
+    columns = _columns(run.cluster.devices_per_host)
+    return min(run.cluster.num_devices, columns * _MOST_ROWS)
+
+
+def _columns(devices_per_host: int) -> int:
+    """Return the devices of a host, or the most that divide it and fit the width."""
+    most = min(_MOST_COLUMNS, devices_per_host)
+    return next(size for size in range(most, 0, -1) if devices_per_host % size == 0)
+
+
+def _positions(run: Run, numbers: np.ndarray) -> dict[str, np.ndarray]:
+    """Each device's place along every mesh axis at work."""
+    shape = run.layout.mesh_shape
+    places = np.unravel_index(numbers, tuple(shape.values()))
+    along = dict(zip(shape, places, strict=True))
+    split = {axis: along[axis] for axis in shape if shape[axis] > 1}
+    return split or {"data": along["data"]}
+
+
+def _device_hovers(
+    run: Run, numbers: np.ndarray, positions: dict[str, np.ndarray]
+) -> np.ndarray:
+    host = numbers // run.cluster.devices_per_host
+    lines = [
+        f"<b>device {number}</b>, host {host[number]}<br>"
+        + ", ".join(f"{axis} {place[number]}" for axis, place in positions.items())
+        for number in numbers
+    ]
+    return np.array(lines, object)
+
+
+def _menu(
+    run: Run, positions: dict[str, np.ndarray], shape: tuple[int, int]
+) -> dict[str, object]:
+    buttons = [
+        {
+            "label": f"coloured by {axis}",
+            "method": "restyle",
+            "args": [
+                {
+                    "z": [place.reshape(shape).tolist()],
+                    "zmax": _last(run, axis),
+                    "colorbar": _legend(run, axis),
+                }
+            ],
+        }
+        for axis, place in positions.items()
+    ]
+    return {"buttons": buttons, "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom"}
+
+
+def _last(run: Run, axis: str) -> int:
+    """Return the last place along a mesh axis, at least 1 to span a scale."""
+    return max(1, run.layout.mesh_shape[axis] - 1)
+
+
+def _legend(run: Run, axis: str) -> dict[str, object]:
+    """Return the bar of colours below the grid: places along a mesh axis."""
+    size = run.layout.mesh_shape[axis]
+    places = [*range(0, size, -(-size // _MOST_PLACES))]
+    return {
+        "title": {"text": f"place along {axis}", "side": "top"},
+        "orientation": "h",
+        "tickvals": places,
+        "ticktext": [str(place) for place in places],
+        "thickness": 12,
+        "len": 0.5,
+        "x": 0,
+        "xanchor": "left",
+        "y": 0,
+        "yanchor": "top",
+    }
+
+
+def _hosts(run: Run, rows: int, columns: int) -> dict[str, object]:
+    """Return the axis with the names of hosts, or of some, at their first rows."""
+    each = run.cluster.devices_per_host // columns
+    noun = "slice" if run.cluster.torus else "host"
+    every = each * -(-rows // (_MOST_NAMES * each))
+    starts = [*range(0, rows, every)]
+    return {
+        "autorange": "reversed",
+        "showgrid": False,
+        "zeroline": False,
+        "tickvals": starts,
+        "ticktext": [f"{noun} {start // each}" for start in starts],
+        "ticklabelstandoff": 4,
+    }
+
+
+def shards_plot(found: LaidOut) -> Figure:
+    """Return a row a parameter, a column a device, a colour a shard; grey is whole."""
+    from plotly.graph_objects import Figure, Heatmap
+
+    num_devices = min(found.run.cluster.num_devices, MOST_DEVICES)
+    numbered = num_devices <= _MOST_NUMBERED
+    colors = []
+    for shards in found.shards:
+        last = shards.number - 1
+        drawn = shards.of_device[:num_devices]
+        colors.append([shard / last if last else None for shard in drawn])
+    figure = Figure(
+        Heatmap(
+            y=[shards.row.path for shards in found.shards],
+            z=colors,
+            text=[shards.of_device[:num_devices] for shards in found.shards],
+            hovertext=[
+                _shard_hovers(shards, found, num_devices) for shards in found.shards
+            ],
+            hoverinfo="text",
+            texttemplate="%{text}" if numbered else None,
+            colorscale="Viridis",
+            zmin=0,
+            zmax=1,
+            showscale=False,
+            xgap=1 if num_devices <= _MOST_PARTED else 0,
+            ygap=2,
+        )
+    )
+    figure.update_layout(
+        height=_ABOVE + _ROW_HEIGHT * len(found.shards) + _BELOW,
+        margin={"l": 10, "r": 20, "t": _ABOVE, "b": _BELOW},
+        template="plotly_white",
+        plot_bgcolor="#dcdcdc",
+    )
+    figure.update_yaxes(autorange="reversed", automargin=True, ticklabelstandoff=6)
+    figure.update_yaxes(showgrid=False)
+    _mark_hosts(figure, found.run.cluster.devices_per_host, num_devices)
+    return figure
+
+
+def _mark_hosts(figure: Figure, devices_per_host: int, num_devices: int) -> None:
+    """Mark the first device of each host, or of some, by a number and a white line."""
+    hosts = -(-num_devices // devices_per_host)
+    every = devices_per_host * -(-hosts // _MOST_TICKS) if hosts > 1 else None
+    figure.update_xaxes(dtick=every, tickangle=0, showgrid=False, zeroline=False)
+    starts = range(devices_per_host, num_devices, devices_per_host)
+    if len(starts) < _MOST_LINES:
+        for start in starts:
+            figure.add_vline(start - 0.5, line={"color": "white", "width": 3})
+
+
+def _shard_hovers(shards: Shards, found: LaidOut, num_devices: int) -> list[str]:
+    texts = {shard: _shard_text(shards, shard) for shard in set(shards.of_device)}
+    each = found.run.cluster.devices_per_host
+    return [
+        f"<b>device {device}</b>, host {device // each}<br>{texts[shard]}"
+        for device, shard in enumerate(shards.of_device[:num_devices])
+    ]
+
+
+def _shard_text(shards: Shards, shard: int) -> str:
+    row = shards.row
+    if shards.number == 1:
+        return f"{row.path}: whole, {gigabytes(row.bytes)}"
+    parts = []
+    slices = shards.slices(shard)
+    for name, part, count in zip(row.logical_axes, slices, shards.counts, strict=True):
+        if count > 1 and name == "layers" and shards.places:
+            parts.append(f"layers {_ranges(sorted(shards.places[part]))}")
+        elif count > 1:
+            parts.append(f"{name or 'dim'} {part.start} to {part.stop - 1}")
+    head = f"{row.path}: shard {shard} of {shards.number}, {gigabytes(row.bytes)}"
+    return "<br>".join([head, *parts])
+
+
+def _ranges(layers: list[int]) -> str:
+    """Return layers as ranges, leaving out places without one.
+
+    Example:
+        >>> _ranges([-1, 0, 1, 2, 6, 7])
+        '0 to 2, 6 to 7'
+    """
+    present = [layer for layer in layers if layer >= 0]
+    runs = groupby(enumerate(present), key=lambda pair: pair[1] - pair[0])
+    ends = [[layer for _, layer in run] for _, run in runs]
+    return ", ".join(
+        f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in ends
+    )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from meshpar.cli.report.page import page, paragraph, plot
+from meshpar.html import page, paragraph, plot
 from meshpar.schedules.base import OP_WORDS, Op
 from meshpar.schedules.render import summary
 from meshpar.schedules.simulate import Count, Timeline, in_flight, spans

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from meshpar.errors import InputError
-from meshpar.model.loss.example_keys import Shapes
+from meshpar.model.loss.drop_ins import Shapes
 from meshpar.model.loss.program import LossProgram, Operation
 from meshpar.trace.operations import operation_line
 

@@ -3,7 +3,7 @@
 The second way in, beside `from_nnx`: the model stays as it is, in Flax NNX or Linen,
 Equinox, Haiku or plain dicts. Without `blocks` the whole loss is the head of a model
 with one empty block, and runs under every layout without stages. With `blocks` it is
-cut between equal blocks (`meshpar.model.loss.cut`).
+cut between equal blocks (`meshpar.model.loss.traced_loss`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from meshpar.errors import InputError
 from meshpar.model.block_run import check_head
 from meshpar.model.contract import BlockGroup, Model
 from meshpar.model.inputs import Input
-from meshpar.model.loss.drop_ins import inside
-from meshpar.model.loss.example_keys import example_key, key_data
+from meshpar.model.loss.drop_ins import example_key, inside, key_data
 from meshpar.model.loss.facts import Values, from_stream, in_stream, known_batch
 from meshpar.model.loss.leaf_names import (
     NONE,

@@ -15,9 +15,8 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from meshpar.model.loss.alike import alike, same_array
 from meshpar.model.loss.facts import Cut, MakeKey, TraceFacts, Values
-from meshpar.model.loss.program import LossProgram, Operation
+from meshpar.model.loss.program import LossProgram, Operation, alike, same_array
 
 Layers = list[list[Operation]]
 """The operations of each block."""

@@ -3,7 +3,7 @@
 The kernels are JAX's (`jax.experimental.pallas.ops.tpu.splash_attention`): a forward
 with its log-sum-exp, and a backward. They skip the tiles that a causal mask or a window
 hides. XLA does not partition a Pallas kernel: it runs where all mesh axes are manual.
-Their limits stand in `meshpar.hardware.attention_choice`.
+Their limits stand in `meshpar.hardware.attention_kernels`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_mask as masks,
 )
 
-from meshpar.hardware.attention_choice import SPLASH_LANES
-from meshpar.hardware.attention_kernels import splash_scope
+from meshpar.hardware.attention_kernels import SPLASH_LANES, splash_scope
 from meshpar.parallel.context.mask import Mask
 from meshpar.parallel.reduction import scaled
 

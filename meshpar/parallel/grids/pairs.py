@@ -19,7 +19,7 @@ from jax import lax
 from meshpar.collectives import asked, sum_dtype
 from meshpar.errors import InputError
 from meshpar.model.scope import Scope
-from meshpar.parallel.moves import Move, on_split
+from meshpar.parallel.grids.pencils import Move, on_split
 from meshpar.rules.rules import Split, array_split, degree
 
 PAIRS = ("batch", "pair_rows", "pair_columns", None)

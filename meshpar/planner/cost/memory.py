@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from meshpar.hardware.attention_choice import SPLASH_LANES
+from meshpar.hardware.attention_kernels import SPLASH_LANES
 from meshpar.layout import STAGE_REMATS, Layout
 from meshpar.parallel.sizes import HIDDEN_BYTES, SCORE_BYTES, head_parts, tile_tokens
 from meshpar.planner.cost.activations import (

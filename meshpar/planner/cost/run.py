@@ -9,12 +9,13 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from meshpar.hardware.attention_choice import (
+from meshpar.hardware.attention_kernels import (
+    KERNELS,
+    OWN_KERNEL,
     AttentionChoice,
     AttentionRequest,
     attention_choice,
 )
-from meshpar.hardware.attention_kernels import KERNELS, OWN_KERNEL
 from meshpar.hardware.platforms import Platform, platform_named
 from meshpar.layout import ZERO_AXES, Layout
 from meshpar.planner.machine.cluster import Cluster, Link
@@ -150,8 +151,8 @@ class Run:
     def attention(self) -> AttentionChoice:
         """The fused attention kernel that stores no scores, or why there is none.
 
-        Our program chooses it with `attention_choice`, as the models do; other programs
-        have their own, on its platform.
+        Our program chooses it with `attention_kernels`, as the models do; other
+        programs have their own, on its platform.
         """
         platform, kernel = self.cluster.device.platform, self.execution.attention_kernel
         split = self.layout.context > 1
@@ -219,7 +220,7 @@ class Run:
         if mesh_axes not in self._links:
             link = self.cluster.link(self.layout, *mesh_axes)
             if self.execution.measured_overlap and len(self.cluster.torus) == 3:
-                # By the options of `hardware.compiler_options`: a step of `fsdp=64` on
+                # By the options of `hardware.platforms`: a step of `fsdp=64` on
                 # v5p:4x4x4 scatters all of its gradients (`recipes.bench.overlap`).
                 link = replace(link, scatters_whole=False)
             self._links[mesh_axes] = _over_rails(link, self.execution.rails)

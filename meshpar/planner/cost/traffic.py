@@ -28,7 +28,7 @@ from meshpar.planner.cost.seconds import (
     Row,
     Rows,
 )
-from meshpar.planner.machine.overlap import hidden_share
+from meshpar.planner.machine.collective_cost import hidden_share
 
 _SUMS = "sums of the residual stream"
 _OF_SEQUENCE = {

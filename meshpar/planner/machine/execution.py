@@ -41,8 +41,7 @@ class Execution:
         gather_overlap: True if weights split over `fsdp` are gathered one layer ahead.
         gathers_again: True if they are gathered once more for what a block recomputes.
         measured_overlap: True if the hidden share of a step's collectives is measured
-            in compiled programs (`meshpar.planner.machine.overlap`), not a yes or no of
-            the options above.
+            in compiled programs (`hidden_share`), not a yes or no of the options above.
         rails: Network ports of a host that one collective uses at once; 0 for all.
         hop_overlap: True if activations hop between stages beside computation.
         hop_split: True if a hop is split over `tensor` and gathered after it.

@@ -21,15 +21,10 @@ from meshpar.planner.machine.execution import (
     MEGATRON_2024,
     NANOTRON,
 )
-from meshpar.planner.published.measured import (
+from meshpar.planner.published.megatron import (
     Measured,
     estimate_published,
     interleaved,
-    memory_row,
-    published,
-    step_row,
-)
-from meshpar.planner.published.megatron import (
     korthikanti_layers,
     korthikanti_memory,
     korthikanti_steps,
@@ -37,6 +32,9 @@ from meshpar.planner.published.megatron import (
     megatron_core,
     megatron_sc21,
     megatron_sc21_flops,
+    memory_row,
+    published,
+    step_row,
 )
 from meshpar.planner.workload.config_json import GPT2_FIELDS
 from meshpar.planner.workload.shapes import SHAPES

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from meshpar.planner.published.measured import Measured
+from meshpar.planner.published.megatron import Measured
 from meshpar.planner.published.others import SOURCES
 
 

@@ -23,7 +23,6 @@ from meshpar.train.checkpoint.choice import (
     explained,
 )
 from meshpar.train.checkpoint.files import read_run, remove_parts
-from meshpar.train.checkpoint.portable import portable, unported
 from meshpar.train.checkpoint.saving import Saving
 from meshpar.train.checkpoint.stored_arrays import (
     handler,
@@ -38,7 +37,7 @@ from meshpar.train.layer_order import (
     in_model_order,
     model_order_structs,
 )
-from meshpar.train.state import TrainState
+from meshpar.train.state import TrainState, portable, unported
 
 LOGGER = logging.getLogger("meshpar.checkpoint")
 

@@ -24,17 +24,21 @@ from meshpar.errors import InputError
 from meshpar.layout import Layout
 from meshpar.model.contract import Model
 from meshpar.model.parameter import Parameter, is_parameter
+from meshpar.trace.primitives import ELEMENTWISE
 from meshpar.train.optimizer.flow import (
+    REDUCTIONS,
     SUMS,
+    NotByLayer,
+    Slot,
     Traced,
     Value,
+    check_owner,
     run,
     single_owner,
     traced,
     update_with_loss,
 )
 from meshpar.train.optimizer.proof import by_layer_refusal
-from meshpar.train.optimizer.stacked import stacked_refusal
 from meshpar.train.optimizer_state import full_dtype
 
 _WAY_OUT = (
@@ -279,3 +283,123 @@ def _neutral(name: str, dtype: Any) -> np.ndarray:
         return np.asarray(sign * np.inf, dtype)
     limits = jnp.iinfo(dtype)
     return np.asarray(limits.min if name == "max" else limits.max, dtype)
+
+
+def stacked_refusal(trace: Traced, params: Any, stacked: Collection[str]) -> str | None:
+    """Return the reason why an optimizer cannot be run on stacked arrays, or None.
+
+    Args:
+        trace: Its trace on them.
+        params: Their shapes.
+        stacked: Paths of the parameters that have layers.
+    """
+
+    def values(slots: Sequence[Slot], shapes: Any) -> list[Value]:
+        pairs = zip(slots, jax.tree.leaves(shapes), strict=True)
+        return [Value(slot.owner, leaf.shape) for slot, leaf in pairs]
+
+    owners = frozenset(stacked)
+    of_params = values(trace.params, params)
+    of_state = values(trace.state, trace.state_shapes)
+    update = [*of_params, *of_state, *of_params, Value(None, ())]
+    try:
+        for program, inputs, slots in (
+            (trace.init, of_params, trace.state),
+            (trace.update, update, (*trace.params, *trace.state)),
+        ):
+            results = run(program, inputs, _Shapes(owners))
+            for slot, value in zip(slots, results, strict=True):
+                check_owner(slot, value, owners)
+                if isinstance(value.content, str):
+                    raise NotByLayer(
+                        f"{slot.path} is a sum over all layers of {value.owner}"
+                    )
+    except NotByLayer as reason:
+        return str(reason)
+    return None
+
+
+@dataclass(frozen=True)
+class _Shapes:
+    """The domain of shapes, or of the primitive that all values were reduced by."""
+
+    stacked: frozenset[str]
+
+    def constant(self, value: Any) -> tuple[int, ...]:
+        return ()
+
+    def apply(self, equation: JaxprEqn, operands: Sequence[Value]) -> list[Any]:
+        name, num_results = equation.primitive.name, len(equation.outvars)
+        owned = [one for one in operands if one.owner in self.stacked]
+        if not owned:
+            return [()] * num_results
+        owner, shape = owned[0].owner, owned[0].content
+        if any(isinstance(one.content, str) for one in owned):
+            raise NotByLayer(f"it takes a mean or a norm of {owner} over all layers")
+        if name in ELEMENTWISE:
+            return [max((one.content for one in owned), key=len)] * num_results
+        if name in REDUCTIONS and len(equation.params["axes"]) == len(shape):
+            return [REDUCTIONS[name]]
+        raise NotByLayer(f"it does not treat each value of {owner} by itself ({name})")
+
+    def total(self, name: str, terms: Sequence[Value]) -> tuple[int, ...]:
+        for term in terms:
+            if term.owner in self.stacked and term.content != name:
+                raise NotByLayer(f"it adds up {term.owner} with other parameters")
+        return ()
+
+    def choose(
+        self, index: Value, inputs: Sequence[Value], branches: Sequence[ClosedJaxpr]
+    ) -> list[Value]:
+        results = []
+        by_branch = [run(branch, inputs, self) for branch in branches]
+        for options in zip(*by_branch, strict=True):
+            owner = single_owner("cond", options)
+            contents = {one.content for one in options if one.owner == owner}
+            if owner in self.stacked and len(contents) > 1:
+                raise NotByLayer(f"it chooses between arrays and sums of {owner}")
+            results.append(Value(owner, contents.pop()))
+        return results
+
+
+def unrolled(
+    optimizer: optax.GradientTransformation, model: Model, layout: Layout
+) -> optax.GradientTransformationExtraArgs:
+    """Return the optimizer of stacked parameters; nothing is computed.
+
+    Its update takes the loss as `value`. Updates are 0 at places without a layer. Its
+    state has the layers of each stacked parameter first to last, as a tuple.
+
+    Args:
+        optimizer: As for a tree in which every parameter is one layer's.
+        model: Arranged for its stages.
+        layout: The step's layout.
+    """
+    update_layers = update_with_loss(optimizer)
+
+    def layers(parameter: Parameter, stacked: jax.Array) -> Any:
+        if parameter.num_layers is None:
+            return stacked
+        places = map(parameter.places.index, range(parameter.num_layers))
+        return tuple(stacked[place] for place in places)
+
+    def stack(parameter: Parameter, layers: Any) -> jax.Array:
+        if parameter.num_layers is None:
+            return layers
+        empty = jnp.zeros_like(layers[0])
+        return jnp.stack([empty if at < 0 else layers[at] for at in parameter.places])
+
+    def by_parameter(function: Any, tree: Any) -> Any:
+        return jax.tree.map(function, model.parameters, tree, is_leaf=is_parameter)
+
+    def init(params: Any) -> Any:
+        return optimizer.init(by_parameter(layers, params))
+
+    def update(
+        gradients: Any, state: Any, params: Any, *, value: jax.Array
+    ) -> tuple[Any, Any]:
+        given = by_parameter(layers, gradients), state, by_parameter(layers, params)
+        updates, state = update_layers(*given, value)
+        return by_parameter(stack, updates), state
+
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -6,7 +6,7 @@ MUTANTS = (
     Mutant(
         name="full-row-has-no-end",
         effect="a document that fills its row exactly is not marked as ended",
-        file="meshpar/data/rows.py",
+        file="meshpar/data/batches.py",
         old="ends_document=(starts + piece_lengths == ends)[order],",
         new="ends_document=(piece_lengths < seq)[order],",
         tests=(

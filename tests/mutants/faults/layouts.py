@@ -74,7 +74,7 @@ MUTANTS = (
     Mutant(
         name="last-dim-without-its-lanes",
         effect="the memory of an array leaves out the padding of its last dim",
-        file="meshpar/trace/live_bytes.py",
+        file="meshpar/trace/costs.py",
         old="return math.prod(others) * -(-last // lanes) * lanes * dtype.itemsize",
         new="return math.prod(others) * last * dtype.itemsize",
         tests=("tests/test_live_bytes.py::test_a_last_dim_takes_whole_lanes",),

@@ -8,7 +8,7 @@ MUTANTS = (
     Mutant(
         name="shared-mask-is-drawn-for-each",
         effect="a mask that all examples share differs with one example on a device",
-        file="meshpar/model/loss/example_keys.py",
+        file="meshpar/model/loss/drop_ins.py",
         old="if not shape or shape in shared or shape[0] % num_examples:",
         new="if not shape or shape[0] % num_examples:",
         tests=(f"{TESTS}::test_a_mask_that_all_examples_share_is_drawn_once",),
@@ -16,7 +16,7 @@ MUTANTS = (
     Mutant(
         name="derivatives-of-blocks-are-not-compared",
         effect="every block gets the second one's derivative",
-        file="meshpar/model/loss/alike.py",
+        file="meshpar/model/loss/program.py",
         old="return deeper(x.f, y.f)",
         new="return True",
         tests=(f"{TESTS}::test_blocks_that_differ_inside_a_call_are_refused",),

@@ -80,7 +80,7 @@ MUTANTS = (
     Mutant(
         name="page-title-not-escaped",
         effect="the name of a model can put HTML into a report",
-        file="meshpar/cli/report/page.py",
+        file="meshpar/html.py",
         old="<title>{escape(title)}</title>",
         new="<title>{title}</title>",
         tests=("tests/test_cli_plan.py::test_no_text_of_a_page_is_read_as_html",),
