@@ -8,8 +8,8 @@ from typing import Any
 
 from meshpar.data.megatron import read_megatron
 from meshpar.data.sources import WITH_FIELDS, DataSource, check_weights
-from meshpar.data.token_cache import TokenCache
 from meshpar.data.token_files import TokenFile, read_nanogpt
+from meshpar.data.tokenizer import TokenCache
 from meshpar.distributed import Processes
 from meshpar.errors import DataError
 from meshpar.recipes.config import RunConfig

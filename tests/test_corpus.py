@@ -118,7 +118,7 @@ def test_other_data_have_another_fingerprint_and_the_same_the_same(data, tmp_pat
 
 
 def test_a_long_file_says_that_it_gets_on(data, tmp_path, monkeypatch):
-    monkeypatch.setattr("meshpar.data.token_cache._GETS_ON_S", 0.0)
+    monkeypatch.setattr("meshpar.data.tokenizer._GETS_ON_S", 0.0)
     said = []
     config = config_of(data, tmp_path, "{}/a.jsonl")
     load_corpus(config, Processes(), print, on_file=lambda: said.append(1))

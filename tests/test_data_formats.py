@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from tokenizers import Tokenizer, models
 
-from meshpar.data import megatron, token_cache
+from meshpar.data import megatron, tokenizer
 from meshpar.data.documents import jsonl_documents, parquet_documents, read_text
 from meshpar.data.megatron import MegatronWriter, read_megatron
 from meshpar.data.sources import DataSource, check_weights
-from meshpar.data.token_cache import TokenCache
 from meshpar.data.token_files import TokenStream, read_nanogpt
 from meshpar.data.tokenizer import (
     ByteTokenizer,
     FileTokenizer,
+    TokenCache,
     whole_texts_tokenizer,
 )
 from meshpar.errors import DataError, Skipped
@@ -111,7 +111,7 @@ def test_tokens_of_an_earlier_way_to_make_them_are_not_taken(tmp_path, monkeypat
     path = write_texts(tmp_path, "jsonl", TEXTS)
     cache = TokenCache(folder=tmp_path, tokenizer=ByteTokenizer())
     now = cache.kept_as(path, "jsonl", "text")
-    monkeypatch.setattr(token_cache, "_VERSION", 1)
+    monkeypatch.setattr(tokenizer, "_VERSION", 1)
     assert cache.kept_as(path, "jsonl", "text") != now
 
 

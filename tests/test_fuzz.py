@@ -18,12 +18,11 @@ from meshpar.layout.layout import _CHOICES
 from meshpar.parallel import placement
 from meshpar.schedules import SCHEDULES
 from meshpar.testing import equivalence, layout_cases
-from meshpar.testing import report as reports
-from meshpar.testing.comparison import Deviation
+from meshpar.testing import comparison
+from meshpar.testing.comparison import Deviation, simpler_cases
 from meshpar.testing.draws import DRAWS, TWISTS
 from meshpar.testing.layout_cases import Case, Choices, draw_cases, refusal
 from meshpar.testing.masks import MASKS
-from meshpar.testing.report import simpler_cases
 from tests.marks import slow
 from tests.refusals import check_words
 
@@ -303,7 +302,7 @@ def test_what_goes_on_under_another_layout_agrees_or_the_checkpoint_is_wrong(
         return dataclasses.replace(state, opt_state=zeros)
 
     monkeypatch.setattr(equivalence, "resumed", forgets)
-    monkeypatch.setattr(reports, "MAX_TRIES", 0)
+    monkeypatch.setattr(comparison, "MAX_TRIES", 0)
     assert status_of(words) == 1
     assert "parameters" in capsys.readouterr().out
 
@@ -333,7 +332,7 @@ def test_a_layout_that_stops_is_a_failure_with_its_error(monkeypatch, capsys):
         raise TypeError("no such array")
 
     monkeypatch.setattr(placement, "reduce_gradients", stops)
-    monkeypatch.setattr(reports, "MAX_TRIES", 0)
+    monkeypatch.setattr(comparison, "MAX_TRIES", 0)
     argv = f"fuzz --layout data=2 {SMALL} --seq 2 --global-batch 2"
     assert status_of(argv.split()) == 1
     assert "TypeError: no such array" in capsys.readouterr().out

@@ -17,11 +17,11 @@ from meshpar.planner.cost.seconds import HOST_SHARE
 from meshpar.planner.cost.step_time import step_time
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.execution import EXECUTIONS, MESHPAR
-from meshpar.planner.search.assumptions import assumptions
 from meshpar.planner.search.bounds import Bounds, held_microbatches
 from meshpar.planner.search.candidates import too_slow
 from meshpar.planner.search.choices import mesh_choices
 from meshpar.planner.search.remedies import nearest_fit, sensitivities
+from meshpar.planner.search.result import assumptions
 from meshpar.planner.search.search import Request, possible_meshes, search
 from meshpar.planner.search.space import (
     Constraints,

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     import jax
 
     from meshpar.model.contract import Model
+    from meshpar.testing.comparison import Report, Result
     from meshpar.testing.draws import Twist
     from meshpar.testing.layout_cases import Case, Choices
-    from meshpar.testing.report import Report, Result
 
 
 EXAMPLE = "meshpar fuzz --preset tiny --num 1"

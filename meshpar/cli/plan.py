@@ -37,9 +37,13 @@ from meshpar.planner.curve import bend_in_words, curve_in_words, scaling_curve
 from meshpar.planner.machine.execution import execution_of
 from meshpar.planner.plan import Plan, gigabytes, milliseconds
 from meshpar.planner.published import validate
-from meshpar.planner.search.assumptions import assumptions, guess_note
 from meshpar.planner.search.remedies import nearest_fit, sensitivities
-from meshpar.planner.search.result import PlanRequest, SearchResult
+from meshpar.planner.search.result import (
+    PlanRequest,
+    SearchResult,
+    assumptions,
+    guess_note,
+)
 from meshpar.planner.search.search import Request
 from meshpar.planner.search.training_cost import (
     Training,
@@ -269,12 +273,12 @@ def _run_curve(args: argparse.Namespace, request: PlanRequest) -> int:
         print(none, file=sys.stderr)
         return 1
     if args.html:
-        from meshpar.cli.report.curve_plot import curve_page
+        from meshpar.cli.report.plan_page import curve_page
 
         page = curve_page(request.name, curve)
         local_path("--html", args.html).write_text(page, encoding="utf-8")
     if args.plot:
-        from meshpar.cli.report.curve_plot import write_curve_picture
+        from meshpar.cli.report.plan_page import write_curve_picture
 
         write_curve_picture(request.name, curve, args.plot)
     if args.json:  # last: an error is the one object

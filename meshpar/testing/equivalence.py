@@ -35,7 +35,15 @@ from meshpar.testing.batches import (
     step_batches,
     with_batch,
 )
-from meshpar.testing.comparison import Deviation, bf16_chains, copies, deviations
+from meshpar.testing.comparison import (
+    Deviation,
+    Report,
+    Result,
+    bf16_chains,
+    copies,
+    deviations,
+    shrink,
+)
 from meshpar.testing.layout_cases import Case, Choices, draw_cases, refusal
 from meshpar.testing.reference import (
     NUM_STEPS,
@@ -44,7 +52,6 @@ from meshpar.testing.reference import (
     momentum_sgd,
     single_device,
 )
-from meshpar.testing.report import Report, Result, shrink
 from meshpar.train.state import split_constants
 
 DEFAULT_SEQ = 16

@@ -17,7 +17,6 @@ from meshpar.planner.cost.estimate import Estimate
 from meshpar.planner.cost.run import Run
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import MESHPAR, Execution
-from meshpar.planner.search.assumptions import guess_note
 from meshpar.planner.search.bounds import Bounds
 from meshpar.planner.search.candidates import (
     FRONT_REACH,
@@ -27,7 +26,7 @@ from meshpar.planner.search.candidates import (
     settle,
 )
 from meshpar.planner.search.choices import mesh_choices, why_method, with_method
-from meshpar.planner.search.result import Rejected, SearchResult
+from meshpar.planner.search.result import Rejected, SearchResult, guess_note
 from meshpar.planner.search.space import Constraints, mesh_layouts
 from meshpar.planner.workload.problems import layout_problems, problems_on_any_mesh
 from meshpar.planner.workload.workload import Workload
