@@ -17,8 +17,7 @@ from meshpar.layout import BY_COST
 from meshpar.layout.layout import _CHOICES
 from meshpar.parallel import placement
 from meshpar.schedules import SCHEDULES
-from meshpar.testing import equivalence, layout_cases
-from meshpar.testing import comparison
+from meshpar.testing import comparison, equivalence, layout_cases
 from meshpar.testing.comparison import Deviation, simpler_cases
 from meshpar.testing.draws import DRAWS, TWISTS
 from meshpar.testing.layout_cases import Case, Choices, draw_cases, refusal
