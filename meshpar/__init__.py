@@ -131,6 +131,7 @@ _HOMES = {
     "born_sharded": "meshpar.rules.sharding",
     "default_rules": "meshpar.rules.presets",
     "embedding_tables": "meshpar.tables.tables",
+    "experts": "meshpar.model.loss.drop_ins",
     "from_loss": "meshpar.model.loss.from_loss",
     "from_nnx": "meshpar.model.nnx",
     "generate": "meshpar.generation.generate",
@@ -158,7 +159,7 @@ if TYPE_CHECKING:
     from meshpar.machine.topology import Topology, TopologyWarning
     from meshpar.model.contract import BlockGroup, Model
     from meshpar.model.inputs import Input
-    from meshpar.model.loss.drop_ins import attend, positions
+    from meshpar.model.loss.drop_ins import attend, experts, positions
     from meshpar.model.loss.from_loss import from_loss
     from meshpar.model.loss.suggest_names import suggest_names
     from meshpar.model.nnx import Blocks, from_nnx
@@ -256,6 +257,7 @@ __all__ = [
     "default_rules",
     "embedding_tables",
     "emulate",
+    "experts",
     "from_loss",
     "from_nnx",
     "generate",

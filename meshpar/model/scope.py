@@ -47,7 +47,6 @@ class Scope:
         recomputed: Whether the backward runs the function again.
         batch_sums: List that records calls of `batch_sum`; None for none.
         sequence_sums: List that records calls of `sequence_sum`; None for none.
-        exchanges: List that records sends of tokens to experts; None for none.
         cache: Cache of the earlier tokens while a model generates; else None.
     """
 
@@ -67,8 +66,13 @@ class Scope:
     recomputed: bool = False
     batch_sums: list[str] | None = field(default=None, repr=False)
     sequence_sums: list[str] | None = field(default=None, repr=False)
-    exchanges: list[str] | None = field(default=None, repr=False)
     cache: TokenCache | None = field(default=None, repr=False)
+
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """Return the manual mesh axes of size above 1 that split the experts."""
+        mapped = () if self.rules is None else self.rules.table.get("experts") or ()
+        return tuple(axis for axis in mapped if axis in self.batch_axes)
 
     def constrain(self, x: jax.Array, logical_axes: LogicalAxes) -> jax.Array:
         """Return `x` laid out by the rules (`Rules.constrain`), if there is a mesh."""

@@ -28,19 +28,21 @@ from meshpar.layout.requirements import (
 )
 from meshpar.machine.mesh import mesh_hosts
 from meshpar.model.contract import BlockGroup, Model
-from meshpar.model.parameter import flat
+from meshpar.model.parameter import Params, flat
 from meshpar.model.tracing import (
     traced_activations,
     traced_batch,
     traced_forward,
     tracing,
 )
+from meshpar.parallel.expert.rounds import SENT_ROWS
 from meshpar.parallel.placement import Placement
 from meshpar.parallel.reduction import host_groups
 from meshpar.parallel.remat import HOST_MEMORY
 from meshpar.parallel.zero import zero_split_axes
 from meshpar.rules.rules import RuleError, Rules, spec_axes
 from meshpar.rules.spatial import SPATIAL
+from meshpar.trace.walk import equations
 
 
 def refuse(
@@ -98,18 +100,25 @@ def experts_refusal(model: Model, layout: Layout) -> InputError | None:
     if layout.expert == 1:
         return None
     parameters = model.flat_parameters()
-    has_experts = any("experts" in one.logical_axes for one in parameters.values())
-    facts = Facts(layout=layout, num_experts=None if has_experts else 0)
+    facts = Facts(layout=layout, num_experts=None if _has_experts(parameters) else 0)
+    call = "meshpar.parallel.expert.experts.routed_mlp"
+    if model.unflatten is not None:  # From a loss.
+        call = "meshpar.experts"
     for problem in problems(facts, EXPERTS):
-        return problem.error(layout)
+        advice = ""
+        if model.unflatten is not None:
+            advice = (
+                f"; for experts of a loss call {call}, and name the first dim of their "
+                "kernels 'experts'"
+            )
+        return problem._replace(message=problem.message + advice).error(layout)
     asked = f"layout {str(layout)!r}: expert={layout.expert} splits experts, but"
     silent = _sends_no_tokens(model)
     if silent is not None:
         return RuleError(
             "dead",
-            f"{asked} block group {silent!r} sends no tokens to its experts, so that "
-            "each would see its device's experts alone; call "
-            "meshpar.parallel.expert.experts.routed_mlp, or set expert=1",
+            f"{asked} {silent} sends no tokens to its experts, so that each would see "
+            f"its device's experts alone; call {call}, or set expert=1",
             key="model.experts_without_tokens",
         )
     for path, one in parameters.items():
@@ -124,31 +133,39 @@ def experts_refusal(model: Model, layout: Layout) -> InputError | None:
     return None
 
 
+def _has_experts(parameters: Params) -> bool:
+    return any("experts" in one.logical_axes for one in flat(parameters).values())
+
+
 def _sends_no_tokens(model: Model) -> str | None:
-    """The first group of blocks with experts that sends them no tokens, if any."""
-    sent: list[str] = []
-    sends: dict[str, bool] = {}
+    """Return the part of a model that sends its experts no tokens; None if none."""
+    ends, groups = model.split(model.parameters)
+    sends: dict[str, int] = {}
 
-    def noted(group: BlockGroup) -> BlockGroup:
-        def block(params: Any, x: Any, scope: Any) -> Any:
-            before = len(sent)
-            found = group.block(params, x, scope)
-            sends[group.name] = len(sent) > before
-            return found
+    def run(group: BlockGroup, layer: Any, x: Any, scope: Any) -> Any:
+        block = jax.make_jaxpr(lambda layer, x: group.run(layer, x, scope))
+        sends[group.name] = _num_sends(block(layer, x))
+        return group.run(layer, x, scope)
 
-        return replace(group, block=block)
-
-    watched = replace(model, groups=tuple(map(noted, model.groups)))
-    with tracing("whether a block sends tokens to its experts cannot be found"):
-        batch = traced_batch(model, 1, 1)
-        once, *shapes = traced_forward(watched, batch, exchanges=sent)
-        jax.eval_shape(once, *shapes)
-    for group in model.groups:
-        own = flat(model.parameters[group.name]).values()
-        has_experts = any("experts" in one.logical_axes for one in own)
-        if has_experts and not sends[group.name]:
-            return group.name
+    with tracing("whether experts get tokens cannot be found"):
+        once, *shapes = traced_forward(
+            model, traced_batch(model, 1, 1), head=_has_experts(ends), run=run
+        )
+        outside = _num_sends(jax.make_jaxpr(once)(*shapes)) - sum(sends.values())
+    for group, parameters in zip(model.groups, groups, strict=True):
+        if _has_experts(parameters) and not sends[group.name]:
+            return f"block group {group.name!r}"
+    if _has_experts(ends) and not outside:
+        return "the model outside its blocks" if model.has_blocks else "the loss"
     return None
+
+
+def _num_sends(program: Any) -> int:
+    """Return how often a program sends rows to experts."""
+    return sum(
+        equation.primitive.name == "name" and equation.params["name"] == SENT_ROWS
+        for equation in equations(program)
+    )
 
 
 def refuse_schedule(layout: Layout) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from meshpar import InputError, Scope
 from meshpar.model.block_run import Sums
 from meshpar.models.layers.attention import normal
 from meshpar.models.layers.mlp import GatedMLP
-from meshpar.models.layers.router import Router, RouterConfig
-from meshpar.parallel.expert.experts import routed_mlp
+from meshpar.models.layers.router import Router, RouterConfig, choose_experts
+from meshpar.parallel.expert.experts import routed_function, routed_mlp
 
 AUXILIARY = ("load_balance", "router_z", "dropped")
 """The sums of a routed MLP that are auxiliary losses; `dropped` counts assignments."""
@@ -90,3 +96,73 @@ def _most_rows(config: RouterConfig, batch: int, seq: int, scope: Scope) -> int 
             key="generation.capacity_drops_tokens",
         )
     return None if capacity is None else batch * min(capacity, seq)
+
+
+def route_tokens(
+    x: jax.Array,
+    router: jax.Array | tuple[jax.Array, jax.Array],
+    kernels: Any,
+    scope: Scope,
+    *,
+    top_k: int | None,
+    function: Callable[[Any, jax.Array], jax.Array] | None,
+) -> jax.Array:
+    """Return the weighted results of each token's experts (`meshpar.experts`)."""
+    here = _num_experts(kernels)
+    if isinstance(router, tuple) is not (top_k is None):
+        given = "a tuple" if isinstance(router, tuple) else "an array"
+        raise InputError(
+            f"experts: router is {given} and top_k={top_k}; give an array of logits "
+            "and top_k, or a tuple (choices, weights) alone",
+            key="model.wrong_expert_choices",
+        )
+    if isinstance(router, tuple):
+        chosen, weights = (jnp.asarray(array) for array in router)
+        num_experts = here * math.prod(map(lax.axis_size, scope.expert_axes))
+    else:
+        num_experts = router.shape[-1]
+        config = RouterConfig(experts=num_experts, top_k=top_k)
+        _, chosen, weights = choose_experts(router.astype(jnp.float32), config)
+    if chosen.shape != weights.shape or chosen.shape[:-1] != x.shape[:-1]:
+        raise InputError(
+            f"experts: choices of shape {chosen.shape} and weights of shape "
+            f"{weights.shape} for tokens of shape {x.shape}; give each token equally "
+            "many of both, along the last dim",
+            key="model.wrong_expert_choices",
+        )
+    tokens = x, chosen.astype(jnp.int32), weights.astype(jnp.float32)
+    options = {"num_experts": num_experts, "distinct": top_k is not None}
+    if function is not None:
+        return routed_function(*tokens, kernels, scope, function=function, **options)
+    return routed_mlp(*tokens, *_gate_up_and_down(kernels, x), scope, **options)
+
+
+def _num_experts(kernels: Any) -> int:
+    """Return the first dim of all arrays of a tree."""
+    shapes = [jnp.shape(array) for array in jax.tree.leaves(kernels)]
+    sizes = {shape[0] if shape else 0 for shape in shapes}
+    if len(sizes) != 1 or 0 in sizes:
+        raise InputError(
+            f"experts: kernels has arrays of shapes {shapes}; give arrays whose first "
+            "dim is the experts",
+            key="model.wrong_expert_kernels",
+        )
+    return sizes.pop()
+
+
+def _gate_up_and_down(kernels: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the arrays of gated experts from (gate, up, down)."""
+    embed = x.shape[-1]
+    shapes = [jnp.shape(array) for array in jax.tree.leaves(kernels)]
+    experts, *_, hidden = shapes[0]
+    wanted = [(experts, embed, hidden)] * 2 + [(experts, hidden, embed)]
+    if not isinstance(kernels, tuple | list) or shapes != wanted:
+        raise InputError(
+            f"experts: kernels is a {type(kernels).__name__} of shapes {shapes} for "
+            f"tokens of size {embed}; give (gate, up, down) of shapes (experts, "
+            f"{embed}, hidden) twice and (experts, hidden, {embed}), or the function "
+            "of one expert",
+            key="model.wrong_expert_kernels",
+        )
+    gate, up, down = kernels
+    return jnp.stack((gate, up), axis=2), down

@@ -139,12 +139,8 @@ class Router(nnx.Module):
             self.scores[...].astype(jnp.float32),
             precision=lax.Precision.HIGHEST,
         )
-        scores = _scores(logits, config)
         bias = None if self.bias is None else self.bias[...]
-        experts = _chosen(lax.stop_gradient(scores), bias, config)
-        weights = jnp.take_along_axis(scores, experts, axis=-1)
-        if config.normalised:
-            weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-20)
+        scores, experts, weights = choose_experts(logits, config, bias)
         real = _real(scope, experts.shape[:2])
         experts = jnp.where(real[..., None], experts, config.experts)
         sums = _sums(logits, scores, experts, real, config, scope)
@@ -162,6 +158,27 @@ class Router(nnx.Module):
         if self.bias is not None:
             step = self.config.bias_rate * jnp.sign(jnp.mean(tokens) - tokens)
             self.bias[...] = self.bias[...] + step
+
+
+def choose_experts(
+    logits: jax.Array, config: RouterConfig, bias: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return scores of all experts, the chosen experts of each token, and weights.
+
+    Args:
+        logits: fp32 (..., experts).
+        config: How tokens choose.
+        bias: (experts,), added to the scores for the choice alone.
+
+    Returns:
+        fp32 (..., experts); int32 (..., top_k); fp32 (..., top_k), not yet scaled.
+    """
+    scores = _scores(logits, config)
+    experts = _chosen(lax.stop_gradient(scores), bias, config)
+    weights = jnp.take_along_axis(scores, experts, axis=-1)
+    if config.normalised:
+        weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-20)
+    return scores, experts, weights
 
 
 def _scores(logits: jax.Array, config: RouterConfig) -> jax.Array:

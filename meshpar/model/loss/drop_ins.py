@@ -1,9 +1,10 @@
-"""Attention, positions and random keys that a loss uses under any layout.
+"""Attention, positions, experts and random keys that a loss uses under any layout.
 
 `attend` replaces softmax attention and `positions` replaces `jnp.arange`. Under
-`context`, where each device has a part of every sequence, they use the whole sequence;
-outside of meshpar they compute the usual values. A key draws for each example by
-itself, so that no layout changes what is drawn.
+`context`, where each device has a part of every sequence, they use the whole sequence.
+`experts` replaces a mixture of experts, whose experts `expert` splits. Outside of
+meshpar they compute the usual values. A key draws for each example by itself, so that
+no layout changes what is drawn.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import contextlib
 import functools
 import importlib
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -20,18 +21,34 @@ import jax
 import jax.numpy as jnp
 from jax.extend import random as jax_random
 
+from meshpar.errors import InputError
 from meshpar.model.scope import Scope
 
-_LIBRARY = "meshpar.models.layers.attention"
+_ATTENTION = "meshpar.models.layers.attention"
+_EXPERTS = "meshpar.models.layers.routed_mlp"
 _SCOPE: ContextVar[Scope] = ContextVar("_SCOPE")
 
 
 @contextlib.contextmanager
 def inside(scope: Scope) -> Iterator[None]:
-    """Let the functions of this module run under a scope, while a loss is traced."""
+    """Let the functions of this module run under a scope, while a loss is traced.
+
+    Raises:
+        InputError: A Linen module declares kernels of which a device has a part.
+    """
     token = _SCOPE.set(scope)
     try:
         yield
+    except Exception as error:
+        # Named by its class, so that a model without Linen does not import it.
+        if type(error).__name__ != "ScopeParamShapeError" or not scope.expert_axes:
+            raise
+        raise InputError(
+            f"Linen compares each self.param with its shape on one device ({error}), "
+            "but a device has a part of the experts; keep their kernels in a dict "
+            "beside the Linen variables, and give them to the module as arguments",
+            key="model.experts_in_linen",
+        ) from error
     finally:
         _SCOPE.reset(token)
 
@@ -69,7 +86,7 @@ def attend(
         (2, 8, 4, 16)
     """
     scope = _SCOPE.get(Scope())
-    library = importlib.import_module(_LIBRARY)
+    library = importlib.import_module(_ATTENTION)
     return library.attend(
         q, k, v, scope, causal=causal, window=window, segments=segment_ids
     )
@@ -87,6 +104,53 @@ def positions(seq: int) -> jax.Array:
         [0, 1, 2]
     """
     return _SCOPE.get(Scope()).positions(seq)
+
+
+def experts(
+    x: jax.Array,
+    router: jax.Array | tuple[jax.Array, jax.Array],
+    kernels: Any,
+    *,
+    top_k: int | None = None,
+    function: Callable[[Any, jax.Array], jax.Array] | None = None,
+) -> jax.Array:
+    """Return the weighted sum of the results of each token's experts.
+
+        y = sum over choices k of weight_k * expert_k(x)
+        expert(x) = down(silu(gate(x)) * up(x)), or `function`
+
+    No token is dropped. Under `expert` each device has a part of the kernels, if their
+    first logical axis is `experts`; tokens go to their experts and back by all-to-all,
+    two of the choices of all tokens in the forward and two in the backward.
+
+    Args:
+        x: (..., embed), the tokens.
+        router: (..., num_experts), logits: each token goes to its `top_k` largest,
+            weighted by the softmax over those. Or, from your own router, a tuple of
+            the number of each chosen expert, and its weight, both (..., choices).
+        kernels: (gate, up, down): (num_experts, embed, hidden) twice, and
+            (num_experts, hidden, embed). With `function`, any tree of arrays whose
+            first dim is the experts.
+        top_k: Choices of a token; None if `router` has them.
+        function: `function(kernels of one expert, rows) -> rows`, both (n, embed):
+            each row by itself, from no other arrays. The backward runs it again.
+
+    Returns:
+        As `x`.
+
+    Raises:
+        InputError: Shapes do not fit together, or `function` reads other arrays.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> kernels = *jnp.ones((2, 4, 16, 32)), jnp.ones((4, 32, 16))
+        >>> x, logits = jnp.ones((2, 8, 16)), jnp.ones((2, 8, 4))
+        >>> experts(x, logits, kernels, top_k=2).shape
+        (2, 8, 16)
+    """
+    return importlib.import_module(_EXPERTS).route_tokens(
+        x, router, kernels, _SCOPE.get(Scope()), top_k=top_k, function=function
+    )
 
 
 Shapes = frozenset[tuple[int, ...]]

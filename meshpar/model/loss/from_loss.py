@@ -153,7 +153,7 @@ class _LossModel:
             for at, leaf in enumerate(tree.leaves)
             if at not in in_blocks and leaf.role != "random"
         ]
-        self._traced = TracedLoss(tree, loss, blocks, self._ends)
+        self._traced = TracedLoss(tree, loss, blocks, self._ends, axes)
         self._changes_state = tree.has_statistics
 
     def model(self, inputs: Mapping[str, Input] | None) -> Model:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import Literal, jaxpr_as_fun
 
 from meshpar.errors import InputError
@@ -21,6 +23,7 @@ from meshpar.model.loss.program import STACKED, LossProgram, Operation
 from meshpar.model.loss.user_tree import UserLeaf, UserTree
 from meshpar.model.parameter import Params
 from meshpar.model.scope import Scope
+from meshpar.rules.rules import LogicalAxes
 from meshpar.trace.walk import Loop, equations
 
 
@@ -46,6 +49,7 @@ class TracedLoss:
         loss: The loss.
         blocks: Where the blocks are among the leaves.
         ends: Positions of the leaves outside the blocks.
+        axes: Logical axes of each leaf, without the dim of stacked layers.
     """
 
     def __init__(
@@ -54,8 +58,10 @@ class TracedLoss:
         loss: Callable[..., Any],
         blocks: BlockLeaves,
         ends: Sequence[int],
+        axes: Sequence[LogicalAxes],
     ) -> None:
         self._tree, self._loss, self._blocks, self._ends = tree, loss, blocks, ends
+        self._axes = axes
         self._layers = list(itertools.chain(*blocks.positions))
         self._cuts: dict[Any, CutLoss] = {}
         self._draws: dict[Any, Shapes] = {}
@@ -176,12 +182,12 @@ class TracedLoss:
             structures.append(structure)
             return flat
 
-        def struct(leaf: UserLeaf) -> jax.ShapeDtypeStruct:
+        def struct(leaf: UserLeaf, axes: LogicalAxes) -> jax.ShapeDtypeStruct:
             real = jnp.issubdtype(leaf.dtype, jnp.floating)
             used = dtype if leaf.role == "param" and real and dtype else leaf.dtype
-            return jax.ShapeDtypeStruct(leaf.shape, used)
+            return jax.ShapeDtypeStruct(_local_shape(leaf.shape, axes, scope), used)
 
-        values = [struct(leaves[at]) for at in order]
+        values = [struct(leaves[at], self._axes[at]) for at in order]
         return jax.make_jaxpr(traced)(values, shapes, data), structures[0]
 
     def _cut(
@@ -213,6 +219,18 @@ class TracedLoss:
         )
         parts = replace(cut(program, arguments, blocks.blocks), shared=shared)
         return CutLoss(parts, arguments, results)
+
+
+def _local_shape(
+    shape: tuple[int, ...], axes: LogicalAxes, scope: Scope
+) -> tuple[int, ...]:
+    """Return the shape that a device has of a parameter: its part of the experts."""
+    num_devices = math.prod(map(lax.axis_size, scope.expert_axes))
+    layers = shape[: len(shape) - len(axes)]
+    pairs = zip(axes, shape[len(layers) :], strict=True)
+    return *layers, *(
+        size // num_devices if axis == "experts" else size for axis, size in pairs
+    )
 
 
 def _structs(batch: Mapping[str, Any]) -> list[jax.ShapeDtypeStruct]:

@@ -1,4 +1,4 @@
-"""Dropless routed MLPs whose experts are split over mesh axes.
+"""Dropless routed experts that are split over mesh axes.
 
 The first round has room for a quarter more rows than each device gets on average. Rows
 that do not fit go in further rounds, of a quarter of that room each, as many as the
@@ -6,9 +6,10 @@ fullest device needs; all devices that share the experts run equally many. Resid
 kept for the first round only; further rounds, which few steps need, are recomputed in
 the backward.
 
-Experts may be split along `mlp` too: each device multiplies its part of the hidden
+Gated MLPs may be split along `mlp` too: each device multiplies its part of the hidden
 values, and one all-reduce of tokens * embed values sums the results, another one the
-gradients of the tokens.
+gradients of the tokens. GSPMD splits the arrays of an `ExpertFunction`, inside the loop
+over tiles.
 """
 
 from __future__ import annotations
@@ -28,6 +29,12 @@ from jaxtyping import Array, Float, Int
 from meshpar.collectives import asked, on_parts, sum_dtype
 from meshpar.errors import InputError
 from meshpar.model.scope import Scope
+from meshpar.parallel.expert.functions import (
+    Arrays,
+    ExpertFunction,
+    Function,
+    GatedMLP,
+)
 from meshpar.parallel.expert.rounds import (
     Kept,
     Round,
@@ -49,13 +56,14 @@ class _Static:
     Args:
         first: Sizes of the first round.
         more: Sizes of each further round; None if none is ever needed.
-        split: Specs of `gate_up` and `down` over automatic mesh axes.
+        split: Specs of the experts' arrays over automatic mesh axes that are made
+            manual.
         wide: Dtype of sums over these mesh axes.
     """
 
     first: Round
     more: Round | None
-    split: tuple[PartitionSpec, PartitionSpec]
+    split: tuple[PartitionSpec, ...]
     wide: Any
 
     @property
@@ -71,16 +79,17 @@ class _Static:
 
 
 def routed_mlp(
-    x: Float[Array, "batch seq embed"],
-    experts: Int[Array, "batch seq choices"],
-    weights: Float[Array, "batch seq choices"],
+    x: Float[Array, "*tokens embed"],
+    experts: Int[Array, "*tokens choices"],
+    weights: Float[Array, "*tokens choices"],
     gate_up: Float[Array, "experts embed 2 mlp"],
     down: Float[Array, "experts mlp embed"],
     scope: Scope,
     *,
     num_experts: int,
     most_rows: int | None = None,
-) -> Float[Array, "batch seq embed"]:
+    distinct: bool = True,
+) -> Float[Array, "*tokens embed"]:
     """Return `sum_k weights_k * expert_k(x)`, expert(x) = down(silu(gate(x)) * up(x)).
 
     Args:
@@ -93,82 +102,137 @@ def routed_mlp(
         num_experts: Experts of all devices together.
         most_rows: Most rows that one expert can get from this device, if the router
             bounds them; no further round is needed then.
+        distinct: Whether the choices of a token are different experts.
 
     Raises:
         InputError: The experts are not split as the rules say, or the rules split
             `embed` over a mesh axis of GSPMD.
     """
-    if scope.exchanges is not None:
-        scope.exchanges.append("routed_mlp")
+    gate_up_spec = array_split(scope.rules, (None, "embed", None, "mlp"), gate_up.shape)
+    down_spec = array_split(scope.rules, (None, "mlp", "embed"), down.shape)
+    refuse_split_embed(gate_up_spec[1], "experts multiply tokens")
+    call = _Call(
+        function=GatedMLP(platform=scope.platform),
+        split=(PartitionSpec(*gate_up_spec), PartitionSpec(*down_spec)),
+        num_experts=num_experts,
+        distinct=distinct,
+        most_rows=most_rows,
+    )
+    return _route(call, scope, x, experts, weights, (gate_up, down))
+
+
+def routed_function(
+    x: Float[Array, "*tokens embed"],
+    experts: Int[Array, "*tokens choices"],
+    weights: Float[Array, "*tokens choices"],
+    parameters: Any,
+    scope: Scope,
+    *,
+    function: Callable[[Any, jax.Array], jax.Array],
+    num_experts: int,
+    distinct: bool = True,
+) -> Float[Array, "*tokens embed"]:
+    """Return `sum_k weights_k * function(parameters of expert_k, x)`.
+
+    Args:
+        x: As for `routed_mlp`.
+        experts: As for `routed_mlp`.
+        weights: As for `routed_mlp`.
+        parameters: Tree of arrays, of this device's experts along their first dim.
+        scope: Where the function runs.
+        function: (tree of one expert, (rows, embed)) -> (rows, embed), each row by
+            itself.
+        num_experts: As for `routed_mlp`.
+        distinct: As for `routed_mlp`.
+
+    Raises:
+        InputError: The experts are not split as the rules say, or the function returns
+            another shape or reads other arrays.
+    """
+    arrays, structure = jax.tree.flatten(parameters)
+    expert = ExpertFunction(function=function, structure=structure)
+    expert.check(tuple(arrays), x.reshape(-1, x.shape[-1]))
+    call = _Call(
+        function=expert,
+        split=(PartitionSpec(),) * len(arrays),
+        num_experts=num_experts,
+        distinct=distinct,
+    )
+    return _route(call, scope, x, experts, weights, tuple(arrays))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """What a caller knows of its experts; `routed_mlp` describes the fields.
+
+    Args:
+        function: Function of one expert.
+        split: As in `_Static`.
+        num_experts: Experts of all devices together.
+        distinct: Whether the choices of a token are different experts.
+        most_rows: Most rows that one expert can get from this device.
+    """
+
+    function: Function
+    split: tuple[PartitionSpec, ...]
+    num_experts: int
+    distinct: bool
+    most_rows: int | None = None
+
+    def static(self, scope: Scope, tokens: int, choices: int) -> _Static:
+        """Return the static arguments for a device's tokens."""
+        axes = scope.expert_axes
+        num_devices = math.prod(lax.axis_size(axis) for axis in axes)
+        own = self.num_experts // num_devices
+        sizes = tokens, choices, own if self.distinct else max(own, choices)
+        room = first_room(*sizes, num_devices, self.most_rows)
+        first = Round(
+            mesh_axes=axes,
+            num_devices=num_devices,
+            num_experts=own,
+            room=room,
+            function=self.function,
+        )
+        fits = room >= most_room(*sizes, self.most_rows)
+        return _Static(
+            first=first,
+            more=None if fits else replace(first, room=further_room(room)),
+            split=self.split,
+            wide=sum_dtype(jnp.float32, scope.platform),
+        )
+
+
+def _route(
+    call: _Call,
+    scope: Scope,
+    x: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    arrays: Arrays,
+) -> jax.Array:
     if scope.order is not None and scope.order.probing:
         return x * jnp.sum(weights, axis=-1, keepdims=True).astype(x.dtype)
-    batch, seq, choices = experts.shape
-    shapes = (gate_up.shape, down.shape)
-    static = _static(shapes, scope, num_experts, batch * seq, choices, most_rows)
-    y = _routed(
-        static,
-        x.reshape(batch * seq, -1),
-        experts.reshape(batch * seq, choices),
-        weights.reshape(batch * seq, choices),
-        gate_up,
-        down,
-    )
-    return y.reshape(x.shape)
-
-
-def expert_axes(scope: Scope) -> tuple[str, ...]:
-    """Return the mesh axes of size above 1 that split the experts of a scope."""
-    if scope.rules is None:
-        return ()
-    mapped = scope.rules.table.get("experts") or ()
-    return tuple(axis for axis in mapped if axis in scope.batch_axes)
-
-
-def _static(
-    shapes: tuple,
-    scope: Scope,
-    num_experts: int,
-    tokens: int,
-    choices: int,
-    most_rows: int | None,
-) -> _Static:
-    axes = expert_axes(scope)
-    num_devices = math.prod(lax.axis_size(axis) for axis in axes)
-    own = shapes[0][0]
-    if own * num_devices != num_experts:
-        raise InputError(
-            f"experts: {own} on each of {num_devices} devices, but the router has "
-            f"{num_experts}; give gate_up and down the logical axis 'experts', and map "
-            "it to 'expert'",
-            key="model.wrong_number_of_experts",
-        )
-    most = most_room(tokens, choices, own, most_rows)
-    room = first_room(tokens, choices, own, num_devices, most_rows)
-    first = Round(
-        mesh_axes=axes,
-        num_devices=num_devices,
-        num_experts=own,
-        room=room,
-        platform=scope.platform,
-    )
-    gate_up = array_split(scope.rules, (None, "embed", None, "mlp"), shapes[0])
-    down = array_split(scope.rules, (None, "mlp", "embed"), shapes[1])
-    refuse_split_embed(gate_up[1], "experts multiply tokens")
-    return _Static(
-        first=first,
-        more=replace(first, room=further_room(room)) if room < most else None,
-        split=(PartitionSpec(*gate_up), PartitionSpec(*down)),
-        wide=sum_dtype(jnp.float32, scope.platform),
-    )
+    rows = [array.reshape(-1, array.shape[-1]) for array in (x, experts, weights)]
+    static = call.static(scope, *rows[1].shape)
+    num_devices = static.first.num_devices
+    for own in (array.shape[0] for array in arrays):
+        if own * num_devices != call.num_experts:
+            raise InputError(
+                f"experts: {own} on each of {num_devices} devices, but the router has "
+                f"{call.num_experts}; give the experts' arrays the logical axis "
+                "'experts' first, and map it to 'expert'",
+                key="model.wrong_number_of_experts",
+            )
+    return _routed(static, *rows, arrays).reshape(x.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _routed(static: _Static, *arrays: jax.Array) -> jax.Array:
-    """Return y_ND for x_ND, expert_NK, weight_NK, gate_up_EDPF and down_EFD."""
+def _routed(static: _Static, *arrays: Any) -> jax.Array:
+    """Return y_ND for x_ND, expert_NK, weight_NK, and a tuple of experts' arrays."""
     return _routed_forward(static, *arrays)[0]
 
 
-def _routed_forward(static: _Static, *arrays: jax.Array) -> tuple[jax.Array, tuple]:
+def _routed_forward(static: _Static, *arrays: Any) -> tuple[jax.Array, tuple]:
     local = functools.partial(_forward_on_part, static)
     y, kept = _on_parts(static, local, arrays, (PartitionSpec(), _kept_specs(static)))
     return y, (arrays, kept)
@@ -177,13 +241,13 @@ def _routed_forward(static: _Static, *arrays: jax.Array) -> tuple[jax.Array, tup
 def _routed_backward(static: _Static, residuals: tuple, dy: jax.Array) -> tuple:
     arrays, kept = residuals
     whole = PartitionSpec()
-    dx, dweight, dgate_up, ddown = _on_parts(
+    dx, dweight, dexperts = _on_parts(
         static,
         functools.partial(_backward_on_part, static),
         (*arrays, kept, dy),
-        (whole, whole, *static.split),
+        (whole, whole, static.split),
     )
-    return dx, None, dweight, dgate_up, ddown
+    return dx, None, dweight, dexperts
 
 
 _routed.defvjp(_routed_forward, _routed_backward)
@@ -194,11 +258,10 @@ def _forward_on_part(
     x: jax.Array,
     expert: jax.Array,
     weight: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
+    experts: Arrays,
 ) -> tuple[jax.Array, Kept]:
     """Return results and residuals of this part of the experts."""
-    routes, experts = static.routes(expert), (gate_up, down)
+    routes = static.routes(expert)
     y, kept = run(static.first, x, weight, experts, routes, expert, 0)
 
     def more(sizes: Round, first: jax.Array, y: jax.Array) -> jax.Array:
@@ -213,13 +276,12 @@ def _backward_on_part(
     x: jax.Array,
     expert: jax.Array,
     weight: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
+    experts: Arrays,
     kept: Kept,
     dy: jax.Array,
-) -> tuple[jax.Array, ...]:
+) -> tuple[jax.Array, jax.Array, Arrays]:
     """Return gradients of the tokens, their weights, and this part of the experts."""
-    routes, experts = static.routes(expert), (gate_up, down)
+    routes = static.routes(expert)
     choices = expert.shape[1]
     gradients = run_backward(static.first, kept, dy, experts, routes, 0, choices)
 
@@ -228,12 +290,12 @@ def _backward_on_part(
         added = run_backward(sizes, again, dy, experts, routes, first, choices)
         return jax.tree.map(jnp.add, gradients, added)
 
-    dx, dweight, *dexperts = _further(static, routes, more, gradients)
-    summed = _sum_out(static, dx), _sum_out(static, dweight), *dexperts
-    like = x, weight, gate_up, down
-    return tuple(
-        gradient.astype(array.dtype)
-        for gradient, array in zip(summed, like, strict=True)
+    dx, dweight, dexperts = _further(static, routes, more, gradients)
+    summed = _sum_out(static, dx), _sum_out(static, dweight), dexperts
+    return jax.tree.map(
+        lambda gradient, array: gradient.astype(array.dtype),
+        summed,
+        (x, weight, experts),
     )
 
 
@@ -267,18 +329,18 @@ def _sum_out(static: _Static, values: jax.Array) -> jax.Array:
 
 def _kept_specs(static: _Static) -> Any:
     whole, gate_up = PartitionSpec(), static.split[0]
-    both = PartitionSpec(None, *gate_up[2:])
+    products = (PartitionSpec(None, *gate_up[2:]),)
     order = whole if static.first.num_devices > 1 else None
     make: Callable[..., Any] = Kept  # with specs in place of arrays
-    return make(x=whole, both=both, weight=whole, order=order, tiles=whole)
+    return make(x=whole, products=products, weight=whole, order=order, tiles=whole)
 
 
 def _on_parts(
     static: _Static, local: Callable[..., Any], arrays: tuple, out_specs: Any
 ) -> Any:
-    """Map a function over parts, along the automatic mesh axes of the experts."""
+    """Map a function over parts, along the mesh axes of `static.split`, if any."""
     whole = PartitionSpec()
-    specs = (whole, whole, whole, *static.split, _kept_specs(static), whole)
+    specs = (whole, whole, whole, static.split, _kept_specs(static), whole)
     return on_parts(
         local,
         *arrays,

@@ -19,7 +19,13 @@ from jax.ad_checkpoint import checkpoint_name
 from meshpar.collectives import asked
 from meshpar.model.scope import SAVED_PREFIX
 from meshpar.parallel.expert import tiles as tiles_of_rows
+from meshpar.parallel.expert.functions import Arrays, Function
 from meshpar.parallel.expert.tiles import Tiles, tile_size
+
+SENT_ROWS = SAVED_PREFIX + "experts_in"
+"""Name in a trace of the rows that experts multiply."""
+
+_PRODUCTS = SAVED_PREFIX + "experts_gate_up"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,14 +37,14 @@ class Round:
         num_devices: Devices along these axes.
         num_experts: Experts of one device.
         room: Rows to each device.
-        platform: Kind of device.
+        function: Function of one expert.
     """
 
     mesh_axes: tuple[str, ...]
     num_devices: int
     num_experts: int
     room: int
-    platform: str
+    function: Function
 
     @property
     def num_rows(self) -> int:
@@ -58,14 +64,14 @@ class Kept:
 
     Args:
         x: Received rows in the order of their experts.
-        both: Their products with `gate_up`.
+        products: What the experts' function keeps of each row.
         weight: fp32 weight of each row.
         order: The received row at each place; None if they came in that order.
         tiles: Tiles of the rows.
     """
 
     x: jax.Array
-    both: jax.Array
+    products: Arrays
     weight: jax.Array
     order: jax.Array | None
     tiles: Tiles
@@ -75,7 +81,7 @@ def run(
     static: Round,
     x_ND: jax.Array,
     weight_NK: jax.Array,
-    experts: tuple[jax.Array, jax.Array],
+    experts: Arrays,
     routes: Routes,
     expert_NK: jax.Array,
     first: jax.Array | int,
@@ -86,7 +92,7 @@ def run(
         static: Sizes.
         x_ND: This device's tokens.
         weight_NK: fp32 weight of each choice.
-        experts: `gate_up` and `down` of this device's experts.
+        experts: Arrays of this device's experts.
         routes: Routes of the tokens.
         expert_NK: The expert of each choice.
         first: Rows that went to each device in the rounds before.
@@ -108,12 +114,14 @@ def run(
         order = jnp.argsort(own, stable=True)
         rows, weight = rows[order], weight[order]
     # Named before it is used: a policy that keeps it must not send it again for `both`.
-    rows = checkpoint_name(rows, SAVED_PREFIX + "experts_in")
+    rows = checkpoint_name(rows, SENT_ROWS)
     counts = jnp.sum(own[:, None] == jnp.arange(static.num_experts), axis=0)
     tiles = tiles_of_rows.cut(counts.astype(jnp.int32), static.num_rows, static.tile)
-    out, both = tiles_of_rows.forward(rows, weight, *experts, tiles, static.tile)
-    both = checkpoint_name(both, SAVED_PREFIX + "experts_gate_up")
-    kept = Kept(x=rows, both=both, weight=weight, order=order, tiles=tiles)
+    out, products = tiles_of_rows.forward(
+        rows, weight, experts, tiles, static.tile, static.function
+    )
+    products = tuple(checkpoint_name(array, _PRODUCTS) for array in products)
+    kept = Kept(x=rows, products=products, weight=weight, order=order, tiles=tiles)
     back = _returned(static, out, order, "expert_combine")
     results = _at_slots(back, slots(routes, first, static.room))
     summed = results.reshape(tokens, choices, -1).astype(jnp.float32).sum(axis=1)
@@ -124,12 +132,12 @@ def run_backward(
     static: Round,
     kept: Kept,
     dy_ND: jax.Array,
-    experts: tuple[jax.Array, jax.Array],
+    experts: Arrays,
     routes: Routes,
     first: jax.Array | int,
     choices: int,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return fp32 gradients of `x`, `weight`, `gate_up` and `down` of `run`."""
+) -> tuple[jax.Array, jax.Array, Arrays]:
+    """Return fp32 gradients of `x`, `weight` and the experts' arrays of `run`."""
     assignment, valid = sent(routes, first, static.room)
     dy = _taken(dy_ND, assignment // choices, valid)
     if static.num_devices > 1:
@@ -137,15 +145,15 @@ def run_backward(
     dy = lax.collapse(dy, 0, 2)
     if kept.order is not None:
         dy = dy[kept.order]
-    dx, dweight, dgate_up, ddown = tiles_of_rows.backward(
+    dx, dweight, dexperts = tiles_of_rows.backward(
         kept.x,
         kept.weight,
-        *experts,
+        experts,
         kept.tiles,
         static.tile,
-        kept.both,
+        static.function,
+        kept.products,
         dy,
-        static.platform,
     )
     name = "expert_dispatch_gradient"
     at = slots(routes, first, static.room)
@@ -153,7 +161,7 @@ def run_backward(
     dweight = _at_slots(_returned(static, dweight, kept.order, name), at)
     tokens = dy_ND.shape[0]
     dx = dx.reshape(tokens, choices, -1).astype(jnp.float32).sum(axis=1)
-    return dx, dweight.reshape(tokens, choices), dgate_up, ddown
+    return dx, dweight.reshape(tokens, choices), dexperts
 
 
 def _returned(

@@ -1,4 +1,4 @@
-"""Gated MLPs of many experts over rows in the order of their experts, tile by tile.
+"""Experts over rows in the order of their experts, tile by tile.
 
 Each expert's rows are cut into tiles of a fixed number of rows. The last tile may
 reach into the rows of the next expert; what it writes there is overwritten by that
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar.hardware.platforms import platform_named
+from meshpar.parallel.expert.functions import Arrays, Function
 
 _LEAST_TILE, _MOST_TILE = 8, 1024
 _WASTE = 8
@@ -82,106 +82,97 @@ def cut(rows_per_expert: jax.Array, num_rows: int, tile: int) -> Tiles:
 def forward(
     x_RD: jax.Array,
     weight_R: jax.Array,
-    gate_up_EDPF: jax.Array,
-    down_EFD: jax.Array,
+    experts: Arrays,
     tiles: Tiles,
     tile: int,
-) -> tuple[jax.Array, jax.Array]:
-    """Return `weight * down(silu(gate(x)) * up(x))` of each row by its expert.
+    function: Function,
+) -> tuple[jax.Array, Arrays]:
+    """Return the weighted results of each row by its expert, and residuals.
 
     Args:
         x_RD: Rows in the order of their experts.
         weight_R: fp32 factor of each row's result.
-        gate_up_EDPF: (experts, embed, 2, mlp).
-        down_EFD: (experts, mlp, embed).
+        experts: Arrays whose first dim is the experts.
         tiles: From `cut`.
         tile: Rows of a tile.
+        function: Function of one expert.
 
     Returns:
-        The results, and the products with `gate_up`, (rows, 2, mlp), for `backward`.
-        Rows of no expert are undefined.
+        The results, and what `function` keeps of each row for `backward`. Rows of no
+        expert are undefined.
     """
-    num_rows, embed = x_RD.shape
+    num_rows = x_RD.shape[0]
     x, weight = _padded(x_RD, tile), _padded(weight_R, tile)
-    hidden = gate_up_EDPF.shape[2:]
 
-    def one(at: jax.Array, carry: tuple) -> tuple:
-        y, kept = carry
-        expert, first = tiles.expert[at], tiles.first[at]
-        both = jnp.einsum("TD,DPF->TPF", _rows(x, first, tile), gate_up_EDPF[expert])
-        acted = _swiglu(both, _rows(weight, first, tile))
-        out = jnp.einsum("TF,FD->TD", acted, down_EFD[expert])
-        return _put(y, out, first), _put(kept, both, first)
+    def run(at: jax.Array | int) -> tuple[jax.Array, Arrays]:
+        first = tiles.first[at]
+        rows = _rows(x, first, tile), _rows(weight, first, tile)
+        return function.forward(_expert(experts, tiles, at), *rows)
 
-    room = num_rows + tile
-    y = jnp.zeros((room, embed), x.dtype)
-    kept = jnp.zeros((room, *hidden), x.dtype)
-    y, kept = _for_tiles(tiles, one, (y, kept))
-    return y[:num_rows], kept[:num_rows]
+    def put(at: jax.Array, carry: tuple) -> tuple:
+        first = tiles.first[at]
+        return jax.tree.map(lambda rows, own: _put(rows, own, first), carry, run(at))
+
+    zeros = jax.tree.map(
+        lambda own: jnp.zeros((num_rows + tile, *own.shape[1:]), x_RD.dtype),
+        jax.eval_shape(run, 0),
+    )
+    filled = _for_tiles(tiles, put, zeros)
+    return jax.tree.map(lambda array: array[:num_rows], filled)
 
 
 def backward(
     x_RD: jax.Array,
     weight_R: jax.Array,
-    gate_up_EDPF: jax.Array,
-    down_EFD: jax.Array,
+    experts: Arrays,
     tiles: Tiles,
     tile: int,
-    kept_RPF: jax.Array,
+    function: Function,
+    kept: Arrays,
     dy_RD: jax.Array,
-    platform: str,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return gradients of `x`, `weight`, and in fp32 of `gate_up` and `down`.
+) -> tuple[jax.Array, jax.Array, Arrays]:
+    """Return gradients of `x`, `weight`, and in fp32 of the experts' arrays.
 
-    Gradients of the experts are added up in place. Each tile is two matmuls for each
-    one of the forward.
+    Gradients of the experts are added up in place. Each tile of a `GatedMLP` is two
+    matmuls for each one of the forward.
     """
-
-    def wide(dims: str, left: jax.Array, right: jax.Array) -> jax.Array:
-        # XLA:CPU has no fp32 product of narrower operands in a loop.
-        if not platform_named(platform).sums_16_bits:
-            left, right = left.astype(jnp.float32), right.astype(jnp.float32)
-        return jnp.einsum(dims, left, right, preferred_element_type=jnp.float32)
-
     num_rows, embed = x_RD.shape
-    x, weight, both, dy = (
-        _padded(array, tile) for array in (x_RD, weight_R, kept_RPF, dy_RD)
-    )
+    x, weight, dy = (_padded(array, tile) for array in (x_RD, weight_R, dy_RD))
+    kept = tuple(_padded(array, tile) for array in kept)
 
-    def one(at: jax.Array, carry: tuple) -> tuple:
-        dx, dweight, dgate_up, ddown = carry
+    def add(at: jax.Array, carry: tuple) -> tuple:
+        dx, dweight, dexperts = carry
         expert, first = tiles.expert[at], tiles.first[at]
         own = jnp.arange(tile) < tiles.rows[at]
-        dy_TD = jnp.where(own[:, None], _rows(dy, first, tile), 0)
-        acted, pull = jax.vjp(
-            _swiglu, _rows(both, first, tile), _rows(weight, first, tile)
+        dx_TD, dweight_T, more = function.backward(
+            _expert(experts, tiles, at),
+            _rows(x, first, tile),
+            _rows(weight, first, tile),
+            tuple(_rows(array, first, tile) for array in kept),
+            jnp.where(own[:, None], _rows(dy, first, tile), 0),
+            own,
         )
-        dacted = jnp.einsum("TD,FD->TF", dy_TD, down_EFD[expert])
-        ddown = ddown.at[expert].add(wide("TF,TD->FD", acted, dy_TD))
-        dboth, dweight_T = pull(dacted)
-        more = wide("TD,TPF->DPF", _rows(x, first, tile), dboth)
-        dgate_up = dgate_up.at[expert].add(more)
-        dx_TD = jnp.einsum("TPF,DPF->TD", dboth, gate_up_EDPF[expert])
-        return _put(dx, dx_TD, first), _put(dweight, dweight_T, first), dgate_up, ddown
+        dexperts = jax.tree.map(
+            lambda total, added: total.at[expert].add(added), dexperts, more
+        )
+        return _put(dx, dx_TD, first), _put(dweight, dweight_T, first), dexperts
 
     zeros = (
         jnp.zeros((num_rows + tile, embed), x.dtype),
         jnp.zeros((num_rows + tile,), weight.dtype),
-        jnp.zeros(gate_up_EDPF.shape, jnp.float32),
-        jnp.zeros(down_EFD.shape, jnp.float32),
+        tuple(jnp.zeros(array.shape, jnp.float32) for array in experts),
     )
-    dx, dweight, dgate_up, ddown = _for_tiles(tiles, one, zeros)
-    return dx[:num_rows], dweight[:num_rows], dgate_up, ddown
+    dx, dweight, dexperts = _for_tiles(tiles, add, zeros)
+    return dx[:num_rows], dweight[:num_rows], dexperts
 
 
-def _swiglu(both_TPF: jax.Array, weight_T: jax.Array) -> jax.Array:
-    both = both_TPF.astype(jnp.float32)
-    acted = jax.nn.silu(both[:, 0]) * both[:, 1] * weight_T[:, None]
-    return acted.astype(both_TPF.dtype)
+def _expert(experts: Arrays, tiles: Tiles, at: jax.Array | int) -> Arrays:
+    """Return the arrays of a tile's expert."""
+    return tuple(array[tiles.expert[at]] for array in experts)
 
 
 def _for_tiles(
-    tiles: Tiles, one: Callable[[jax.Array, Any], Any], carry: tuple
+    tiles: Tiles, run: Callable[[jax.Array, Any], Any], carry: tuple
 ) -> tuple:
     most = tiles.expert.shape[0]
 
@@ -191,7 +182,7 @@ def _for_tiles(
 
     return lax.while_loop(
         goes_on,
-        lambda state: (state[0] + 1, one(state[0], state[1])),
+        lambda state: (state[0] + 1, run(state[0], state[1])),
         (jnp.int32(0), carry),
     )[1]
 
