@@ -11,8 +11,10 @@ import optax
 from flax import nnx
 
 import meshpar
+from recipes.examples.language import SEQ, VOCAB, token_loss
+from recipes.examples.language import batch as batch
 
-VOCAB, SEQ, EMBED, HEADS, LAYERS = 64, 16, 32, 4, 4
+EMBED, HEADS, LAYERS = 32, 4, 4
 optimizer = optax.adamw(1e-3)
 
 
@@ -68,14 +70,7 @@ def init(key: jax.Array) -> GPT:
 
 def loss(gpt: GPT, batch: dict[str, jax.Array], key: Any) -> tuple:
     logits = gpt(batch["tokens"])
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
-    return (losses * batch["weights"]).sum(), batch["weights"].sum()
-
-
-def batch() -> dict[str, np.ndarray]:
-    tokens = np.random.default_rng(0).integers(0, VOCAB, (8, SEQ + 1))
-    weights = np.ones((8, SEQ), np.float32)
-    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
+    return token_loss(logits, batch)
 
 
 BLOCKS = "layers"

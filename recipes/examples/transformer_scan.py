@@ -6,13 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import linen as nn
 
 import meshpar
+from recipes.examples.language import SEQ, VOCAB, token_loss
+from recipes.examples.language import batch as batch
 
-VOCAB, SEQ, EMBED, HEADS, LAYERS = 64, 16, 32, 4, 4
+EMBED, HEADS, LAYERS = 32, 4, 4
 optimizer = optax.adamw(1e-3)
 
 
@@ -47,14 +48,7 @@ def init(key: jax.Array) -> Any:
 
 def loss(variables: Any, batch: dict[str, jax.Array], key: Any) -> tuple:
     logits = Transformer().apply(variables, batch["tokens"])
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
-    return (losses * batch["weights"]).sum(), batch["weights"].sum()
-
-
-def batch() -> dict[str, np.ndarray]:
-    tokens = np.random.default_rng(0).integers(0, VOCAB, (8, SEQ + 1))
-    weights = np.ones((8, SEQ), np.float32)
-    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
+    return token_loss(logits, batch)
 
 
 BLOCKS = "params/layers"
