@@ -18,11 +18,7 @@ from flax import nnx
 from meshpar import Input, InputError, Model, Scope, from_nnx
 from meshpar.model.inputs import Batch
 from meshpar.models.family import Family
-from meshpar.models.field_types import (
-    check_field_types,
-    check_least_zero,
-    check_sizes,
-)
+from meshpar.models.field_types import check_field_types, check_least_zero, check_sizes
 from meshpar.models.layers.attention import depth_scaled_std, normal
 from meshpar.models.layers.norm import LayerNorm
 from meshpar.models.layers.spectral import GRID, SpectralMixing

@@ -17,18 +17,8 @@ from flax import nnx
 from meshpar import Blocks, Input, InputError, Model, Scope, from_nnx
 from meshpar.model.inputs import Batch
 from meshpar.models.family import Family
-from meshpar.models.field_types import (
-    check_field_types,
-    check_least_zero,
-    check_sizes,
-)
-from meshpar.models.layers.volume import (
-    VOLUME,
-    BatchNorm,
-    Conv,
-    GroupNorm,
-    Upsample,
-)
+from meshpar.models.field_types import check_field_types, check_least_zero, check_sizes
+from meshpar.models.layers.volume import VOLUME, BatchNorm, Conv, GroupNorm, Upsample
 from meshpar.parallel.tensor import cross_entropy
 
 _SIZES = (

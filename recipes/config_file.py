@@ -11,12 +11,7 @@ from typing import Any
 
 from meshpar.data.sources import DataSource
 from meshpar.errors import InputError, nearest
-from meshpar.foreign_files import (
-    MOST_OPTIONS_BYTES,
-    parse_toml,
-    parse_yaml,
-    read_text,
-)
+from meshpar.foreign_files import MOST_OPTIONS_BYTES, parse_toml, parse_yaml, read_text
 from meshpar.recipes.config import OPTIONS, PATHS, SEVERAL, START_OPTIONS, RunConfig
 
 SAVED = "config.toml"

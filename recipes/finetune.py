@@ -48,12 +48,7 @@ from meshpar.recipes.resume import changes, read_description, refuse_other_optim
 from meshpar.recipes.run_log import on_console
 from meshpar.recipes.texts import SHAKESPEARE, split_texts
 from meshpar.train.checkpoint import Checkpoints
-from meshpar.train.data import (
-    TokenWindows,
-    ordered_batches,
-    padded_batches,
-    read_texts,
-)
+from meshpar.train.data import TokenWindows, ordered_batches, padded_batches, read_texts
 from meshpar.train.folder_in_use import folder_in_use
 
 LOGGER = logging.getLogger("meshpar.recipes.finetune")

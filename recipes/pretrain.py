@@ -41,13 +41,7 @@ from meshpar.recipes.elastic import fitted
 from meshpar.recipes.fits import check_memory
 from meshpar.recipes.goodput import Goodput
 from meshpar.recipes.host_times import HostTimes
-from meshpar.recipes.joined import (
-    after_step,
-    agreed,
-    agreed_stop,
-    join,
-    run_folder,
-)
+from meshpar.recipes.joined import after_step, agreed, agreed_stop, join, run_folder
 from meshpar.recipes.metrics import (
     Callback,
     MetricsLog,

@@ -10,13 +10,7 @@ import numpy as np
 from rich.columns import Columns
 from rich.console import Console
 from rich.padding import Padding
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from meshpar import TrainState, TrainStep, batch_shapes, lint

@@ -13,14 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.chat_cases import (
-    FOLDERS,
-    MESSAGES,
-    STORED,
-    TEMPLATES,
-    TOOLS,
-    write_folder,
-)
+from tests.chat_cases import FOLDERS, MESSAGES, STORED, TEMPLATES, TOOLS, write_folder
 
 
 def main() -> None:

@@ -4,13 +4,7 @@ import jax
 import optax
 import pytest
 
-from meshpar import (
-    Layout,
-    audit,
-    default_rules,
-    lint,
-    make_train_step,
-)
+from meshpar import Layout, audit, default_rules, lint, make_train_step
 from meshpar.models.presets import build, configure
 from tests.zoo import grids
 from tests.zoo.beside import deviating, deviating_gradients, plain_run, step_of

@@ -21,11 +21,7 @@ from meshpar.audit.subject import Subject
 from meshpar.trace.operations import operations
 from tests.test_audit_counts import array, mesh_of
 from tests.test_audit_surprises import line_with
-from tests.test_audit_targets import (
-    needs_gpu_compiler,
-    needs_tpu_compiler,
-    step_on,
-)
+from tests.test_audit_targets import needs_gpu_compiler, needs_tpu_compiler, step_on
 
 EMBED, MLP, HEADS, SEQ = 16, 32, 4, 64
 HIDDEN = ("batch", "seq", "mlp")

@@ -15,14 +15,7 @@ from meshpar.models.convert.chat_template import (
     render_chat,
 )
 from meshpar.models.convert.run_files import copy_tokenizer
-from tests.chat_cases import (
-    FOLDERS,
-    MESSAGES,
-    STORED,
-    TEMPLATES,
-    TOOLS,
-    write_folder,
-)
+from tests.chat_cases import FOLDERS, MESSAGES, STORED, TEMPLATES, TOOLS, write_folder
 
 pytest.importorskip("jinja2")
 THEIRS = json.loads(STORED.read_text(encoding="utf-8"))

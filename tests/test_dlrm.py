@@ -8,14 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from meshpar import (
-    Layout,
-    absent_mesh,
-    audit,
-    embedding_tables,
-    lint,
-    make_train_step,
-)
+from meshpar import Layout, absent_mesh, audit, embedding_tables, lint, make_train_step
 from meshpar.model.inputs import MissingInputError
 from meshpar.models.presets import build, configure
 from meshpar.tables import RowwiseAdagrad, Table, with_tables

@@ -12,14 +12,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from meshpar import (
-    Layout,
-    RuleError,
-    Scope,
-    default_rules,
-    make_mesh,
-    make_train_step,
-)
+from meshpar import Layout, RuleError, Scope, default_rules, make_mesh, make_train_step
 from meshpar.layout import BATCH_AXES
 from meshpar.machine.mesh import use_mesh
 from meshpar.model.contract import BlockGroup

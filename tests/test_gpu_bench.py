@@ -10,12 +10,7 @@ from rich.console import Console
 
 from meshpar.models.presets import PRESETS, configure
 from meshpar.recipes.bench.gpu import SHAPES, disagreeing, peak_flops, table
-from meshpar.recipes.bench.gpu_contestants import (
-    MEASURES,
-    Measured,
-    Shape,
-    bf16_agrees,
-)
+from meshpar.recipes.bench.gpu_contestants import MEASURES, Measured, Shape, bf16_agrees
 from tests import warm
 
 TINY = {

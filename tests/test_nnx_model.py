@@ -9,13 +9,7 @@ import optax
 import pytest
 from flax import nnx
 
-from meshpar import (
-    Layout,
-    batch_shapes,
-    from_nnx,
-    initial_key,
-    make_train_step,
-)
+from meshpar import Layout, batch_shapes, from_nnx, initial_key, make_train_step
 from meshpar.machine.mesh import use_mesh
 from tests.marks import slow
 

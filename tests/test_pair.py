@@ -6,15 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from meshpar import (
-    Layout,
-    Rules,
-    Scope,
-    audit,
-    lint,
-    make_mesh,
-    make_train_step,
-)
+from meshpar import Layout, Rules, Scope, audit, lint, make_mesh, make_train_step
 from meshpar.models.presets import build, configure
 from meshpar.parallel.grids.pairs import (
     triangle_attention,
@@ -26,12 +18,7 @@ from tests.states import normal_values, with_parameters
 from tests.test_afno import audited
 from tests.test_zoo import BOUND, errors, flat
 from tests.zoo import pairs
-from tests.zoo.beside import (
-    deviating,
-    plain_loss_and_gradients,
-    plain_run,
-    step_of,
-)
+from tests.zoo.beside import deviating, plain_loss_and_gradients, plain_run, step_of
 
 ENTRIES = {
     "both": pairs.BOTH,

@@ -9,14 +9,7 @@ import optax
 import pytest
 from flax import nnx
 
-from meshpar import (
-    Blocks,
-    Input,
-    Layout,
-    default_rules,
-    from_nnx,
-    make_train_step,
-)
+from meshpar import Blocks, Input, Layout, default_rules, from_nnx, make_train_step
 from meshpar.models.layers.volume import VOLUME, Conv
 from meshpar.parallel.grids.convolution import own_convolution
 from tests.marks import slow

@@ -23,11 +23,7 @@ from meshpar.planner.search.choices import mesh_choices
 from meshpar.planner.search.remedies import nearest_fit, sensitivities
 from meshpar.planner.search.result import assumptions
 from meshpar.planner.search.search import Request, possible_meshes, search
-from meshpar.planner.search.space import (
-    Constraints,
-    Variant,
-    mesh_layouts,
-)
+from meshpar.planner.search.space import Constraints, Variant, mesh_layouts
 from meshpar.planner.workload.problems import layout_problems
 from meshpar.planner.workload.shapes import SHAPES, workload_of
 from tests.marks import slow

@@ -10,13 +10,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from meshpar import (
-    absent_mesh,
-    audit,
-    batch_shapes,
-    make_mesh,
-    make_train_step,
-)
+from meshpar import absent_mesh, audit, batch_shapes, make_mesh, make_train_step
 from meshpar.models.presets import build
 from meshpar.parallel import zero
 from meshpar.parallel.prefetch import prefetch_notes

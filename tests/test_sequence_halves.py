@@ -13,11 +13,7 @@ from flax import nnx
 
 from meshpar import Input, Layout, from_nnx
 from meshpar.checks import halves, sequences
-from meshpar.checks.sequences import (
-    check_per_token,
-    check_token_wise,
-    tokens_joined,
-)
+from meshpar.checks.sequences import check_per_token, check_token_wise, tokens_joined
 from meshpar.models.presets import build
 from tests.marks import slow
 

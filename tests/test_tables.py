@@ -12,12 +12,7 @@ import pytest
 from meshpar import Layout, embedding_tables, make_train_step
 from meshpar.models.presets import build
 from meshpar.tables import SGD, LazyAdam, RowwiseAdagrad, Table, with_tables
-from meshpar.tables.portable import (
-    BLOCK,
-    PortableTables,
-    padded_rows,
-    stored_tables,
-)
+from meshpar.tables.portable import BLOCK, PortableTables, padded_rows, stored_tables
 from meshpar.tables.programs import with_arrays
 from meshpar.tables.table import KINDS
 from meshpar.train.checkpoint import Checkpoints

@@ -12,14 +12,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar import (
-    Input,
-    Layout,
-    embedding_tables,
-    lint,
-    make_mesh,
-    make_train_step,
-)
+from meshpar import Input, Layout, embedding_tables, lint, make_mesh, make_train_step
 from meshpar.models.presets import build
 from meshpar.tables import SGD, LazyAdam, RowwiseAdagrad, Table, with_tables
 from meshpar.tables.exchange import Exchange, hashed, positions, unique

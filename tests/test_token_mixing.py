@@ -11,14 +11,7 @@ import pytest
 from flax import nnx
 from jax import lax
 
-from meshpar import (
-    Input,
-    Layout,
-    default_rules,
-    from_nnx,
-    lint,
-    make_train_step,
-)
+from meshpar import Input, Layout, default_rules, from_nnx, lint, make_train_step
 from meshpar.checks.sequence_probe import check_sequences
 from meshpar.checks.sequences import check_token_wise
 from meshpar.trace.token_mixing import mixes_tokens

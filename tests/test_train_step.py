@@ -9,12 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from meshpar import (
-    DATA_PARALLEL,
-    TENSOR,
-    RuleError,
-    make_train_step,
-)
+from meshpar import DATA_PARALLEL, TENSOR, RuleError, make_train_step
 from meshpar.model.scope import Scope
 from meshpar.model.tracing import forward, loss
 from meshpar.models.presets import build

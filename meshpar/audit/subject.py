@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 from meshpar.errors import InputError
@@ -82,8 +82,10 @@ class Subject:
         flat = FlatFunction(
             function, leaves, traced.jaxpr, given, tuple(map(paths.get, arrays))
         )
-        call = _only_call(traced.jaxpr)
-        if call is None:
+        calls = (one for one in steps(traced.jaxpr) if "donated_invars" in one.params)
+        call = next(calls, None)
+        own_inputs = list(traced.jaxpr.jaxpr.invars)
+        if call is None or list(call.invars) != own_inputs:
             return flat
         own = call.params["in_shardings"]
         return replace(
@@ -155,14 +157,6 @@ def _shape(array: Any) -> jax.ShapeDtypeStruct:
         array.dtype,
         sharding=sharding if isinstance(sharding, NamedSharding) else None,
     )
-
-
-def _only_call(jaxpr: ClosedJaxpr) -> JaxprEqn | None:
-    for equation in steps(jaxpr):
-        if "donated_invars" in equation.params:
-            alone = list(equation.invars) == list(jaxpr.jaxpr.invars)
-            return equation if alone else None
-    return None
 
 
 def make_subject(

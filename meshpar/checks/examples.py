@@ -11,12 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshpar.checks.halves import (
-    CANNOT_RUN,
-    EXAMPLES,
-    check_small,
-    what_halves_change,
-)
+from meshpar.checks.halves import CANNOT_RUN, EXAMPLES, check_small, what_halves_change
 from meshpar.checks.own_derivatives import own_derivatives
 from meshpar.errors import InputError
 from meshpar.model.contract import Model

@@ -45,11 +45,7 @@ from meshpar.planner.search.result import (
     guess_note,
 )
 from meshpar.planner.search.search import Request
-from meshpar.planner.search.training_cost import (
-    Training,
-    TrainingCost,
-    training_cost,
-)
+from meshpar.planner.search.training_cost import Training, TrainingCost, training_cost
 from meshpar.planner.workload.shapes import OTHER_SHAPES, PUBLISHED
 
 if TYPE_CHECKING:  # It needs jax.

@@ -246,11 +246,7 @@ def other_request(
             transformers alone.
     """
     from meshpar.parallel.grids.space import has_space
-    from meshpar.tables.plan import (
-        TableRequest,
-        feature_tables,
-        looked_up_input,
-    )
+    from meshpar.tables.plan import TableRequest, feature_tables, looked_up_input
 
     name = args.preset or args.model
     presets = importlib.import_module(MODEL_FROM.partition(":")[0])

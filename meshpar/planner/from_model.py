@@ -21,12 +21,7 @@ from meshpar.audit.needs import MATMUL
 from meshpar.errors import InputError
 from meshpar.hardware.devices import DEVICES
 from meshpar.hardware.platforms import platform_named
-from meshpar.machine.mesh import (
-    SlowAxis,
-    mesh_hosts,
-    mesh_platform,
-    slow_mesh_axes,
-)
+from meshpar.machine.mesh import SlowAxis, mesh_hosts, mesh_platform, slow_mesh_axes
 from meshpar.model.contract import Model
 from meshpar.model.inputs import open_size
 from meshpar.model.parameter import is_parameter

@@ -20,11 +20,7 @@ from meshpar.errors import InputError, whole_number
 from meshpar.hardware import device as matmul_time
 from meshpar.layout import Layout
 from meshpar.planner.machine.cluster import Cluster
-from meshpar.planner.machine.collective_cost import (
-    all_gather_s,
-    all_reduce_s,
-    send_s,
-)
+from meshpar.planner.machine.collective_cost import all_gather_s, all_reduce_s, send_s
 from meshpar.planner.workload.workload import Workload
 
 _BYTES = {"fp32": 4, "bf16": 2, "bf16_stochastic": 2}

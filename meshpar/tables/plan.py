@@ -84,11 +84,13 @@ def table_traffic(
     for dim in sorted({store.dim for store in stores}):
         placed = [one for one in placements.placed if one.table.dim == dim]
         held = sum(one.table.lookups * one.share(most, devices) for one in placed)
-        exchanged = sum(
-            _exchanged(store, examples)
-            for store in stores
-            if store.dim == dim and devices > 1
-        )
+        exchanged = 0.0  # Rows that a device sends in a round; replicas gather as many.
+        for store in stores if devices > 1 else ():
+            if store.dim == dim and store.kind != SPREAD:
+                exchanged += store.distinct(examples)
+            elif store.dim == dim:
+                room = Exchange.for_examples(store, ("all",), examples).room
+                exchanged += store.num_devices * float(room)
         asked = sum(one.table.lookups for one in placed)
         found.append(
             TableTraffic(
@@ -99,14 +101,6 @@ def table_traffic(
             )
         )
     return tuple(found)
-
-
-def _exchanged(store: Store, examples: int) -> float:
-    """Rows of a store that a device sends in a round; replicas gather as many."""
-    if store.kind != SPREAD:
-        return float(store.distinct(examples))
-    exchange = Exchange.for_examples(store, ("all",), examples)
-    return store.num_devices * float(exchange.room)
 
 
 _VALUE_BYTES, _GRADIENT_BYTES, _UPDATE_BYTES = 4, 4, 28

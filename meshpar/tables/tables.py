@@ -13,11 +13,7 @@ import numpy as np
 
 from meshpar.errors import InputError, nearest
 from meshpar.model.inputs import Input, Inputs
-from meshpar.tables.optimizers import (
-    TableOptimizer,
-    array_structs,
-    check_optimizer,
-)
+from meshpar.tables.optimizers import TableOptimizer, array_structs, check_optimizer
 from meshpar.tables.placement import AUTO, Placements, place_tables
 from meshpar.tables.table import ABSENT, MOST_ROWS, Table, weights_name
 

@@ -12,12 +12,7 @@ from typing import Any
 from meshpar.audit.collectives import axes_text
 from meshpar.audit.report import AuditReport, audit
 from meshpar.audit.subject import make_subject
-from meshpar.audit.tables import (
-    as_text,
-    buffer_table,
-    collective_table,
-    overlap_table,
-)
+from meshpar.audit.tables import as_text, buffer_table, collective_table, overlap_table
 from meshpar.collective_kinds import KINDS
 from meshpar.errors import InputError, nearest, whole_number
 

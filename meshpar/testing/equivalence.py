@@ -14,14 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshpar import (
-    Layout,
-    Model,
-    Rules,
-    TrainState,
-    TrainStep,
-    make_train_step,
-)
+from meshpar import Layout, Model, Rules, TrainState, TrainStep, make_train_step
 from meshpar.checks.batches import check_batch
 from meshpar.errors import InputError, whole_number
 from meshpar.hardware.platforms import platform_named

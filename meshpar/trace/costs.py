@@ -236,7 +236,13 @@ class _Flat:
 
     def number(self, atom: Any) -> int:
         """Number an array; None is a number that takes no memory."""
-        self.sizes.append(0 if atom is None else _num_bytes(atom, self.lanes))
+        dtype = getattr(getattr(atom, "aval", None), "dtype", None)
+        size = 0
+        if hasattr(dtype, "itemsize"):
+            *others, last = atom.aval.shape or (1,)
+            last = -(-last // self.lanes) * self.lanes
+            size = math.prod(others) * last * dtype.itemsize
+        self.sizes.append(size)
         return len(self.sizes) - 1
 
 
@@ -329,11 +335,3 @@ def _flatten(program: Program, given: Sequence[int], flat: _Flat) -> list[int]:
         return results
 
     return walk(program, given, apply, lambda value: flat.number(None))
-
-
-def _num_bytes(atom: Any, lanes: int) -> int:
-    dtype = getattr(atom.aval, "dtype", None)
-    if dtype is None or not hasattr(dtype, "itemsize"):
-        return 0
-    *others, last = atom.aval.shape or (1,)
-    return math.prod(others) * -(-last // lanes) * lanes * dtype.itemsize

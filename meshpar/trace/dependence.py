@@ -10,14 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
-from meshpar.trace.walk import (
-    Loop,
-    Program,
-    called_program,
-    programs_in,
-    steps,
-    walk,
-)
+from meshpar.trace.walk import Loop, Program, called_program, programs_in, steps, walk
 
 Numbers = list[Any]
 """Names of operations, and constants, in the order of a program."""

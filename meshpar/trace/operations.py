@@ -15,13 +15,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import PartitionSpec
 
-from meshpar.trace.splits import (
-    RULES,
-    Split,
-    elementwise,
-    sharding_split,
-    split_by,
-)
+from meshpar.trace.splits import RULES, Split, elementwise, sharding_split, split_by
 from meshpar.trace.walk import (
     Loop,
     Program,

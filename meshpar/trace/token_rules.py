@@ -293,16 +293,15 @@ def _convolution(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list
         return [replace(image, dim=out[0])]
     size = array_shape(equation.invars[1])[rhs[place]]
     merged = image.merged != (1, 1)
-    if merged or place < 2 or size != 1 or not _is_in_place(equation, place - 2):
+    if merged or place < 2 or size != 1:
+        raise Mixed(f"{name} along the sequence")
+    dim = (
+        place - 2
+    )  # Of space; a window of one place keeps its places, unless it steps.
+    steps = params["window_strides"][dim], params["lhs_dilation"][dim]
+    if steps != (1, 1) or tuple(params["padding"][dim]) != (0, 0):
         raise Mixed(f"{name} along the sequence")
     return [Flow(dim=out[place])]
-
-
-def _is_in_place(equation: JaxprEqn, dim: int) -> bool:
-    """Return True if a window of one place keeps those of a spatial dim in place."""
-    params = equation.params
-    steps = params["window_strides"][dim], params["lhs_dilation"][dim]
-    return steps == (1, 1) and tuple(params["padding"][dim]) == (0, 0)
 
 
 _LINEAR_ALGEBRA = (

@@ -36,10 +36,7 @@ from meshpar.layout import Layout
 from meshpar.models.llama import LlamaConfig
 from meshpar.models.presets import PRESETS, build
 from meshpar.recipes.bench.conditions import conditions, turn_ynn_off
-from meshpar.recipes.bench.generation_contestants import (
-    by_hand,
-    transformers_loop,
-)
+from meshpar.recipes.bench.generation_contestants import by_hand, transformers_loop
 
 Loop = Callable[[int], tuple[np.ndarray, float]]
 """Number of tokens -> (batch, tokens), and the seconds of a token after the first."""

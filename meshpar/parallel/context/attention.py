@@ -28,11 +28,7 @@ from meshpar.parallel.context.mask import Hops, Mask
 from meshpar.parallel.context.shards import sharded_attention
 from meshpar.parallel.context.splash_ring import Ring, splash_ring
 from meshpar.parallel.context.tiles import Known, Plan
-from meshpar.parallel.sizes import (
-    head_copies,
-    head_parts,
-    tile_tokens,
-)
+from meshpar.parallel.sizes import head_copies, head_parts, tile_tokens
 
 
 def trade_tokens_for_heads(

@@ -161,10 +161,16 @@ def _kernel(
         block_q_dq=block_q,
         block_kv_dq=block_kv,
     )
+    if mask.window is not None:
+        before = mask.window - 1
+        after = 0 if mask.causal else before
+        one = masks.LocalMask(lengths, (before, after), offset=0)
+    else:
+        one = masks.CausalMask(lengths) if mask.causal else masks.FullMask(lengths)
     # Its tables are constants, whatever is traced when they are first made.
     with jax.ensure_compile_time_eval():
         kernel = kernels.make_splash_mha(
-            masks.MultiHeadMask([_mask(mask, lengths)] * heads),
+            masks.MultiHeadMask([one] * heads),
             head_shards=1,
             q_seq_shards=1,
             block_sizes=sizes,
@@ -178,14 +184,6 @@ def _kernel(
     if table is not None:
         tiles = int(np.count_nonzero(table)) // len(table)
     return kernel, heads * tiles * block_q * block_kv
-
-
-def _mask(mask: Mask, shape: tuple[int, int]) -> Any:
-    if mask.window is not None:
-        before = mask.window - 1
-        after = 0 if mask.causal else before
-        return masks.LocalMask(shape, (before, after), offset=0)
-    return masks.CausalMask(shape) if mask.causal else masks.FullMask(shape)
 
 
 def splash_attention(

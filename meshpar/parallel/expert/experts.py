@@ -29,12 +29,7 @@ from jaxtyping import Array, Float, Int
 from meshpar.collectives import asked, on_parts, sum_dtype
 from meshpar.errors import InputError
 from meshpar.model.scope import Scope
-from meshpar.parallel.expert.functions import (
-    Arrays,
-    ExpertFunction,
-    Function,
-    GatedMLP,
-)
+from meshpar.parallel.expert.functions import Arrays, ExpertFunction, Function, GatedMLP
 from meshpar.parallel.expert.rounds import (
     Kept,
     Round,

@@ -33,13 +33,7 @@ from meshpar.collectives import asked, on_parts, sum_dtype
 from meshpar.errors import InputError
 from meshpar.model.contract import RESIDUAL, Stream
 from meshpar.parallel.pipeline.stages import part
-from meshpar.rules.rules import (
-    Rules,
-    auto_mesh_shape,
-    entry_axes,
-    is_axes,
-    spec_axes,
-)
+from meshpar.rules.rules import Rules, auto_mesh_shape, entry_axes, is_axes, spec_axes
 
 STAGE = "stage"
 

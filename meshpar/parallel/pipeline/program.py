@@ -30,11 +30,7 @@ from meshpar.parallel.pipeline.reduction import reduce_in_slices, summed_inputs
 from meshpar.parallel.pipeline.stages import Arrangement, Pipeline, cut, merge
 from meshpar.parallel.placement import REPLICATED, Placement, Scopes
 from meshpar.parallel.program import LossAndGradients
-from meshpar.parallel.reduction import (
-    loss_metrics,
-    random_key,
-    safe_inverse,
-)
+from meshpar.parallel.reduction import loss_metrics, random_key, safe_inverse
 from meshpar.parallel.remat import run_head
 from meshpar.parallel.sequence import outputs_in_order, own_tokens
 

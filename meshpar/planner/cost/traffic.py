@@ -9,12 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from meshpar.parallel.sizes import (
-    ROUTE_BYTES,
-    WEIGHT_BYTES,
-    first_room,
-    head_copies,
-)
+from meshpar.parallel.sizes import ROUTE_BYTES, WEIGHT_BYTES, first_room, head_copies
 from meshpar.planner.cost.activations import Again, recomputation
 from meshpar.planner.cost.run import Run, block_parameters
 from meshpar.planner.cost.seconds import (

@@ -20,11 +20,7 @@ from meshpar.errors import InputError, local_path
 from meshpar.foreign_files import json_type
 from meshpar.layout import Layout
 from meshpar.rules.sharding import insert
-from meshpar.train.checkpoint.choice import (
-    CheckpointError,
-    explained,
-    warn_unchecked,
-)
+from meshpar.train.checkpoint.choice import CheckpointError, explained, warn_unchecked
 from meshpar.train.checkpoint.files import damage, has_checksums, read_run
 from meshpar.train.checkpoint.stored_arrays import chunk_cache, opened, stored
 
