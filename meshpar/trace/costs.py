@@ -240,8 +240,8 @@ class _Flat:
         size = 0
         if hasattr(dtype, "itemsize"):
             *others, last = atom.aval.shape or (1,)
-            last = -(-last // self.lanes) * self.lanes
-            size = math.prod(others) * last * dtype.itemsize
+            padded = -(-last // self.lanes) * self.lanes
+            size = math.prod(others) * padded * dtype.itemsize
         self.sizes.append(size)
         return len(self.sizes) - 1
 

@@ -295,9 +295,7 @@ def _convolution(equation: JaxprEqn, flows: list[Flow], num_tokens: int) -> list
     merged = image.merged != (1, 1)
     if merged or place < 2 or size != 1:
         raise Mixed(f"{name} along the sequence")
-    dim = (
-        place - 2
-    )  # Of space; a window of one place keeps its places, unless it steps.
+    dim = place - 2  # A window of one place keeps the places of its dim in order.
     steps = params["window_strides"][dim], params["lhs_dilation"][dim]
     if steps != (1, 1) or tuple(params["padding"][dim]) != (0, 0):
         raise Mixed(f"{name} along the sequence")

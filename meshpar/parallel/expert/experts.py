@@ -158,7 +158,7 @@ def routed_function(
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """What a caller knows of its experts; `routed_mlp` describes the fields.
+    """Experts as their caller gives them; `routed_mlp` describes the fields.
 
     Args:
         function: Function of one expert.

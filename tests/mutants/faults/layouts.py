@@ -75,8 +75,8 @@ MUTANTS = (
         name="last-dim-without-its-lanes",
         effect="the memory of an array leaves out the padding of its last dim",
         file="meshpar/trace/costs.py",
-        old="return math.prod(others) * -(-last // lanes) * lanes * dtype.itemsize",
-        new="return math.prod(others) * last * dtype.itemsize",
+        old="size = math.prod(others) * padded * dtype.itemsize",
+        new="size = math.prod(others) * last * dtype.itemsize",
         tests=("tests/test_live_bytes.py::test_a_last_dim_takes_whole_lanes",),
     ),
     Mutant(
