@@ -50,14 +50,6 @@ class UserLeaf:
         return ".".join(self.path)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A leaf of the tree: an array, a module of Flax NNX, or neither."""
-
-    path: tuple[str, ...]
-    node: Any
-
-
 class UserTree:
     """The tree that `init(key)` returns, without its values.
 
