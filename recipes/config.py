@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import reprlib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -59,40 +60,15 @@ SEVERAL = ("text", "data", "validation_data", "tracker", "callback")
 TRACKERS = ("jsonl", "tensorboard", "wandb", "mlflow")
 """Programs that may track a run."""
 
-_CHOICES = {
-    "outer_optimizer": (
-        ("nesterov", "sgd", "adam"),
-        "'nesterov', 'sgd' or 'adam'",
-        "run.unknown_outer_optimizer",
-    ),
-    "tracker": (
-        TRACKERS,
-        f"one of {', '.join(TRACKERS)}",
-        "run.unknown_tracker",
-    ),
-    "dtype": ((None, "fp32", "bf16"), "'fp32' or 'bf16'", "run.unknown_dtype"),
-    "on_bad_line": (
-        ("stop", "skip"),
-        "'stop' or 'skip'",
-        "run.unknown_bad_line_policy",
-    ),
-    "on_bad_step": (
-        ("skip", "rollback", "stop"),
-        "'skip', 'rollback' or 'stop'",
-        "run.unknown_bad_step_policy",
-    ),
-    "on_low_memory": (
-        ("stop", "warn"),
-        "'stop' or 'warn'",
-        "run.unknown_low_memory_policy",
-    ),
-    "resume": (
-        (False, True, "auto"),
-        "True, False or 'auto'",
-        "run.unknown_resume",
-    ),
+_UNKNOWN = {
+    "outer_optimizer": "run.unknown_outer_optimizer",
+    "dtype": "run.unknown_dtype",
+    "on_bad_line": "run.unknown_bad_line_policy",
+    "on_bad_step": "run.unknown_bad_step_policy",
+    "on_low_memory": "run.unknown_low_memory_policy",
+    "resume": "run.unknown_resume",
 }
-"""Name of an option -> its values, the same in words, and the key of the error."""
+"""Name of an option whose type lists its values -> key of the error of another one."""
 
 
 def _num_virtual_devices() -> int:
@@ -286,12 +262,20 @@ class RunConfig:
                 self._check_whole(name, least)
         self._check_rates()
         check_optimizer(self.values())
-        for name, (choices, words, key) in _CHOICES.items():
-            values = getattr(self, name)
-            for value in values if name in SEVERAL else (values,):
-                if value not in choices:
-                    shown = reprlib.repr(value)
-                    raise InputError(f"{name}={shown}: must be {words}", key=key)
+        for name in self.tracker:
+            if name not in TRACKERS:
+                raise InputError(
+                    f"tracker={reprlib.repr(name)}: must be one of "
+                    f"{', '.join(TRACKERS)}",
+                    key="run.unknown_tracker",
+                )
+        for name, key in _UNKNOWN.items():
+            choices, value = _choices(name), getattr(self, name)
+            if value not in choices:
+                *others, last = (repr(one) for one in choices if one is not None)
+                words = f"{', '.join(others)} or {last}"
+                shown = reprlib.repr(value)
+                raise InputError(f"{name}={shown}: must be {words}", key=key)
         check_spike(self.on_bad_step, self.spike)
         if self.on_bad_step == "rollback" and not self.keep_every:
             check_rollback(self.steps, self.save_every, self.keep, self.rollback_steps)
@@ -384,6 +368,19 @@ class RunConfig:
             for name, value in self.values().items()
             if value != default[name]
         }
+
+
+@functools.cache
+def _choices(name: str) -> tuple[Any, ...]:
+    """Return the values that the type of an option lists."""
+    choices: tuple[Any, ...] = ()
+    hint = get_type_hints(RunConfig)[name]
+    for kind in get_args(hint) if get_origin(hint) is not Literal else (hint,):
+        if kind is bool:
+            choices += (True, False)
+        else:
+            choices += (None,) if kind is type(None) else get_args(kind)
+    return choices
 
 
 START_OPTIONS = (
