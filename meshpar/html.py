@@ -236,13 +236,17 @@ body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem
 h1 { font-size: 1.5rem; line-height: 1.25; }
 h2 { font-size: 1.15rem; margin-top: 2rem; }
 .plot { overflow-x: auto; }
-table { border-collapse: collapse; margin: 1rem 0; font-size: 13px; }
+table { border-collapse: collapse; margin: 1rem 0; font-size: 13px; display: block;
+  width: max-content; max-width: 100%; overflow-x: auto; }
 th, td { border-bottom: 1px solid #ddd; padding: .3rem .6rem; text-align: left;
   vertical-align: top; }
-th, td:not(:first-child, :last-child) { white-space: nowrap; }
-td:first-child { font-family: ui-monospace, monospace; min-width: 12rem; }
+td:not(:first-child, :last-child) { white-space: nowrap; }
+td[data-head="exposed"] { white-space: normal; min-width: 7rem; }
+td:first-child { font-family: ui-monospace, monospace; min-width: 12rem;
+  overflow-wrap: anywhere; }
 @media (max-width: 640px) {
   table, tbody, tr, td { display: block; } tr:first-child { display: none; }
+  table { width: auto; }
   td { border: 0; padding: 0; }
   td:not(:first-child) { white-space: normal; overflow-wrap: anywhere; }
   td:first-child { padding-top: .5rem; overflow-wrap: anywhere; }
