@@ -113,7 +113,11 @@ class Loaded:
 
 
 def load(
-    path: str | Path, *, step: int | None = None, tokenizer: str | Path | None = None
+    path: str | Path,
+    *,
+    step: int | None = None,
+    tokenizer: str | Path | None = None,
+    average: bool = False,
 ) -> Loaded:
     """Load the model of a folder or file.
 
@@ -122,9 +126,11 @@ def load(
             `config.json` and safetensors; or a `.gguf` file.
         step: Which checkpoint; the newest when absent.
         tokenizer: A `tokenizer.json` in place of the model's own.
+        average: Load the run's average of the parameters in place of the trained ones.
 
     Raises:
-        InputError: It is none of these, or something is missing in it.
+        InputError: It is none of these, something is missing in it, or it has no
+            average.
     """
     path = local_path("--from", path)
     if not path.exists():
@@ -138,6 +144,12 @@ def load(
                 f"{str(path)!r} is no checkpoint: leave step={step} out",
                 key="weights.step_without_checkpoint",
             )
+        if average:
+            raise InputError(
+                f"{str(path)!r} is no checkpoint of a run, and keeps no average of its "
+                "parameters; leave --average out",
+                key="checkpoint.no_average",
+            )
         weights = read_weights(path)
         return Loaded(
             model=weights.model,
@@ -150,13 +162,17 @@ def load(
             stop_tokens=_stop_tokens(path),
             start_tokens=_start_tokens(path),
         )
-    return _checkpoint(path, step, None if tokenizer is None else Path(tokenizer))
+    given = None if tokenizer is None else Path(tokenizer)
+    return _checkpoint(path, step, given, average)
 
 
-def _checkpoint(path: Path, step: int | None, tokenizer: Path | None) -> Loaded:
+def _checkpoint(
+    path: Path, step: int | None, tokenizer: Path | None, average: bool
+) -> Loaded:
     from meshpar.models.convert.run import read_checkpoint
 
-    found = read_checkpoint(path, step, instead="generate with meshpar.generate")
+    instead = "generate with meshpar.generate"
+    found = read_checkpoint(path, step, instead=instead, average=average)
     contents = found.contents
     if tokenizer is None:
         run = run_folder(contents.directory)

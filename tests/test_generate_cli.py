@@ -159,6 +159,7 @@ def test_each_part_of_a_checkpoint_is_read_once(run, monkeypatch):
             ["--from", "{run}", "--layout", "data=0"],
             ("layout.not_whole_number", "data=0", 1, -1),
         ),
+        (["--from", "{run}", "--average"], ("checkpoint.no_average", "--ema-decay")),
     ],
 )
 def test_bad_input_is_one_line(untrained, words, refusal, refuses_command):

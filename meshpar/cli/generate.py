@@ -86,6 +86,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("int8", "fp8"),
         help="8-bit dtype of the blocks' matrices (default: the layout's dtype)",
     )
+    add(
+        "--average",
+        action="store_true",
+        help="use the average of the parameters that the run kept (--ema-decay, "
+        "schedule_free) in place of the trained ones",
+    )
     add("--tokenizer", metavar="FILE", help="tokenizer.json (default: the model's)")
     for option, (kind, default, words) in _NUMBERS.items():
         what = f"{words} (default: %(default)s)"
@@ -122,7 +128,10 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace, layout: Layout, processes: Processes) -> int:
     prompts = processes.gather(_prompts(args) if processes.is_first else None)[0]
     loaded = import_function(_LOAD, "load")(
-        args.source, step=args.step, tokenizer=args.tokenizer
+        args.source,
+        step=args.step,
+        tokenizer=args.tokenizer,
+        average=args.average,
     )
     found = _generated(args, layout, loaded, prompts, prints=processes.is_first)
     if not processes.is_first:
