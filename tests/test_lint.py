@@ -338,7 +338,7 @@ def test_what_zero_splits_without_a_rule_is_noted():
     rules = replace(DATA_PARALLEL, parameters={"vocab": "fsdp"})
     report = lint(build("tiny"), Layout(fsdp=8), rules)
     notes = {note.path: note.message for note in report.notes}
-    assert names(notes["final_norm.scale"], "'fsdp', ZeRO")
+    assert names(notes["final_norm.scale"], "'fsdp', so ZeRO")
     assert "token_embed" not in notes
 
 

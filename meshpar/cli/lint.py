@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from meshpar.lint.findings import ParameterRow
-    from meshpar.lint.lint import Finding, LintReport
+    from meshpar.lint.lint import LintReport
     from meshpar.rules.rules import Rules
 
 PRESET_NAMES = (
@@ -160,16 +160,12 @@ def _print_tables(report: LintReport, layout: str) -> None:
     console = wide_console()
     console.print(f"layout {layout}", highlight=False)
     console.print(parameter_table(report.parameters))
-    for note in report.notes:
-        _print_finding(note)
+    for line in report.note_lines:
+        sys.stdout.write(f"{line}\n")
     if not report.findings:
         console.print("no findings", style="green")
     for finding in report.findings:
-        _print_finding(finding)
-
-
-def _print_finding(finding: Finding) -> None:
-    sys.stdout.write(f"{finding.kind}: {finding.message}\n")
+        sys.stdout.write(f"{finding.kind}: {finding.message}\n")
 
 
 def _dims(entries: tuple) -> str:

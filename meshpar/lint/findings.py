@@ -83,9 +83,9 @@ def unsplit_message(
     """Return why a parameter's states are whole on the devices of some mesh axes."""
     sizes = " and ".join(f"{axis}={layout.mesh_shape[axis]}" for axis in mesh_axes)
     return (
-        f"{path}: shape {parameter.stacked_shape} has no dim left that divides over "
-        f"{sizes}, so its states are whole on each of those devices; pad a dim, or "
-        "take other sizes"
+        f"{path}: no dim of shape {parameter.stacked_shape} is left for {sizes}: each "
+        "is split already or does not divide, so its states are whole on each of those "
+        "devices; pad a dim, or take other sizes"
     )
 
 
@@ -106,7 +106,7 @@ def moved_because(
     if layout.zero != 3:  # no rule is for states alone
         return None
     axes = sorted({axis for dim in split for axis in entry_axes(spec[dim])})
-    return f"no rule maps one of its dims to {' or '.join(map(repr, axes))}, ZeRO does"
+    return f"no rule maps a dim to {' or '.join(map(repr, axes))}, so ZeRO chose one"
 
 
 def _row(

@@ -77,6 +77,20 @@ class LintReport:
     parameters: tuple[ParameterRow, ...]
     notes: tuple[Finding, ...] = ()
 
+    def __str__(self) -> str:
+        findings = [f"{finding.kind}: {finding.message}" for finding in self.findings]
+        return "\n".join([*self.note_lines, *(findings or ["no findings"])])
+
+    @property
+    def note_lines(self) -> list[str]:
+        """A line for each kind of note, with the first one in full."""
+        lines = []
+        for key in dict.fromkeys(note.key for note in self.notes):
+            first, *others = (note for note in self.notes if note.key == key)
+            more = f" (and {len(others)} parameters more)" if others else ""
+            lines.append(f"note: {first.message}{more}")
+        return lines
+
     def _repr_html_(self) -> str:
         number, each = len(self.findings), sum(row.bytes for row in self.parameters)
         title = f"Lint: {number} finding{'' if number == 1 else 's'}"
