@@ -19,7 +19,7 @@ from meshpar.model.contract import Model, check_model
 from meshpar.model.loss.leaf_names import path_expression
 from meshpar.model.parameter import is_parameter
 from meshpar.model.parameter_dims import ParameterDims, cuts_in_words, parameter_dims
-from meshpar.model.tracing import tracing
+from meshpar.model.tracing import traced_batch, tracing
 from meshpar.rules.rules import LogicalAxes
 
 SPLIT = ("vocab", "heads", "kv_heads", "mlp")
@@ -93,6 +93,7 @@ def suggest_names(model: Model, *, seq: int = 128) -> SuggestedNames:
             "modules of from_nnx have names as metadata (nnx.with_partitioning)",
             key="model.names_not_by_path",
         )
+    traced_batch(model, _EXAMPLES, seq)  # Its own error names the input.
     with tracing("the loss cannot be traced", "give seq= or the inputs' shapes"):
         dims = parameter_dims(model, _EXAMPLES, seq)
     return _by_pattern(model, _Suggestion(dims).axes())
@@ -209,7 +210,7 @@ class _Suggestion:
         if self._size(dim) % 2 and is_read:
             return f"{self._size(dim)} does not divide by 2; pad it to split it"
         if "added" in kinds:
-            return "a second residual stream"
+            return "another residual stream than the one of embed"
         return "channels of a convolution" if "convolved" in kinds else None
 
     def _beside_split(self, dim: int) -> bool:
@@ -243,9 +244,9 @@ _REASONS = {
     "window": "places of a convolution's kernel",
     "placed": "rows looked up by position",
     "looked_up": "rows of a small table",
-    "inner": "one head of attention",
+    "inner": "positions, or the features of a head, that attention multiplies",
     "free": "an output that no other parameter reads",
-    "contracted": "no parameter makes it as a whole",
+    "contracted": "a matmul reads it, but no single parameter writes it",
 }
 """Kind of use -> why a dim with it has no name; the first that applies."""
 
