@@ -380,7 +380,59 @@ def test_large_machines_have_a_plan_within_memory(capsys, model, kept):
 
 
 def test_the_vocabulary_of_a_file_is_changed_there(refuses):
-    args = argparse.Namespace(preset=None, model="config.json", vocab=300)
+    args = argparse.Namespace(
+        preset=None, model="config.json", model_from=None, vocab=300
+    )
     values = ("--vocab", 300, "config.json", "vocab_size")
     with refuses("command.vocab_of_config_file", *values):
         confirming.planned_model(args)
+
+
+OWN = """
+import jax.numpy as jnp
+from meshpar import Input, from_loss
+
+def init(key):
+    layers = [{"up": jnp.ones((16, 32))} for _ in range(3)]
+    return {"layers": layers, "write": jnp.ones((16, 2))}
+
+def loss(params, batch, key):
+    x = batch["x"]
+    for layer in params["layers"]:
+        x = x + jnp.tanh(x @ layer["up"]) @ layer["up"].T
+    return (x @ params["write"]).sum(), jnp.float32(len(x))
+
+def build(seq=5):
+    names = {"**/up": ("embed", "mlp")}
+    inputs = {"x": Input(("batch", "seq", None), shape=(None, seq, 16))}
+    return from_loss(init, loss, names=names, blocks="layers", inputs=inputs)
+
+def build_open():
+    return build(None)
+"""
+
+
+@pytest.fixture
+def own_model(tmp_path, monkeypatch):
+    (tmp_path / "own_planned.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    return ["--model-from", "own_planned:build"]
+
+
+def test_a_model_of_ones_own_is_planned_from_its_trace(own_model, capsys):
+    found = report_of(capsys, "estimate", *own_model, "--layout", "tensor=2,fsdp=2")
+    assert found["memory"]["parameter_bytes"] == 4 * (3 * 16 * 32 / 2 + 16 * 2) / 2
+    words = ["plan", *own_model, "--devices", "8", "--global-batch", "64"]
+    best = report_of(capsys, *words)["plans"][0]["layout"]
+    assert main(words) == 0
+    assert f"make_train_step(model, optimizer, '{best}')" in capsys.readouterr().out
+
+
+def test_seq_is_given_if_the_models_inputs_leave_it_open(own_model, refuses_command):
+    words = ["estimate", "--layout", "data=2"]
+    fixed = [*words, *own_model, "--seq", "8"]
+    refuses_command(fixed, "command.seq_of_fixed_sizes", "--seq", 8)
+    open_ = [*words, "--model-from", "own_planned:build_open"]
+    refuses_command(open_, "command.no_seq_of_model", "seq", "--seq")
+    vocab = [*words, *own_model, "--vocab", "9"]
+    refuses_command(vocab, "command.vocab_of_own_model", "--vocab", 9)

@@ -154,7 +154,8 @@ def measure(args: argparse.Namespace, plans: Sequence[Estimate]) -> Measured:
 
 def _measured(args: argparse.Namespace, plan: Estimate) -> MeasuredPlan:
     run = plan.run
-    model = {name: getattr(args, name) for name in ("preset", "model", "vocab")}
+    options = ("preset", "model", "model_from", "vocab")
+    model = {name: getattr(args, name) for name in options}
     answer = _child(
         {
             "ask": "step",

@@ -7,6 +7,7 @@ planner are imported once something is chosen, so that `--help` does not wait fo
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -152,6 +153,11 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         help="named model, Hugging Face config.json, or sizes such as "
         "layers=4,hidden=256 (with --preset: those to change)",
     )
+    parser.add_argument(
+        "--model-from",
+        metavar="MODULE:FUNCTION",
+        help="function that returns a model of your own, which is traced on no device",
+    )
     vocab = "size of the vocabulary (default: the model's)"
     add_counts(parser, {"--vocab": vocab})
     parser.add_argument(
@@ -249,9 +255,12 @@ def chosen_workload(args: argparse.Namespace) -> Workload:
     Raises:
         InputError: None is chosen, or it does not exist.
     """
+    if args.model_from is not None:
+        return _own_workload(args)
     if args.preset is None and args.model is None:
         raise InputError(
-            "no model is chosen; give --preset NAME or --model SIZES",
+            "no model is chosen; give --preset NAME, --model SIZES or --model-from "
+            "MODULE:FUNCTION",
             key="command.no_model",
         )
     from meshpar.planner.workload.shapes import workload_of
@@ -261,6 +270,53 @@ def chosen_workload(args: argparse.Namespace) -> Workload:
         return workload_of(args.model, words=words)
     changed = [part for part in (args.model, words) if part]
     return workload_of(args.preset, words=",".join(changed) or None)
+
+
+def _own_workload(args: argparse.Namespace) -> Workload:
+    """Return the workload of `--model-from`, by tracing its model.
+
+    Raises:
+        InputError: `--seq` is missing, or is given and the model's inputs have sizes;
+            `--vocab` is given; or the model reads volumes or grids.
+    """
+    import jax
+
+    from meshpar.model.inputs import BATCH_DIM, logical_sizes
+    from meshpar.model.tracing import traced_streams
+    from meshpar.parallel.grids.space import has_space
+    from meshpar.planner.from_model import traced_workload
+
+    jax.config.update("jax_platforms", "cpu")  # This process only traces.
+    model = chosen_model(args)
+    if args.vocab is not None:
+        raise InputError(
+            f"--vocab {args.vocab} changes sizes of a named model; give what "
+            f"{args.model_from!r} takes, such as --model vocab={args.vocab}",
+            key="command.vocab_of_own_model",
+        )
+    if has_space(model):
+        raise InputError(
+            f"{args.model_from!r} reads volumes or grids, which are planned as presets "
+            "only; list what it sends with meshpar audit",
+            key="command.volumes_of_own_model",
+        )
+    axes, seq = {*logical_sizes(model.known_inputs)} - {BATCH_DIM}, args.seq
+    if axes and seq is None:
+        raise InputError(
+            f"the inputs of --model-from {args.model_from!r} leave the size of "
+            f"{', '.join(sorted(axes))} open; give --seq N",
+            key="command.no_seq_of_model",
+        )
+    if not axes and seq is not None:
+        raise InputError(
+            f"the inputs of --model-from {args.model_from!r} have fixed sizes; leave "
+            f"--seq {seq} out",
+            key="command.seq_of_fixed_sizes",
+        )
+    if seq is None:  # Tokens are the dims between the examples and the features.
+        stream = jax.tree.leaves(traced_streams(model, 1, 1)[0])[0]
+        seq = math.prod(stream.shape[1:-1])
+    return traced_workload(model, seq=seq, name=args.model_from)
 
 
 def model_words(args: argparse.Namespace) -> tuple[str | None, str | None]:
@@ -300,6 +356,8 @@ def planned_model(args: argparse.Namespace) -> Model:
     Raises:
         InputError: The planner knows its sizes, but there is no such model to build.
     """
+    if args.model_from is not None:
+        return chosen_model(args)
     if args.vocab is not None and (args.model or "").endswith(".json"):
         raise InputError(
             f"--vocab {args.vocab} changes the planner's sizes, not the model of "

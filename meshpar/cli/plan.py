@@ -235,6 +235,8 @@ def _row(plan: Plan) -> str:
 def _how_to_run(args: argparse.Namespace, best: Plan) -> str:
     """Return the command that trains under a plan, or why none does."""
     run = best.run
+    if args.model_from is not None:
+        return f"run it: {run.python_call}"
     if is_other(args) or OTHER_SHAPES.keys() & {args.preset, args.model}:
         return f"run it: from Python, {run.python_call}; meshpar train reads text"
     if PUBLISHED & {args.preset, args.model}:

@@ -224,7 +224,7 @@ def is_other(args: argparse.Namespace) -> bool:
     Raises:
         InputError: `--tables` is given with a transformer.
     """
-    found = (args.preset or args.model) in TRACED
+    found = args.model_from is None and (args.preset or args.model) in TRACED
     if not found and getattr(args, "tables", None):
         raise InputError(
             "--tables applies to models with tables; leave it out",
