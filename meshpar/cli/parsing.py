@@ -262,8 +262,8 @@ def import_function(name: str, option: str) -> Any:
         target = getattr(importlib.import_module(module_name), function)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise InputError(
-            f"{option} {name!r}: {first_line(error)}; run from the checkout that "
-            "holds it, or name a function of an installed module",
+            f"{option} {name!r}: {first_line(error)}; run in the folder that holds "
+            "the module, or name one that is installed",
             key="command.function_not_found",
         ) from error
     if not callable(target):

@@ -217,8 +217,8 @@ def _name_problems(
     if unnamed:
         paths = dict.fromkeys(re.sub(r"\b\d+\b", "*", path) for path in unnamed)
         problems["names"] = (
-            f"no pattern matches {', '.join(paths)}, so that tensor does not split "
-            "them; name their dims, or say that they stay whole: {..., '**': None}"
+            f"no pattern matches {', '.join(paths)}, so tensor does not split them; "
+            "give them names, or keep them whole with '**': None as the last pattern"
         )
     return problems
 
