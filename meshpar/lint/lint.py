@@ -87,7 +87,7 @@ class LintReport:
         lines = []
         for key in dict.fromkeys(note.key for note in self.notes):
             first, *others = (note for note in self.notes if note.key == key)
-            more = f" (and {len(others)} parameters more)" if others else ""
+            more = f" (and {len(others)} more)" if others else ""
             lines.append(f"note: {first.message}{more}")
         return lines
 
