@@ -422,7 +422,9 @@ def own_model(tmp_path, monkeypatch):
 def test_a_model_of_ones_own_is_planned_from_its_trace(own_model, capsys):
     found = report_of(capsys, "estimate", *own_model, "--layout", "fsdp=4")
     parameter_bytes = 4 * (3 * 16 * 32 + 16 * 2) / 4
-    assert found["memory"]["parameter_bytes"] == pytest.approx(parameter_bytes, rel=0.03)
+    assert found["memory"]["parameter_bytes"] == pytest.approx(
+        parameter_bytes, rel=0.03
+    )
     words = ["plan", *own_model, "--devices", "8", "--global-batch", "64"]
     best = report_of(capsys, *words)["plans"][0]["layout"]
     assert main(words) == 0

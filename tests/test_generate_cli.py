@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from optax import sgd
+from optax import chain, sgd
 
 from meshpar import make_train_step
 from meshpar.cli import generate as cli_generate
@@ -27,6 +28,7 @@ from meshpar.recipes.config import RunConfig
 from meshpar.recipes.loaded import _said, load
 from meshpar.train.checkpoint import Checkpoints
 from meshpar.train.checkpoint.contents import StoredArray
+from meshpar.train.optimizer.average import averaged_state, parameter_average
 from meshpar.train.step import TrainStep
 from tests.bpe import write_bpe
 from tests.run_steps import compute_nothing, counted_step
@@ -136,6 +138,22 @@ def test_each_part_of_a_checkpoint_is_read_once(run, monkeypatch):
     assert sum(part.size for _, part in asked) == loaded.model.num_parameters
     down = [part.shape for path, part in asked if path[-1] == "down"]
     assert down == [(2, 32, 32)] * 2, "of 64 rows each device has half"
+
+
+def test_the_average_is_loaded_in_place_of_the_trained_parameters(tmp_path):
+    config = configure("test", vocab=256)
+    optimizer = chain(sgd(1.0), parameter_average(0.9))
+    devices = jax.devices()[:1]
+    step = make_train_step(build_config(config), optimizer, "data=1", devices=devices)
+    state = drawn(step, scale=0.3, steps_done=1)
+    said = {"model_sizes": asdict(config), "layout": "data=1"}
+    with Checkpoints(tmp_path, layer_orders=step.layer_orders) as saved:
+        saved.save(state, said)
+    average = averaged_state(step, state).params
+    for wanted, options in ((state.params, {}), (average, {"average": True})):
+        found = load(tmp_path, **options).params
+        same = jax.tree.map(lambda one, x: np.allclose(one[...], x), found, wanted)
+        assert all(jax.tree.leaves(same)), options
 
 
 @pytest.mark.parametrize(
