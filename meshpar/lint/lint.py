@@ -83,7 +83,7 @@ class LintReport:
 
     @property
     def note_lines(self) -> list[str]:
-        """A line for each kind of note, with the first one in full."""
+        """Lines of the notes, one of each kind, with the first note in full."""
         lines = []
         for key in dict.fromkeys(note.key for note in self.notes):
             first, *others = (note for note in self.notes if note.key == key)
