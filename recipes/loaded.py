@@ -18,8 +18,11 @@ from meshpar.data.tokenizer import (
 )
 from meshpar.errors import local_path
 from meshpar.foreign_files import read_json_object
+from meshpar.models.convert.gguf_file import GGUFFile
+from meshpar.models.convert.gguf_tokenizer import gguf_tokenizer
 from meshpar.models.convert.run_files import TOKENIZER, kept_tokenizer, run_folder
-from meshpar.models.convert.weights import read_weights
+from meshpar.models.convert.source import Source
+from meshpar.models.convert.weights import open_source, read_weights
 
 
 class Tokenizer(Protocol):
@@ -150,16 +153,17 @@ def load(
                 "parameters; leave --average out",
                 key="checkpoint.no_average",
             )
-        weights = read_weights(path)
+        source = open_source(path)
+        weights = read_weights(path, source=source)
         return Loaded(
             model=weights.model,
             config=weights.config,
             params=weights.params,
             model_state=weights.model_state,
-            tokenizer=_their_tokenizer(path)
+            tokenizer=_their_tokenizer(path, source)
             if tokenizer is None
             else whole_texts_tokenizer(Path(tokenizer)),
-            stop_tokens=_stop_tokens(path),
+            stop_tokens=_stop_tokens(path, source),
             start_tokens=_start_tokens(path),
         )
     given = None if tokenizer is None else Path(tokenizer)
@@ -207,21 +211,16 @@ def _reader(
     return OfRun(tokens), ends or (tokens.eos,)
 
 
-def _their_tokenizer(path: Path) -> Tokenizer:
-    if path.suffix == ".gguf":
-        from meshpar.models.convert.gguf_file import GGUFFile
-        from meshpar.models.convert.gguf_tokenizer import gguf_tokenizer
-
-        return gguf_tokenizer(GGUFFile(path))
+def _their_tokenizer(path: Path, source: Source) -> Tokenizer:
+    if isinstance(source, GGUFFile):
+        return gguf_tokenizer(source)
     return whole_texts_tokenizer(path / TOKENIZER)
 
 
-def _stop_tokens(path: Path) -> tuple[int, ...]:
+def _stop_tokens(path: Path, source: Source) -> tuple[int, ...]:
     """Return the tokens that end a text, from the model's files."""
-    if path.suffix == ".gguf":
-        from meshpar.models.convert.gguf_file import GGUFFile
-
-        end = GGUFFile(path).metadata("tokenizer.ggml.eos_token_id")
+    if isinstance(source, GGUFFile):
+        end = source.metadata("tokenizer.ggml.eos_token_id")
         return () if end is None else _tokens(path, "eos_token_id", [end])
     return _said(path, "eos_token_id") or ()
 

@@ -5,8 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from meshpar.models.convert import gguf_file
 from meshpar.models.convert.chat_template import render_chat
 from meshpar.models.convert.weights import read_config, read_weights
+from meshpar.recipes.loaded import load
 from tests.test_convert import by_path
 from tests.transformers_cases import write_model
 
@@ -41,9 +43,17 @@ _ENDS = {
 }
 
 
-def write_gguf(path, architecture, tensors, **said):
-    """What `convert_hf_to_gguf.py` writes of those tensors."""
+def write_gguf(path, architecture, tensors, tokens=(), **said):
+    """What `convert_hf_to_gguf.py` writes of those tensors, and of byte pairs."""
     writer = gguf.GGUFWriter(path, architecture)
+    if tokens:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("smollm")
+        writer.add_token_list(tokens)
+        writer.add_token_types([1] * len(tokens))
+        pairs = [" ".join(one) for one in tokens if len(one) == 2]
+        writer.add_token_merges(pairs)
+        writer.add_eos_token_id(len(tokens) - 1)
     for key, value in said.items():
         name = f"{architecture}.{key.replace('__', '.')}"
         add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
@@ -108,6 +118,52 @@ def test_gguf_gives_the_same_values_as_safetensors(family, tensors_of, tmp_path)
         values = by_path(found.params)[name][...]
         tolerance = 2e-7 if family == "gemma3" and "norm" in name else 0
         np.testing.assert_allclose(values, leaf[...], atol=tolerance, rtol=0)
+
+
+def test_a_model_and_its_tokenizer_come_from_one_opening(
+    tensors_of, tmp_path, monkeypatch
+):
+    folder, tensors = tensors_of("smollm2")
+    vocab, letters = len(tensors["model.embed_tokens.weight"]), "abcdefghijkl"
+    pairs = [one + other for one in letters for other in letters]
+    tokens = [*letters, *pairs][:vocab]
+    write_gguf(tmp_path / "a.gguf", "llama", tensors, tokens=tokens, **SAID)
+    opened = []
+
+    def counted(path, read=gguf_file.read_header):
+        opened.append(path)
+        return read(path)
+
+    monkeypatch.setattr(gguf_file, "read_header", counted)
+    loaded = load(tmp_path / "a.gguf")
+    assert opened == [tmp_path / "a.gguf"]
+    assert loaded.stop_tokens == (vocab - 1,)
+    assert loaded.tokenizer.encode("aab").ids == [tokens.index("aa"), 1]
+    wanted = by_path(read_weights(folder).params)
+    for name, leaf in by_path(loaded.params).items():
+        np.testing.assert_array_equal(leaf[...], wanted[name][...])
+
+
+def test_a_header_has_what_the_package_reads(tensors_of, tmp_path):
+    _, tensors = tensors_of("smollm2")
+    path, said = tmp_path / "a.gguf", {**SAID, "rope__freq_base": 5e5}
+    write_gguf(path, "llama", tensors, tokens=["a", "\u00e9", "ab"], **said)
+    theirs, ours = gguf.GGUFReader(path), gguf_file.GGUFFile(path)
+    known = {key: one.contents() for key, one in theirs.fields.items()}
+    assert {key: ours.metadata(key) for key in ours.keys} == {
+        key: value for key, value in known.items() if not key.startswith("GGUF.")
+    }
+    assert len(ours.names) == len(theirs.tensors) > 0
+    for one in theirs.tensors:
+        assert ours.shape(one.name) == tuple(reversed(one.shape.tolist()))
+        whole = tuple(slice(None) for _ in one.shape)
+        np.testing.assert_array_equal(ours.read(one.name, whole), one.data)
+        assert (
+            one.data[1:3].tobytes()
+            == ours.read(one.name, (slice(1, 3), *whole[1:]))
+            .astype(one.data.dtype)
+            .tobytes()
+        )
 
 
 def test_a_part_of_a_quantized_matrix_is_read_by_rows(tmp_path, tensors_of):

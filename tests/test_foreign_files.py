@@ -22,7 +22,7 @@ from meshpar.foreign_files import (
 )
 from meshpar.models.convert.chat_template import read_template
 from meshpar.models.convert.gguf_file import GGUFFile
-from meshpar.models.convert.gguf_header import check_header
+from meshpar.models.convert.gguf_header import read_header
 from meshpar.models.convert.weights import read_weights
 from meshpar.train.checkpoint.choice import hide_late_answers
 from meshpar.train.checkpoint.files import read_run
@@ -210,7 +210,7 @@ def test_a_gguf_file_without_a_table_of_tokens_is_told(tmp_path, refuses):
     pytest.importorskip("gguf")
     values = NAME, struct.pack("<I", 8), text(b"llama")
     (tmp_path / "a.gguf").write_bytes(gguf(*values, values=1))
-    check_header(tmp_path / "a.gguf")
+    read_header(tmp_path / "a.gguf")
     with refuses("weights.missing_tensor", "'token_embd.weight'", words=False):
         GGUFFile(tmp_path / "a.gguf").shape("token_embd.weight")
 

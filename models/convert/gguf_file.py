@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,10 @@ import numpy as np
 from meshpar import InputError
 from meshpar.errors import install_extra
 from meshpar.foreign_files import error_reason
-from meshpar.models.convert.gguf_header import check_header
+from meshpar.models.convert.gguf_header import Header, read_header
 
 _BROKEN = (OSError, ValueError, LookupError, TypeError, OverflowError)
-"""Errors that `gguf` raises for a file whose numbers contradict one another."""
+"""Errors that a file whose numbers contradict one another leads to."""
 
 
 class GGUFFile:
@@ -34,14 +35,13 @@ class GGUFFile:
         self.bytes_read = 0
         self._gguf = _library()
         try:
-            check_header(path)
-            self._reader = self._gguf.GGUFReader(path)
+            self._header = read_header(path)
+            self._tensors = self._stored_tensors(self._header)
         except _BROKEN as error:
             raise InputError(
                 f"cannot read {str(path)!r}: {error_reason(error)}",
                 key="weights.unreadable_file",
             ) from error
-        self._tensors = {one.name: one for one in self._reader.tensors}
 
     @property
     def names(self) -> Collection[str]:
@@ -51,7 +51,7 @@ class GGUFFile:
     @property
     def keys(self) -> Collection[str]:
         """The keys of its metadata."""
-        return self._reader.fields.keys()
+        return self._header.values.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor in NumPy's order.
@@ -64,15 +64,17 @@ class GGUFFile:
                 f"{self.where!r} has no {name!r}: it is cut off, or no language model",
                 key="weights.missing_tensor",
             )
-        return tuple(int(size) for size in reversed(self._tensors[name].shape))
+        return self._header.tensors[name].shape
 
     def read(self, name: str, part: tuple[slice, ...]) -> np.ndarray:
         """fp32 values of a part of one tensor, a slice for each dim."""
-        tensor = self._tensors[name]
-        rows = tensor.data[part[0]]
+        kind, stored = self._tensors[name]
+        if len(part) < 2:  # Its one dim may be quantized.
+            self.bytes_read += stored.nbytes
+            return self._gguf.dequantize(stored, kind)[part]
+        rows = stored[part[0]]
         self.bytes_read += rows.nbytes
-        values = self._gguf.dequantize(rows, tensor.tensor_type)
-        return values[(slice(None), *part[1:])]
+        return self._gguf.dequantize(rows, kind)[(slice(None), *part[1:])]
 
     def metadata(self, key: str, default: Any = None) -> Any:
         """The value of a key of its metadata; `default` if it has no such key.
@@ -80,14 +82,36 @@ class GGUFFile:
         Raises:
             InputError: It has a value that cannot be read, such as a broken text.
         """
-        field = self._reader.get_field(key)
+        value = self._header.values.get(key, default)
         try:
-            return default if field is None else field.contents()
+            if isinstance(value, bytes):
+                return value.decode()
+            if isinstance(value, list):
+                return [x.decode() if isinstance(x, bytes) else x for x in value]
+            return value
         except _BROKEN as error:
             raise InputError(
                 f"cannot read {key} of {self.where!r}: {error_reason(error)}",
                 key="weights.unreadable_file",
             ) from error
+
+    def _stored_tensors(self, header: Header) -> dict[str, tuple[Any, np.ndarray]]:
+        """Return the type of every tensor, and its bytes: a row for all dims but one.
+
+        Raises:
+            ValueError: The file ends before a tensor, or a type is unknown.
+        """
+        data, first = np.frombuffer(header.data, np.uint8), header.first_byte
+        found = {}
+        for name, entry in header.tensors.items():
+            kind = self._gguf.GGMLQuantizationType(entry.kind)
+            shape = self._gguf.quant_shape_to_byte_shape(entry.shape or (1,), kind)
+            start = first + entry.offset
+            stored = data[start : start + math.prod(shape)]
+            if stored.size < math.prod(shape):
+                raise ValueError(f"it is cut off in {name!r}; copy it again")
+            found[name] = kind, stored.reshape(shape)
+        return found
 
 
 def _library() -> Any:

@@ -46,18 +46,32 @@ class Weights:
     source: Source
 
 
-def read_config(path: str | Path) -> Any:
+def open_source(path: str | Path) -> GGUFFile | SafetensorsFolder:
+    """Open a `.gguf` file, or the safetensors of a folder.
+
+    Opening a GGUF file parses its list of tokens; pass the result on where the same
+    file is needed again.
+
+    Raises:
+        InputError: It cannot be read.
+    """
+    path = local_path("weights", path)
+    return GGUFFile(path) if _is_gguf(path) else SafetensorsFolder(path)
+
+
+def read_config(path: str | Path, source: Source | None = None) -> Any:
     """Our config of a model of theirs.
 
     Args:
         path: A folder with a `config.json`, or a `.gguf` file.
+        source: The same, opened by `open_source`.
 
     Raises:
         InputError: There is none, or it is of a model that we have not.
     """
     path = local_path("weights", path)
     if _is_gguf(path):
-        return gguf_config(GGUFFile(path))
+        return gguf_config(source if isinstance(source, GGUFFile) else GGUFFile(path))
     if not (path / CONFIG).is_file():
         raise InputError(
             f"no {CONFIG} in {str(path)!r}; name a folder as transformers writes it, "
@@ -67,7 +81,9 @@ def read_config(path: str | Path) -> Any:
     return config_from_json(path / CONFIG)
 
 
-def read_weights(path: str | Path, config: Any = None) -> Weights:
+def read_weights(
+    path: str | Path, config: Any = None, *, source: Source | None = None
+) -> Weights:
     """The weights of a folder, to be read where they are needed.
 
     Args:
@@ -75,16 +91,13 @@ def read_weights(path: str | Path, config: Any = None) -> Weights:
             quantized values are made numbers as they are read.
         config: Ours, where it is another than `read_config(path)`, such as one with
             dropout.
+        source: The same, opened by `open_source`.
 
     Raises:
         InputError: Something is missing, or of another model than the config says.
     """
-    path = local_path("weights", path)
-    source: Source = GGUFFile(path) if _is_gguf(path) else SafetensorsFolder(path)
-    if config is None:
-        # Not opened twice: its tokens alone take seconds.
-        is_gguf = isinstance(source, GGUFFile)
-        config = gguf_config(source) if is_gguf else read_config(path)
+    source = open_source(path) if source is None else source
+    config = read_config(path, source) if config is None else config
     model, family = build_config(config), find_family(config)
     table = family.table(config)
     if isinstance(source, GGUFFile):
