@@ -178,7 +178,9 @@ class ArrayMove:
     def _part(self, array: Any, index: Any) -> np.ndarray:
         """Read the part of the array that a device will hold."""
         if self.places is None:
-            return np.asarray(array[index]).astype(self.dtype)
+            # JAX may share the memory of a NumPy array that is still somebody's.
+            is_shared = isinstance(array, np.ndarray)
+            return np.asarray(array[index]).astype(self.dtype, copy=is_shared)
         before, after = self.places
 
         def row(layer: int) -> np.ndarray:
