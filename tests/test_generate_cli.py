@@ -83,7 +83,7 @@ def shared(monkeypatch):
     """Commands of the same options share what they read and compile."""
     monkeypatch.setattr("meshpar.recipes.loaded.load", load_once)
     programs = SimpleNamespace(from_model=shared_programs)
-    monkeypatch.setattr("meshpar.generation.programs.Programs", programs)
+    monkeypatch.setattr("meshpar.generation.generate.Programs", programs)
 
 
 def generated(capsys, *words):

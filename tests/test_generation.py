@@ -15,7 +15,7 @@ from meshpar import Layout, make_train_step
 from meshpar.data.tokenizer import ByteTokenizer
 from meshpar.generation.agreement import sample
 from meshpar.generation.engine import Engine, PageBook
-from meshpar.generation.generate import placed
+from meshpar.generation.generate import make_engine, placed
 from meshpar.generation.programs import Programs, generation_layout
 from meshpar.generation.requests import Request
 from meshpar.generation.sampling import Draws, Sampling, drawn
@@ -267,6 +267,52 @@ def test_a_request_has_the_tokens_that_it_has_alone(alone):
         )
     first, fifth = (tuple(zip(*alone[at], strict=True))[0] for at in (0, 4))
     assert first[:4] != fifth, "another seed draws other tokens"
+
+
+def test_prompts_of_one_length_are_read_together(alone):
+    model, _, state = trained("test", layers=1)
+    options = {"slots": 2, "max_seq": 32, "page_size": 4, "chunk": 32}
+    programs = Programs.from_model(
+        model, devices=jax.devices()[:1], unrolled=False, **options
+    )
+    engine = Engine(programs, *placed(programs, model, state))
+    shapes, advance = [], engine._advance
+
+    def noted(rows, num_tokens):
+        shapes.append((sum(one is not None for one in rows), num_tokens))
+        return advance(rows, num_tokens)
+
+    engine._advance = noted
+    pair = [REQUESTS[0], REQUESTS[3]]
+    for found, wanted in zip(run(engine, pair), (alone[0], alone[3]), strict=True):
+        assert [token for token, _ in found] == [token for token, _ in wanted]
+        np.testing.assert_allclose(
+            [logprob for _, logprob in found],
+            [logprob for _, logprob in wanted],
+            atol=1e-5,
+        )
+    assert [one for one in shapes if one[1] > 1] == [(2, 16)]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "waiting", "rows"),
+    [(64, 1, 1), (64, 3, 4), (64, 16, 8), (512, 16, 1), (16, 5, 8), (16, 16, 12)],
+)
+def test_rows_of_a_prefill_have_room_for_a_budget_of_tokens(num_tokens, waiting, rows):
+    programs = programs_of("test", slots=12, max_seq=1024)
+    assert programs.plan.prefill_tokens == 512
+    assert programs.prefill_rows(num_tokens, waiting) == rows
+
+
+@pytest.mark.parametrize("tokens, unrolled", [(1, False), (64, False), (10**6, True)])
+def test_long_runs_have_programs_without_a_loop(tokens, unrolled):
+    options = {"devices": jax.devices()[:1], "num_pages": 1}
+    model, params = build("test"), trained("test")[2].params
+    requests = [Request(tokens=[1], max_tokens=tokens)]
+    found = make_engine(model, params, requests, ONE, **options)
+    assert found.programs.unrolled == unrolled
+    found = make_engine(model, params, requests, ONE, unrolled=False, **options)
+    assert not found.programs.unrolled
 
 
 def test_a_request_reads_nothing_that_was_in_its_pages_before(alone):

@@ -100,6 +100,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stop", action="append", metavar="TEXT", help=stop)
     slots = "prompts that run at once (default: all, up to 32 per device)"
     add_counts(parser, {"--slots": slots})
+    add(
+        "--unrolled",
+        action=argparse.BooleanOptionalAction,
+        help="compile programs without a loop over layers: slower to compile, faster "
+        "per token (default: if the run is long enough to gain)",
+    )
     devices = (
         "virtual CPU devices per process; 0: real devices, such as GPUs (default: as "
         "many as the layout needs)"
@@ -205,6 +211,7 @@ def _generated(
         weights=args.weights,
         tokenizer=loaded.tokenizer,
         slots=args.slots,
+        unrolled=args.unrolled,
         devices=devices[: layout.num_devices],
     )
     for note in engine.programs.notes if prints else ():

@@ -98,6 +98,8 @@ class CachePlan:
         page_size: Tokens of a page.
         num_pages: Pages of a device, for what has no window.
         chunk: Most new tokens of an example in one program.
+        prefill_tokens: Most tokens of one prefill for each shard of the batch, all
+            examples together.
         max_source: Tokens that the source of each may have; 0 of a model without.
         layout: Which devices there are.
         rules: Logical axis -> mesh axes.
@@ -110,6 +112,7 @@ class CachePlan:
     page_size: int
     num_pages: int
     chunk: int
+    prefill_tokens: int
     layout: Layout
     rules: Rules
     max_source: int = 0
@@ -180,6 +183,10 @@ class CachePlan:
         return -(-tokens // self.tokens_per_page) + 1
 
 
+CHUNK, CHUNK_BESIDE_WINDOWS = 512, 128
+"""Default `chunk`, and where a layer with a sliding window keeps that many tokens."""
+
+
 def plan_cache(
     placement: Placement,
     pipeline: Pipeline | None,
@@ -187,7 +194,7 @@ def plan_cache(
     max_seq: int,
     page_size: int,
     num_pages: int | None,
-    chunk: int,
+    chunk: int | None,
     max_source: int = 0,
 ) -> CachePlan:
     """Return the pools of a model on its mesh.
@@ -199,7 +206,8 @@ def plan_cache(
         max_seq: Tokens that each may have.
         page_size: Tokens of a page.
         num_pages: Pages of a device; enough for all slots when absent.
-        chunk: Most new tokens of an example in one program.
+        chunk: Most prompt tokens of one program for each shard of the batch; `CHUNK`
+            when absent, `CHUNK_BESIDE_WINDOWS` if a layer has a window.
         max_source: Tokens that the source of each may have.
 
     Raises:
@@ -208,7 +216,8 @@ def plan_cache(
     layout = placement.layout
     sizes = {"slots": slots, "max_seq": max_seq, "page_size": page_size, "chunk": chunk}
     for name, value in sizes.items():
-        whole_number(name, value)
+        if value is not None:
+            whole_number(name, value)
     check_source(placement.model, layout, max_source)
     if slots % layout.batch_shards:
         raise InputError(
@@ -224,6 +233,9 @@ def plan_cache(
             "meshpar.models.layers.attention.attend in its blocks",
             key="generation.no_attention",
         )
+    if chunk is None:
+        windows = [one.window for group in groups for one in group if one.window]
+        chunk = CHUNK_BESIDE_WINDOWS if windows else CHUNK
     if pipeline is None:
         places = [group.num_layers for group in placement.model.groups]
     else:
@@ -236,6 +248,7 @@ def plan_cache(
         page_size=page_size,
         num_pages=0,
         chunk=min(chunk, max_seq),
+        prefill_tokens=chunk,
         layout=layout,
         rules=placement.rules,
         max_source=max_source,

@@ -288,15 +288,28 @@ class Engine:
         return self._books[slot // self._slots_of_shard]
 
     def _prefill(self, prompts: list[Running]) -> list[Token]:
-        num = self.programs.num_prefill_rows
-        per_shard = num // len(self._books)
-        rows: list[Running | None] = [None] * num
-        for shard, book in enumerate(self._books):
-            own = [one for one in prompts if self._book(one.slot) is book]
-            for at, running in enumerate(sorted(own, key=_age)[:per_shard]):
-                rows[shard * per_shard + at] = running
+        """Read a chunk of the oldest prompts, and of others of the same length."""
+        least = self.programs.num_prefill_rows // len(self._books)
+        of_shards = [
+            sorted((one for one in prompts if self._book(one.slot) is book), key=_age)
+            for book in self._books
+        ]
+        width = max(self._chunk(one) for own in of_shards for one in own[:least])
+        taken = [
+            own[:least] + [one for one in own[least:] if self._chunk(one) == width]
+            for own in of_shards
+        ]
+        count = self.programs.prefill_rows(width, max(map(len, taken)))
+        rows: list[Running | None] = []
+        for own in taken:
+            rows += [*own[:count], *(None for _ in range(count - len(own)))]
         longest = max(one.num_unwritten for one in rows if one is not None)
         return self._advance(rows, min(self.programs.plan.chunk, rounded(longest)))
+
+    def _chunk(self, running: Running) -> int:
+        """Return the tokens of a prompt's next row, padded, or those of its source."""
+        own = min(self.programs.plan.chunk, rounded(running.num_unwritten))
+        return max(own, rounded(len(running.unread))) if running.unread else own
 
     def _decode_all(self) -> list[Token]:
         for running in sorted(self._running.values(), key=_age):

@@ -13,7 +13,7 @@ from meshpar.errors import InputError
 from meshpar.generation.agreement import check_alike
 from meshpar.generation.cache_plan import DECODER_START, reads_source
 from meshpar.generation.engine import Engine
-from meshpar.generation.programs import PLAIN, Programs
+from meshpar.generation.programs import PLAIN, Programs, pays_unrolled
 from meshpar.generation.quantized import with_weights
 from meshpar.generation.requests import Completion, Request
 from meshpar.generation.sampling import Sampling
@@ -49,7 +49,8 @@ def generate(
     slots: int | None = None,
     page_size: int = 16,
     num_pages: int | None = None,
-    chunk: int = 128,
+    chunk: int | None = None,
+    unrolled: bool | None = None,
     rules: Rules | None = None,
     devices: Sequence[jax.Device] | None = None,
 ) -> list[Completion]:
@@ -80,7 +81,11 @@ def generate(
         slots: Prompts that run at once; `slots_for` them by default.
         page_size: Tokens of a page of the cache.
         num_pages: Pages of a device; enough for all slots by default.
-        chunk: Tokens of a prompt that one program reads.
+        chunk: Most prompt tokens that one program reads for each shard of the batch;
+            as in `Programs.from_model`.
+        unrolled: True for programs without a loop over layers, which take longer to
+            compile and less time a token; by default where that pays
+            (`pays_unrolled`).
         rules: Logical axis -> mesh axes; the layout's preset by default.
         devices: Devices to use; JAX's by default.
 
@@ -128,6 +133,7 @@ def generate(
         page_size=page_size,
         num_pages=num_pages,
         chunk=chunk,
+        unrolled=unrolled,
         rules=rules,
     )
     return [
@@ -147,6 +153,7 @@ def make_engine(
     weights: str | None = None,
     tokenizer: Any = None,
     slots: int | None = None,
+    unrolled: bool | None = None,
     devices: Sequence[jax.Device],
     **options: Any,
 ) -> Engine:
@@ -156,12 +163,18 @@ def make_engine(
     """
     if weights is not None:
         model, params = with_weights(model, params, weights, layout, devices)
+    slots = slots_for(len(requests), layout) if slots is None else slots
+    if unrolled is None:
+        waves = -(-len(requests) // max(slots, 1))
+        num_steps = waves * (max(one.max_tokens for one in requests) - 1)
+        unrolled = pays_unrolled(model, layout, num_steps)
     programs = Programs.from_model(
         model,
         layout,
-        slots=slots_for(len(requests), layout) if slots is None else slots,
+        slots=slots,
         max_seq=max(len(one.tokens) + one.max_tokens for one in requests),
         max_source=max(len(one.source) for one in requests),
+        unrolled=unrolled,
         devices=devices,
         **options,
     )
