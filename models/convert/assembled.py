@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,23 +48,34 @@ class Assembled:
         spans = [
             one.indices(size)[:2] for one, size in zip(index, self.shape, strict=True)
         ]
+        values = _empty([stop - start for start, stop in spans], self.dtype)
         if not self.in_blocks:
-            return self._layer(0, spans)
+            self._read(values, 0, spans)
+            return values
         (first, last), *own = spans
-        sizes = [stop - start for start, stop in own]
-        values = np.empty((last - first, *sizes), self.dtype)
         for layer in range(first, last):
-            values[layer - first] = self._layer(layer, own)
+            self._read(values[layer - first, ...], layer, own)
         return values
 
-    def _layer(self, layer: int, wanted: Sequence[Span]) -> np.ndarray:
-        values = np.empty([stop - start for start, stop in wanted], self.dtype)
+    def _read(self, values: np.ndarray, layer: int, wanted: Sequence[Span]) -> None:
+        """Read a part of one layer into an array."""
         for row in self.rows:
             found = row.read(self.source.read, layer, wanted)
             if found is not None:
                 where, part = found
                 values[where] = part
-        return values
+
+
+_ALIGNMENT = 64
+"""Bytes that the address of an array divides by, for JAX on a CPU to share it."""
+
+
+def _empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """Return an uninitialized array that JAX on a CPU uses without a copy."""
+    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + num_bytes].view(dtype).reshape(shape)
 
 
 def assembled(

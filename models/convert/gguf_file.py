@@ -67,14 +67,17 @@ class GGUFFile:
         return self._header.tensors[name].shape
 
     def read(self, name: str, part: tuple[slice, ...]) -> np.ndarray:
-        """fp32 values of a part of one tensor, a slice for each dim."""
+        """Values of a part of one tensor, a slice for each dim: fp16 or fp32."""
         kind, stored = self._tensors[name]
-        if len(part) < 2:  # Its one dim may be quantized.
-            self.bytes_read += stored.nbytes
-            return self._gguf.dequantize(stored, kind)[part]
-        rows = stored[part[0]]
+        # Of one dim all is read: it may be quantized.
+        rows, cut = stored, part
+        if len(part) > 1:
+            rows, cut = stored[part[0]], (slice(None), *part[1:])
         self.bytes_read += rows.nbytes
-        return self._gguf.dequantize(rows, kind)[(slice(None), *part[1:])]
+        if kind == self._gguf.GGMLQuantizationType.F16:
+            # Converted where it is copied to, instead of in a copy of its own.
+            return rows.view(np.float16)[cut]
+        return self._gguf.dequantize(rows, kind)[cut]
 
     def metadata(self, key: str, default: Any = None) -> Any:
         """The value of a key of its metadata; `default` if it has no such key.
