@@ -21,8 +21,8 @@ from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.search.result import ranked
 from meshpar.planner.workload.shapes import SHAPES
 from meshpar.schedules import make_schedule, simulate
+from meshpar.train.memory_report import Part
 from meshpar.train.state import TrainState
-from meshpar.train.state_memory import Part
 from meshpar.train.state_table import array_rows
 
 NAME = "<img src=x onerror='alert(1)'>&\"b\""

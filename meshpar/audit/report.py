@@ -28,8 +28,8 @@ from meshpar.audit.overlap import (
     target_cluster,
 )
 from meshpar.audit.reasons import Explained, explain
-from meshpar.audit.report_html import report_html
 from meshpar.audit.subject import Subject, make_subject
+from meshpar.audit.tables import report_html
 from meshpar.audit.target import Target
 from meshpar.audit.targets import CompiledProgram, TargetError, compile_for
 from meshpar.errors import InputError

@@ -29,7 +29,7 @@ from meshpar.model.tracing import one_layer_shapes, one_layer_state, tracing
 from meshpar.parallel.pipeline.stages import Pipeline
 from meshpar.parallel.placement import Placement
 from meshpar.rules.rules import Rules
-from meshpar.train.state_memory import local_bytes
+from meshpar.train.memory_report import local_bytes
 
 TOKENS, TARGET = "tokens", "target_tokens"
 SOURCE, SEEN = "source_tokens", "source_mask"

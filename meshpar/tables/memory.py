@@ -36,7 +36,7 @@ from meshpar.tables.exchange import Exchange
 from meshpar.tables.programs import TableFunctions, split_state
 from meshpar.tables.stores import SPREAD, Store
 from meshpar.tables.tables import EmbeddingTables
-from meshpar.train.state_memory import local_bytes
+from meshpar.train.memory_report import local_bytes
 
 _VALUE_BYTES, _ID_BYTES = 4, 16
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from meshpar.audit.overlap import COMPUTE, BlockTimeline, Span
 from meshpar.audit.report import AuditReport
-from meshpar.audit.report_html import collectives_html, overlap_html
+from meshpar.audit.tables import collectives_html, overlap_html
 from meshpar.html import heading, page, paragraph, plot
 
 if TYPE_CHECKING:
