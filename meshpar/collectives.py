@@ -127,7 +127,7 @@ def summed(tree: Any, mesh_axes: Any, platform: str) -> Any:
 def on_parts(
     function: Callable[..., Any],
     *arrays: jax.Array,
-    specs: tuple[PartitionSpec, ...],
+    specs: tuple[Any, ...],
     out_specs: Any,
     mesh_axes: set[str],
 ) -> Any:
@@ -139,7 +139,7 @@ def on_parts(
     Args:
         function: Takes and returns this device's parts.
         arrays: Its arguments.
-        specs: How each lies over those mesh axes.
+        specs: How each lies over those mesh axes, a tree of `PartitionSpec`.
         out_specs: How its result does.
         mesh_axes: The further mesh axes.
     """

@@ -133,8 +133,9 @@ def _laid_out(
     split = split_by(sharding.spec, len(shape), mesh_sizes)
     after = tuple(axes - operation.region.manual for axes in split)
     sizes = local_shape(shape, after, mesh_sizes)
-    loop = None if value.maker is None else Loop.parse(value.maker)
-    carried = value.maker.outvars[: loop.num_carried] if loop else ()
+    maker = value.maker
+    loop = None if maker is None else Loop.parse(maker)
+    carried = maker.outvars[: loop.num_carried] if maker and loop else ()
     is_scanned = loop is not None and loop.condition is None
     yield Constrained(
         line=value.line,

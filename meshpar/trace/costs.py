@@ -238,7 +238,7 @@ class _Flat:
         """Number an array; None is a number that takes no memory."""
         dtype = getattr(getattr(atom, "aval", None), "dtype", None)
         size = 0
-        if hasattr(dtype, "itemsize"):
+        if dtype is not None and hasattr(dtype, "itemsize"):
             *others, last = atom.aval.shape or (1,)
             padded = -(-last // self.lanes) * self.lanes
             size = math.prod(others) * padded * dtype.itemsize

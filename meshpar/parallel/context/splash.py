@@ -161,6 +161,7 @@ def _kernel(
         block_q_dq=block_q,
         block_kv_dq=block_kv,
     )
+    one: masks.Mask
     if mask.window is not None:
         before = mask.window - 1
         after = 0 if mask.causal else before
