@@ -340,6 +340,11 @@ def test_what_zero_splits_without_a_rule_is_noted():
     notes = {note.path: note.message for note in report.notes}
     assert names(notes["final_norm.scale"], "'fsdp', so ZeRO")
     assert "token_embed" not in notes
+    lines = str(report).splitlines()
+    kinds = {note.key for note in report.notes}
+    assert len(lines) == len(kinds) + max(1, len(report.findings))
+    (moved,) = (line for line in lines if "ZeRO" in line)
+    assert moved.endswith(f"(and {len(notes) - 1} more)")
 
 
 def test_bytes_are_those_of_the_dtype_that_parameters_are_stored_in():
