@@ -135,22 +135,22 @@ def in_stream(cut: Cut, arrays: Sequence[Any], examples: int) -> Any:
             times tokens, or nothing that the examples have.
         examples: Number of examples.
     """
-    found = []
+    stream = []
     for array, per_example in zip(arrays, cut.per_example, strict=True):
         if not per_example:
-            found.append(jnp.broadcast_to(array, (examples, *array.shape)))
+            stream.append(jnp.broadcast_to(array, (examples, *array.shape)))
         elif array.ndim and array.shape[0] == examples:
-            found.append(array)
+            stream.append(array)
         elif array.ndim and array.shape[0] % examples == 0:
             rows = array.shape[0] // examples
-            found.append(array.reshape(examples, rows, *array.shape[1:]))
+            stream.append(array.reshape(examples, rows, *array.shape[1:]))
         else:
             raise InputError(
                 f"an array of shape {array.shape} flows between the blocks, but the "
                 f"batch has {examples} examples here; put the example first",
                 key="model.blocks_join_examples",
             )
-    return found[0] if len(found) == 1 else tuple(found)
+    return stream[0] if len(stream) == 1 else tuple(stream)
 
 
 def from_stream(cut: Cut, numbers: Sequence[int], stream: Any) -> list[Any]:
@@ -162,14 +162,14 @@ def from_stream(cut: Cut, numbers: Sequence[int], stream: Any) -> list[Any]:
         stream: From `in_stream`.
     """
     arrays = stream if isinstance(stream, tuple) else (stream,)
-    found = []
+    values = []
     for array, number, per_example in zip(
         arrays, numbers, cut.per_example, strict=True
     ):
         aval = cut.program.avals[number]
-        own = array.reshape(aval.shape) if per_example else array[0]
-        found.append(own.astype(aval.dtype))
-    return found
+        value = array.reshape(aval.shape) if per_example else array[0]
+        values.append(value.astype(aval.dtype))
+    return values
 
 
 def known_batch(

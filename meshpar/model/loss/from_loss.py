@@ -112,8 +112,8 @@ def from_loss(
             "that returns (loss_sum, weight_sum)",
             key="model.loss_not_callable",
         )
-    for name, one in (inputs or {}).items():
-        if getattr(one, "has_gradient", False):
+    for name, declared in (inputs or {}).items():
+        if getattr(declared, "has_gradient", False):
             raise InputError(
                 f"inputs[{name!r}] has_gradient=True, but from_loss differentiates its "
                 "parameters alone; make it one of them, or write the model with "
@@ -121,9 +121,9 @@ def from_loss(
                 key="model.input_gradient_in_loss",
             )
     tree = UserTree(init)
-    found = NONE if blocks is None else find_blocks(tree.leaves, blocks)
-    axes, problems = leaf_axes(tree.leaves, names or {}, found)
-    model = _LossModel(tree, loss, found, axes).model(inputs)
+    block_leaves = NONE if blocks is None else find_blocks(tree.leaves, blocks)
+    axes, problems = leaf_axes(tree.leaves, names or {}, block_leaves)
+    model = _LossModel(tree, loss, block_leaves, axes).model(inputs)
     problems |= {
         collection: "stays as init makes it, like every Linen collection but params; "
         "a layer's state that changes needs meshpar.from_nnx"
@@ -227,8 +227,8 @@ class _LossModel:
             insert(params if trained else state, trees[at].path, values[at])
         blocks = self._blocks
         for index, path in enumerate(blocks.paths):
-            of_layers = [values[layer[index]] for layer in blocks.positions]
-            stacked = of_layers[0] if blocks.stacked else jnp.stack(of_layers)
+            layer_values = [values[layer[index]] for layer in blocks.positions]
+            stacked = layer_values[0] if blocks.stacked else jnp.stack(layer_values)
             trained = trees[blocks.positions[0][index]].role == "param"
             insert(params if trained else state, (self._blocks.name, *path), stacked)
         return params, state
@@ -291,9 +291,11 @@ class _LossModel:
             )
         # Every device has the whole statistics: their shares add up to one.
         share = 1.0 / math.prod(map(lax.axis_size, scope.batch_axes))
-        found = self._tree.statistics(tree)
+        statistics = self._tree.statistics(tree)
         return sums._replace(
-            statistics={name: lax.stop_gradient(x) * share for name, x in found.items()}
+            statistics={
+                name: lax.stop_gradient(x) * share for name, x in statistics.items()
+            }
         )
 
     def _update_ends(self, state: Params, sums: Mapping[str, jax.Array]) -> Params:
@@ -314,7 +316,7 @@ class _LossModel:
         return jax.tree.unflatten(loss.results, loss.cut.head(known, after))
 
     def _block(self, params: Params, stream: Any, scope: Scope) -> Any:
-        (found, arguments, _), examples = self._traced.cut(params, scope.batch, scope)
+        (parts, arguments, _), examples = self._traced.cut(params, scope.batch, scope)
         blocks = self._blocks
         values = []
         for path, at in zip(blocks.paths, blocks.positions[0], strict=True):
@@ -324,13 +326,13 @@ class _LossModel:
         def make_key(index: int, shape: tuple[int, ...]) -> jax.Array:
             data = key_data(scope, f"block.{index}")
             assert data is not None  # The trace without a key asks for none.
-            key = example_key(data, found.shared)
+            key = example_key(data, parts.shared)
             return jax.random.split(key, shape) if shape else key
 
         batch = known_batch(arguments, sorted(scope.batch), scope.batch)
-        arrays = from_stream(found, found.first, stream)
-        after = found.block(values, batch, arrays, make_key, scope.layer)
-        result = in_stream(found, after, examples)
+        arrays = from_stream(parts, parts.first, stream)
+        after = parts.block(values, batch, arrays, make_key, scope.layer)
+        result = in_stream(parts, after, examples)
         # The planner traces blocks in a dtype that the model may promote.
         return jax.tree.map(lambda y, x: y.astype(x.dtype), result, stream)
 

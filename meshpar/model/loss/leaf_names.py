@@ -63,9 +63,9 @@ def find_blocks(leaves: Sequence[UserLeaf], blocks: str) -> BlockLeaves:
     keys = _keys(blocks)
     inside: dict[str, dict[tuple[str, ...], int]] = {}
     for position, leaf in enumerate(leaves):
-        found = _block_index(leaf.path, keys)
-        if found is not None and leaf.role != "random":
-            inside.setdefault(found[0], {})[found[1]] = position
+        place = _block_index(leaf.path, keys)
+        if place is not None and leaf.role != "random":
+            inside.setdefault(place[0], {})[place[1]] = position
     if not inside:
         known = {"/".join(leaf.path[: len(keys)]) for leaf in leaves}
         raise InputError(
@@ -104,12 +104,12 @@ def _block_index(
     """Return (number of the block, path inside it) of a leaf; None if it has none."""
     if len(path) < len(keys) or list(path[: len(keys) - 1]) != list(keys[:-1]):
         return None
-    own = path[len(keys) - 1]
+    key = path[len(keys) - 1]
     if "*" in keys[-1]:
         pattern = re.escape(keys[-1]).replace(r"\*", r"(\d+)")
-        match = re.fullmatch(pattern, own)
+        match = re.fullmatch(pattern, key)
         return None if match is None else (match[1], path[len(keys) :])
-    if own != keys[-1] or len(path) == len(keys):
+    if key != keys[-1] or len(path) == len(keys):
         return None
     return path[len(keys)], path[len(keys) + 1 :]
 
@@ -141,13 +141,14 @@ def _check_equal(
             for path, at in block.items()
         }
 
-    one, two = arrays(first), arrays(other)
-    for path in sorted(one.keys() | two.keys()):
-        if one.get(path) != two.get(path):
+    first_arrays, other_arrays = arrays(first), arrays(other)
+    for path in sorted(first_arrays.keys() | other_arrays.keys()):
+        if first_arrays.get(path) != other_arrays.get(path):
             raise InputError(
                 f"blocks={blocks!r}: blocks {indices[0]} and {indices[1]} differ: "
-                f"{path} is {one.get(path, 'absent')} and {two.get(path, 'absent')}; "
-                "name a path whose blocks are equal, or leave blocks= out",
+                f"{path} is {first_arrays.get(path, 'absent')} and "
+                f"{other_arrays.get(path, 'absent')}; name a path whose blocks are "
+                "equal, or leave blocks= out",
                 key="model.blocks_differ",
             )
 
@@ -171,7 +172,11 @@ def leaf_axes(
     for position, leaf in enumerate(leaves):
         shape = leaf.shape[1:] if position in stacked else leaf.shape
         path = "/" + "/".join(leaf.path)
-        matching = [name for name, one in expressions.items() if one.fullmatch(path)]
+        matching = [
+            name
+            for name, expression in expressions.items()
+            if expression.fullmatch(path)
+        ]
         unused -= set(matching)
         if matching:
             axes.append(_pattern_axes(matching[0], names[matching[0]], leaf, shape))
@@ -186,21 +191,21 @@ def leaf_axes(
 
 def _pattern_axes(
     pattern: str,
-    given: Sequence[str | None] | None,
+    names: Sequence[str | None] | None,
     leaf: UserLeaf,
     shape: tuple[int, ...],
 ) -> LogicalAxes:
     """Return the axes that a pattern gives a parameter of one layer's shape."""
-    if given is None:
+    if names is None:
         return (None,) * len(shape)
-    if len(given) != len(shape):
+    if len(names) != len(shape):
         raise InputError(
-            f"names={{{pattern!r}: {tuple(given)}}} has {len(given)} names, but "
+            f"names={{{pattern!r}: {tuple(names)}}} has {len(names)} names, but "
             f"{leaf.name} has {len(shape)} dims, of shape {shape}; give one, or None, "
             "for each",
             key="model.wrong_number_of_names",
         )
-    return tuple(given)
+    return tuple(names)
 
 
 def _name_problems(

@@ -43,7 +43,9 @@ def listed_blocks(facts: TraceFacts) -> Cut:
             )
     first, last = matches[0], matches[-1]
     param_uses = [
-        at for at, one in enumerate(layers[0]) if facts.leaves.intersection(one.read)
+        at
+        for at, operation in enumerate(layers[0])
+        if facts.leaves.intersection(operation.read)
     ]
     begin = max(param_uses) + 1
     if last.length < begin:
@@ -57,9 +59,9 @@ def listed_blocks(facts: TraceFacts) -> Cut:
         for end in range(begin, last.length + 1)
     }
     for end in sorted(sizes, key=lambda end: (sizes[end], -end)):
-        found = _ListedBlock.find(facts, layers, matches, end)
-        if found is not None:
-            return found.cut()
+        block = _ListedBlock.find(facts, layers, matches, end)
+        if block is not None:
+            return block.cut()
     raise facts.refuse(
         "the first block starts from something that no other one does",
         first.first_unmatched or layers[0][0],
@@ -75,21 +77,21 @@ def _layer_operations(facts: TraceFacts) -> Layers:
     operations: list[list[Operation]] = [[] for _ in facts.arguments.layers]
     for operation in facts.program.operations:
         levels = {level.get(number, -1) for number in operation.read}
-        own = max(levels, default=-1)
-        level.update(dict.fromkeys(operation.results, own))
-        if own < 0:
+        layer = max(levels, default=-1)
+        level.update(dict.fromkeys(operation.results, layer))
+        if layer < 0:
             continue
-        operations[own].append(operation)
-        skipped = levels - {own, own - 1, -1}
-        if skipped and own < len(operations) - 1:
+        operations[layer].append(operation)
+        skipped = levels - {layer, layer - 1, -1}
+        if skipped and layer < len(operations) - 1:
             raise facts.refuse(
-                f"block {own} reads what block {min(skipped)} made, past the one "
+                f"block {layer} reads what block {min(skipped)} made, past the one "
                 "before it; a stream goes from each block to the next",
                 operation,
                 "model.blocks_skip",
             )
-    for layer, found in enumerate(operations):
-        if not found:
+    for layer, inside in enumerate(operations):
+        if not inside:
             raise facts.refuse(
                 f"the loss does not use the parameters of block {layer}, or only "
                 "together with a later one's",
@@ -104,9 +106,9 @@ def _crossing_bytes(facts: TraceFacts, layers: Layers, end: int) -> float:
 
     What the operations after it use counts too, as those would be of the next block.
     """
-    made = set(itertools.chain(*(one.results for one in layers[0][:end])))
+    made = set(itertools.chain(*(operation.results for operation in layers[0][:end])))
     later = itertools.chain(layers[0][end:], *layers[1:])
-    used = made.intersection(itertools.chain(*(one.read for one in later)))
+    used = made.intersection(itertools.chain(*(operation.read for operation in later)))
     avals = (facts.program.avals[number] for number in used)
     return sum(
         math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4) for aval in avals
@@ -128,8 +130,8 @@ class _Match:
         self,
         facts: TraceFacts,
         layer: int,
-        one: list[Operation],
-        other: list[Operation],
+        first: list[Operation],
+        second: list[Operation],
     ) -> None:
         self.results: dict[int, int] = {}
         self.outside: dict[int, int] = {}
@@ -139,9 +141,9 @@ class _Match:
         pairs = facts.arguments.layers[layer : layer + 2]
         self._leaves = dict(zip(*pairs, strict=True))
         self._others = set(pairs[1])
-        self._one, self._other = one, other
+        self._first, self._second = first, second
         self.length = 0
-        for a, b in zip(one, other, strict=False):
+        for a, b in zip(first, second, strict=False):
             if not self._agree(a, b):
                 break
             self.results.update(zip(a.results, b.results, strict=True))
@@ -150,17 +152,17 @@ class _Match:
     @property
     def is_whole(self) -> bool:
         """True if both blocks are equal to their ends."""
-        return self.length == len(self._one) == len(self._other)
+        return self.length == len(self._first) == len(self._second)
 
     @property
     def first_unmatched(self) -> Operation | None:
         """The first operation of the second block without a counterpart."""
-        return self._other[self.length] if self.length < len(self._other) else None
+        return self._second[self.length] if self.length < len(self._second) else None
 
     def _agree(self, a: Operation, b: Operation) -> bool:
         outside = dict(self.outside)
         if not _same_operation(self._facts.program, a, b):
-            names = [one.equation.primitive.name for one in (a, b)]
+            names = [operation.equation.primitive.name for operation in (a, b)]
             self.difference = f"operation {self.length} is {names[0]} and {names[1]}"
             if names[0] == names[1]:
                 self.difference += ", with other sizes or options"
@@ -192,8 +194,9 @@ class _Match:
 def _same_operation(program: LossProgram, a: Operation, b: Operation) -> bool:
     """Return True if two operations do the same to operands of the same shapes."""
 
-    def shapes(one: Operation) -> list[str]:
-        return [str(program.avals[number]) for number in (*one.read, *one.results)]
+    def shapes(operation: Operation) -> list[str]:
+        numbers = *operation.read, *operation.results
+        return [str(program.avals[number]) for number in numbers]
 
     x, y = a.equation, b.equation
     return (
@@ -264,7 +267,7 @@ class _ListedBlock:
         """Return the block that ends after `end` operations; None if there is none."""
         early, late = layers[0][:end], layers[0][end:]
         operations = [*late, *layers[1][:end]]
-        made = set(itertools.chain(*(one.results for one in early)))
+        made = set(itertools.chain(*(operation.results for operation in early)))
         before = _stream_numbers(facts, operations, matches[0].shared)
         first = _first_stream(facts, matches[0], made, late)
         if first is None or any(
@@ -335,8 +338,8 @@ def _stream_numbers(
 
 
 def _read_outside(operations: list[Operation]) -> list[int]:
-    made = set(itertools.chain(*(one.results for one in operations)))
-    read = dict.fromkeys(itertools.chain(*(one.read for one in operations)))
+    made = set(itertools.chain(*(operation.results for operation in operations)))
+    read = dict.fromkeys(itertools.chain(*(operation.read for operation in operations)))
     return [number for number in read if number not in made]
 
 
@@ -344,15 +347,15 @@ def _key_numbers(
     facts: TraceFacts, operations: list[Operation], stream: Sequence[int]
 ) -> tuple[int, ...]:
     """Return the keys that a block draws from, itself or by what it computes again."""
-    found: dict[int, None] = {}
-    todo = [one for one in _read_outside(operations) if one not in stream]
+    keys: dict[int, None] = {}
+    todo = [number for number in _read_outside(operations) if number not in stream]
     while todo:
         number = todo.pop(0)
         if facts.is_key(number):
-            found[number] = None
+            keys[number] = None
         elif facts.is_drawn(number):
             todo += facts.program.maker[number].read
-    return tuple(found)
+    return tuple(keys)
 
 
 def _first_stream(
@@ -369,17 +372,17 @@ def _first_stream(
         made: Numbers that the first block makes.
         late: Operations that depend on the first block, but belong to the second.
     """
-    found: dict[int, int] = {}
-    of_second = {number: one for one in late for number in one.results}
+    before: dict[int, int] = {}
+    makers = {number: operation for operation in late for number in operation.results}
 
     def pair(u: Any, v: Any) -> bool:
         if isinstance(u, Literal) or isinstance(v, Literal):
             return _same_literal(u, v)
         if v in made:
-            return found.setdefault(v, u) == u
-        if v not in of_second:
+            return before.setdefault(v, u) == u
+        if v not in makers:
             return _same_value(facts, u, v)
-        a, b = facts.program.maker.get(u), of_second[v]
+        a, b = facts.program.maker.get(u), makers[v]
         return (
             a is not None
             and a.results.index(u) == b.results.index(v)
@@ -387,7 +390,7 @@ def _first_stream(
             and all(map(pair, a.operands, b.operands))
         )
 
-    return found if all(pair(u, v) for v, u in match.outside.items()) else None
+    return before if all(pair(u, v) for v, u in match.outside.items()) else None
 
 
 def _chained(facts: TraceFacts, matches: list[_Match]) -> bool:

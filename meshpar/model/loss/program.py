@@ -49,7 +49,7 @@ class Operation:
     @property
     def read(self) -> tuple[int, ...]:
         """The numbers among the operands."""
-        return tuple(one for one in self.operands if not isinstance(one, Literal))
+        return tuple(atom for atom in self.operands if not isinstance(atom, Literal))
 
     def run(self, known: dict[int, Any]) -> None:
         """Add the results to the known arrays."""
@@ -116,7 +116,9 @@ class LossProgram:
         values = {**self._constants, **known}
         for operation in self.needed(wanted, values, stop):
             operation.run(values)
-        return [one.val if isinstance(one, Literal) else values[one] for one in wanted]
+        return [
+            atom.val if isinstance(atom, Literal) else values[atom] for atom in wanted
+        ]
 
     def needed(
         self, wanted: Sequence[Any], known: Iterable[int], stop: Iterable[int] = ()
@@ -127,8 +129,8 @@ class LossProgram:
             LookupError: A number depends on an argument that is not known.
         """
         known, stop = {*known, *self._constants}, set(stop)
-        found: set[Operation] = set()
-        todo = [one for one in wanted if not isinstance(one, Literal)]
+        operations: set[Operation] = set()
+        todo = [atom for atom in wanted if not isinstance(atom, Literal)]
         while todo:
             number = todo.pop()
             if number in known:
@@ -136,18 +138,18 @@ class LossProgram:
             if number not in self.maker or number in stop:
                 raise LookupError(number)
             operation = self.maker[number]
-            if operation not in found:
-                found.add(operation)
+            if operation not in operations:
+                operations.add(operation)
                 todo += operation.read
-        return [operation for operation in self.operations if operation in found]
+        return [operation for operation in self.operations if operation in operations]
 
     def reached(self, sources: Iterable[int]) -> set[int]:
         """Return every number that depends on one of some numbers, those too."""
-        found = set(sources)
+        numbers = set(sources)
         for operation in self.operations:
-            if found.intersection(operation.read):
-                found.update(operation.results)
-        return found
+            if numbers.intersection(operation.read):
+                numbers.update(operation.results)
+        return numbers
 
     def constant(self, number: int) -> Any:
         """Return the array of a constant of the trace; None if the number is none."""
@@ -188,9 +190,9 @@ class LossProgram:
                 self.maker.update(dict.fromkeys(results, operation))
                 if equation.primitive.name == "convert_element_type":
                     self._layer.update(
-                        (results[0], self._layer[one])
-                        for one in operation.read
-                        if one in self._layer
+                        (results[0], self._layer[number])
+                        for number in operation.read
+                        if number in self._layer
                     )
             numbers.update(zip(equation.outvars, results, strict=True))
         return [at(atom) for atom in jaxpr.outvars]
@@ -201,8 +203,8 @@ class LossProgram:
         """Return the program of a call whose operations belong beside the others."""
         name = equation.primitive.name
         if name in _REMATERIALISED:
-            read = [one for one in operands if not isinstance(one, Literal)]
-            layers = {self._layer[one] for one in read if one in self._layer}
+            read = [number for number in operands if not isinstance(number, Literal)]
+            layers = {self._layer[number] for number in read if number in self._layer}
             return (
                 called_program(equation)
                 if len(layers) > 1 or STACKED in layers
@@ -238,7 +240,7 @@ def alike(x: Any, y: Any, depth: int = 0) -> bool:
     if isinstance(x, types.FunctionType):
         return x.__code__ is y.__code__ and deeper(_closed_over(x), _closed_over(y))
     if isinstance(x, functools.partial):
-        parts = [(one.func, one.args, one.keywords) for one in (x, y)]
+        parts = [(value.func, value.args, value.keywords) for value in (x, y)]
         return deeper(*parts)
     if isinstance(x, types.MethodType):
         return deeper((x.__func__, x.__self__), (y.__func__, y.__self__))
@@ -249,7 +251,7 @@ def alike(x: Any, y: Any, depth: int = 0) -> bool:
         return deeper(*fields)
     if callable(x):
         return False
-    texts = [re.sub(r"0x[0-9a-f]+", "", str(one)) for one in (x, y)]
+    texts = [re.sub(r"0x[0-9a-f]+", "", str(value)) for value in (x, y)]
     return texts[0] == texts[1]
 
 
@@ -266,10 +268,10 @@ def _same_program(x: Program, y: Program, depth: int) -> bool:
     constants = getattr(x, "consts", ()), getattr(y, "consts", ())
     if len(constants[0]) != len(constants[1]) or not all(map(same_array, *constants)):
         return False
-    one, other = without_constants(x), without_constants(y)
-    if str(one) != str(other):  # Names of variables are given in order.
+    first, second = without_constants(x), without_constants(y)
+    if str(first) != str(second):  # Names of variables are given in order.
         return False
-    pairs = zip(steps(one), steps(other), strict=True)
+    pairs = zip(steps(first), steps(second), strict=True)
     return all(
         alike(a.params, b.params, depth + 1)
         and all(map(_same_operand, a.invars, b.invars))
@@ -291,7 +293,7 @@ def _closed_over(function: types.FunctionType) -> tuple:
 def _fields(value: Any) -> dict[str, Any]:
     """Return the attributes of an object, wherever its class keeps them."""
     classes = type(value).__mro__
-    names = [name for one in classes for name in vars(one).get("__slots__", ())]
-    found = {name: getattr(value, name) for name in names if hasattr(value, name)}
-    found |= getattr(value, "__dict__", {})
-    return {name: one for name, one in found.items() if not name.startswith("__")}
+    names = [name for kind in classes for name in vars(kind).get("__slots__", ())]
+    values = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    values |= getattr(value, "__dict__", {})
+    return {name: entry for name, entry in values.items() if not name.startswith("__")}

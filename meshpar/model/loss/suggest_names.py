@@ -126,7 +126,7 @@ class _Suggestion:
 
     def axes(self) -> list[tuple[LogicalAxes, tuple[str, ...]]]:
         """Return the names of each parameter's dims, and the reasons of None."""
-        found = []
+        suggested = []
         for dims in self._dims.dims:
             names = [
                 None if dim in dims[:at] else self._name.get(dim)
@@ -137,8 +137,8 @@ class _Suggestion:
                 for at, (dim, name) in enumerate(zip(dims, names, strict=True))
                 if name is None
             )
-            found.append((tuple(names), reasons))
-        return found
+            suggested.append((tuple(names), reasons))
+        return suggested
 
     def _size(self, dim: int) -> int:
         return self._uses.classes.size(dim)
@@ -252,14 +252,14 @@ _REASONS = {
 
 
 def _by_pattern(
-    model: Model, found: Sequence[tuple[LogicalAxes, tuple[str, ...]]]
+    model: Model, suggested: Sequence[tuple[LogicalAxes, tuple[str, ...]]]
 ) -> SuggestedNames:
     """Return the shortest patterns that match no parameter of other names."""
     paths = _user_paths(model)
-    pairs = zip(paths, found, strict=True)
+    pairs = zip(paths, suggested, strict=True)
     texts = {"/" + "/".join(path): axes for path, (axes, _) in pairs}
     names = SuggestedNames()
-    for path, (axes, reasons) in zip(paths, found, strict=True):
+    for path, (axes, reasons) in zip(paths, suggested, strict=True):
         if len(axes) < 2 and not any(name in SPLIT for name in axes):
             continue  # Norms and biases are small.
         for pattern in _patterns(path):

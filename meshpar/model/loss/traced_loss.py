@@ -76,10 +76,10 @@ class TracedLoss:
         given = params, sorted(batch), shapes, scope
         if scope.order is not None and scope.order.probing:
             return self._cut(*given), examples
-        known = self._key(*given)
-        if known not in self._cuts:
-            self._cuts[known] = self._cut(*given)
-        return self._cuts[known], examples
+        key = self._key(*given)
+        if key not in self._cuts:
+            self._cuts[key] = self._cut(*given)
+        return self._cuts[key], examples
 
     def shared_draws(
         self, params: Params, batch: Mapping[str, Any], scope: Scope
@@ -97,10 +97,10 @@ class TracedLoss:
         given = params, sorted(batch), _structs(batch), scope
         if scope.order is not None and scope.order.probing:
             return self._shared(*given)
-        known = self._key(*given)
-        if known not in self._draws:
-            self._draws[known] = self._shared(*given)
-        return self._draws[known]
+        key = self._key(*given)
+        if key not in self._draws:
+            self._draws[key] = self._shared(*given)
+        return self._draws[key]
 
     def _shared(
         self, params: Params, names: list[str], shapes: list, scope: Scope
@@ -200,11 +200,11 @@ class TracedLoss:
         traced, results = self._program(params, names, shapes, data, scope, shared)
         blocks, first = self._blocks, len(self._ends)
         width = len(blocks.paths)
-        of_layer = {
+        layers = {
             first + at: STACKED if blocks.stacked else at // width
             for at in range(len(self._layers))
         }
-        program = LossProgram(traced, of_layer)
+        program = LossProgram(traced, layers)
         numbers, after = program.arguments, first + len(self._layers)
         arguments = Arguments(
             ends=tuple(numbers[:first]),
@@ -237,8 +237,8 @@ def _structs(batch: Mapping[str, Any]) -> list[jax.ShapeDtypeStruct]:
     """Return the shape and dtype of each array, by name, as devices hold it."""
     arrays = [batch[name] for name in sorted(batch)]
     return [
-        jax.ShapeDtypeStruct(one.shape, jax.dtypes.canonicalize_dtype(one.dtype))
-        for one in arrays
+        jax.ShapeDtypeStruct(array.shape, jax.dtypes.canonicalize_dtype(array.dtype))
+        for array in arrays
     ]
 
 

@@ -74,13 +74,13 @@ class UserTree:
         self.numbers: set[str] = set()
 
         def traced(key: jax.Array) -> list[Any]:
-            found = self._take_apart(self._made(key))
-            self._found = [leaf for leaf, _ in found]
+            pairs = self._take_apart(self._made(key))
+            self._traced_leaves = [leaf for leaf, _ in pairs]
             self.has_statistics = any(
                 isinstance(part, _Module) and part.has_batch_norm
                 for part in self._templates
             )
-            return [_raw(leaf, value) for leaf, value in found]
+            return [_raw(leaf, value) for leaf, value in pairs]
 
         if not callable(init):
             raise InputError(
@@ -89,7 +89,7 @@ class UserTree:
                 key="model.init_not_callable",
             )
         jax.eval_shape(traced, jax.eval_shape(lambda: jax.random.key(0)))
-        self.leaves: tuple[UserLeaf, ...] = tuple(self._found)
+        self.leaves: tuple[UserLeaf, ...] = tuple(self._traced_leaves)
         if not any(leaf.role == "param" for leaf in self.leaves):
             raise InputError(
                 "init returns no array of real numbers to train; return the "
@@ -146,24 +146,25 @@ class UserTree:
         Args:
             tree: From `rebuild`, after the loss used it.
         """
-        found: dict[str, jax.Array] = {}
+        statistics: dict[str, jax.Array] = {}
         for path, node in jax.tree.leaves_with_path(tree, is_leaf=_is_node):
             if isinstance(node, nnx.Module):
                 start = tuple(map(_key_name, path))
-                found |= {
-                    ".".join((*start, *map(str, at), name)): getattr(one, name)[...]
-                    for at, one in nnx.iter_graph(node)
-                    if isinstance(one, nnx.BatchNorm) and not one.use_running_average
+                statistics |= {
+                    ".".join((*start, *map(str, at), name)): getattr(module, name)[...]
+                    for at, module in nnx.iter_graph(node)
+                    if isinstance(module, nnx.BatchNorm)
+                    and not module.use_running_average
                     for name in ("mean", "var")
                 }
-        return found
+        return statistics
 
     def _take_apart(self, tree: Any) -> list[tuple[UserLeaf, Any]]:
         """Return leaves and values; keep the structure and what is no array."""
         paths, self._structure = jax.tree.flatten_with_path(tree, is_leaf=_is_node)
         _check_variables(node for _, node in paths)
         self.collections, self.numbers = set(), set()
-        found: list[tuple[UserLeaf, Any]] = []
+        leaves: list[tuple[UserLeaf, Any]] = []
         self._templates = []
         for keys, node in paths:
             path = tuple(map(_key_name, keys))
@@ -175,8 +176,8 @@ class UserTree:
             template = _template(node)
             self._templates.append(template)
             if isinstance(template, _Module | _Array):
-                found += template.taken_apart(path, node, trained)
-        return found
+                leaves += template.taken_apart(path, node, trained)
+        return leaves
 
 
 @dataclass(frozen=True)
@@ -210,29 +211,30 @@ class _Module:
     def split(cls, module: Any) -> _Module:
         graph, state = nnx.split(module)
         variables = tuple(
-            (path, one.replace(None) if isinstance(one, nnx.Variable) else None)
-            for path, one in nnx.to_flat_state(state)
+            (path, entry.replace(None) if isinstance(entry, nnx.Variable) else None)
+            for path, entry in nnx.to_flat_state(state)
         )
         has_batch_norm = any(
-            isinstance(one, nnx.BatchNorm) for _, one in nnx.iter_graph(module)
+            isinstance(node, nnx.BatchNorm) for _, node in nnx.iter_graph(module)
         )
         return cls(graph, variables, has_batch_norm)
 
     def taken_apart(self, path: tuple[str, ...], node: Any, trained: bool) -> list:
-        found = []
-        for keys, one in nnx.to_flat_state(nnx.split(node)[1]):
-            variable = one if isinstance(one, nnx.Variable) else None
-            value = one if variable is None else variable.get_value()
+        leaves = []
+        for keys, entry in nnx.to_flat_state(nnx.split(node)[1]):
+            variable = entry if isinstance(entry, nnx.Variable) else None
+            value = entry if variable is None else variable.get_value()
             is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
             value = value if is_key else jnp.asarray(value)
-            role = _role(value.dtype, trained and isinstance(one, nnx.Param))
-            if isinstance(one, nnx.RngState):
+            role = _role(value.dtype, trained and isinstance(entry, nnx.Param))
+            if isinstance(entry, nnx.RngState):
                 role = "random"
             axes = variable_axes(variable, value.ndim)
             named = axes if any(axes) else None
             full = (*path, *map(str, keys))
-            found.append((UserLeaf(full, value.shape, value.dtype, role, named), value))
-        return found
+            leaf = UserLeaf(full, value.shape, value.dtype, role, named)
+            leaves.append((leaf, value))
+        return leaves
 
     def merged(self, given: Any, key: jax.Array | None) -> Any:
         leaves = []
@@ -252,8 +254,8 @@ def _set_mode(
     if not training:
         module.eval()
         return
-    for path, one in nnx.iter_graph(module):
-        if not isinstance(one, nnx.BatchNorm) or one.use_running_average:
+    for path, norm in nnx.iter_graph(module):
+        if not isinstance(norm, nnx.BatchNorm) or norm.use_running_average:
             continue
         if batch_axes is None:
             raise InputError(
@@ -263,7 +265,7 @@ def _set_mode(
                 key="model.batch_norm_in_blocks",
             )
         # Flax hands the name on to JAX, which takes several.
-        one.axis_name = cast(Any, batch_axes or None)
+        norm.axis_name = cast(Any, batch_axes or None)
 
 
 def _template(node: Any) -> Any:
@@ -290,15 +292,15 @@ def _check_variables(nodes: Iterable[Any]) -> None:
                 key="model.variables_without_module",
             )
         if isinstance(node, nnx.Module):
-            every = [one for _, one in nnx.iter_graph(node)]
-            own = {id(one) for one in every if isinstance(one, nnx.Variable)}
-            if own & seen:
+            parts = [part for _, part in nnx.iter_graph(node)]
+            inside = {id(part) for part in parts if isinstance(part, nnx.Variable)}
+            if inside & seen:
                 raise InputError(
                     "init returns two modules that share a variable, which would be "
                     "two parameters; put both modules into one nnx.Module",
                     key="model.shared_variable",
                 )
-            seen |= own
+            seen |= inside
 
 
 def _untrained_collection(tree: Any, keys: Sequence[Any]) -> str | None:

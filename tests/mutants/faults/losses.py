@@ -25,8 +25,8 @@ MUTANTS = (
         name="batch-statistics-are-of-one-device",
         effect="BatchNorm in a loss normalizes with one device's examples",
         file="meshpar/model/loss/user_tree.py",
-        old="one.axis_name = cast(Any, batch_axes or None)",
-        new="one.axis_name = None",
+        old="norm.axis_name = cast(Any, batch_axes or None)",
+        new="norm.axis_name = None",
         tests=(f"{TESTS}::test_batch_norm_has_the_statistics_of_the_global_batch",),
     ),
     Mutant(
