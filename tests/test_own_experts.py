@@ -121,11 +121,8 @@ def plain_program(experts, steps=2):
         loss_sum, weight_sum = run(params, BATCH, None, PLAIN[experts])
         return loss_sum / weight_sum
 
-    step, params, losses = (
-        jax.jit(jax.value_and_grad(mean)),
-        init(jax.random.key(0)),
-        [],
-    )
+    step, losses = jax.jit(jax.value_and_grad(mean)), []
+    params = jax.jit(init)(jax.random.key(0))
     for _ in range(steps):
         loss, gradients = step(params)
         params = jax.tree.map(lambda p, g: p - 0.5 * g, params, gradients)
