@@ -73,9 +73,14 @@ def tracing_scope(
     state: Params,
     examples: jax.Array | None = None,
     training: bool = True,
+    platform: str = "",
     **fields: Any,
 ) -> Scope:
-    """Return a scope for tracing, with everything that a function may use."""
+    """Return a scope for tracing, with everything that a function may use.
+
+    Without a `platform`, attention runs in no kernel, and in tiles only beyond the
+    longest sequence of `Platform.longest_scores`' default.
+    """
     if examples is None:
         num_examples = jax.tree.leaves(batch)[0].shape[0]
         examples = jnp.arange(num_examples, dtype=jnp.uint32)
@@ -85,6 +90,7 @@ def tracing_scope(
         examples=examples,
         random=jax.random.key(0),
         training=training,
+        platform=platform,
         **fields,
     )
 

@@ -281,7 +281,7 @@ def planned_run(step: TrainStep, batch: Batch) -> Run:
         )
 
     whole = make_run(None)
-    if layout.context == 1 and not whole.fused_attention:
+    if layout.context == 1 and whole.stores_softmax:
         return whole
     # Tiles and a fused kernel alike keep no softmax.
     return make_run(TokenOrder(mesh_axis="context", num_ranks=1))
@@ -293,7 +293,7 @@ def _cluster(step: TrainStep) -> Cluster:
     fused = platform_named(platform).fused_attention
     if fused == "cudnn" and jax.default_backend() != platform:
         # An absent one has no fused attention (`meshpar.models.layers.attention`).
-        platform = "cpu"
+        platform = ""
     device = replace(DEVICES["h100-80gb"], platform=platform)
     return Cluster(device=device, devices_per_host=step.layout.num_devices)
 
