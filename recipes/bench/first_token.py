@@ -30,6 +30,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+import meshpar
 from meshpar.models.convert.assembled import fitted
 from meshpar.models.convert.families import conversion_table
 from meshpar.models.convert.tables.gguf import gguf_table
@@ -58,6 +59,7 @@ def main() -> None:
     """Measures every way and prints one table."""
     args = _arguments()
     turn_ynn_off()
+    meshpar.emulate(1)
     with tempfile.TemporaryDirectory() as folder:
         files = _written(Path(folder), args.preset)
         ways = {}
