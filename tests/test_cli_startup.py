@@ -98,6 +98,7 @@ def test_help_has_an_example_of_itself_and_the_exit_statuses(name, capsys):
 ALONE = {
     "preset": "a model must be chosen",
     "model": "a model must be chosen",
+    "model-from": "a model must be chosen",
     "recipe": "there is none",
     "keep": "there is none",
     "forbid": "there is none",

@@ -137,6 +137,11 @@ def _has_experts(parameters: Params) -> bool:
     return any("experts" in one.logical_axes for one in flat(parameters).values())
 
 
+def _has_expert_kernels(parameters: Params) -> bool:
+    axes = (one.logical_axes for one in flat(parameters).values())
+    return any(each[:1] == ("experts",) and len(each) > 1 for each in axes)
+
+
 def _sends_no_tokens(model: Model) -> str | None:
     """Return the part of a model that sends its experts no tokens; None if none."""
     ends, groups = model.split(model.parameters)
@@ -149,13 +154,13 @@ def _sends_no_tokens(model: Model) -> str | None:
 
     with tracing("whether experts get tokens cannot be found"):
         once, *shapes = traced_forward(
-            model, traced_batch(model, 1, 1), head=_has_experts(ends), run=run
+            model, traced_batch(model, 1, 1), head=_has_expert_kernels(ends), run=run
         )
         outside = _num_sends(jax.make_jaxpr(once)(*shapes)) - sum(sends.values())
     for group, parameters in zip(model.groups, groups, strict=True):
-        if _has_experts(parameters) and not sends[group.name]:
+        if _has_expert_kernels(parameters) and not sends[group.name]:
             return f"block group {group.name!r}"
-    if _has_experts(ends) and not outside:
+    if _has_expert_kernels(ends) and not outside:
         return "the model outside its blocks" if model.has_blocks else "the loss"
     return None
 
