@@ -185,7 +185,7 @@ def test_an_expert_that_a_token_chooses_twice_counts_twice():
         y = meshpar.experts(x, chosen, kernels, function=jnp.multiply)
         return y, x * kernels[0] + 2 * x * kernels[1]
 
-    given = np.random.default_rng(0).normal(size=(2, 2, EMBED)), np.ones((3, EMBED))
+    given = np.random.default_rng(0).normal(size=(2, EMBED)), np.ones((3, EMBED))
     np.testing.assert_allclose(*results(*given), rtol=BOUND)
 
 
