@@ -152,6 +152,7 @@ def test_a_model_that_declares_nothing_reads_any_array_of_the_batch(refuses):
             check_layouts(model, batch, [line])
 
 
+@pytest.mark.slow
 def test_tokens_are_not_shared_by_a_single_rank():
     batch = batch_of(pad=np.ones((8, SEQ), np.float32))
     model = model_of(padded, None, per_token=True)

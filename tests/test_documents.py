@@ -30,6 +30,8 @@ NOT_RUN = {
 }
 
 COMMANDS = "docs/commands.md"
+LONG_PAGES = {"docs/guides/any_model.md"}
+"""Pages that train many models; tests/test_from_loss.py has what they show."""
 
 # Runs in the page's folder: one namespace for all its Python, one shell for each block
 # of commands, in the page's order.
@@ -92,7 +94,13 @@ def pages_with(marker):
     ]
 
 
-@pytest.mark.parametrize("document", sorted({*pages_with("")} - {COMMANDS}))
+@pytest.mark.parametrize(
+    "document",
+    [
+        marks.slow(page) if page in LONG_PAGES else page
+        for page in sorted({*pages_with("")} - {COMMANDS})
+    ],
+)
 def test_every_block_of_a_page_runs(document, tmp_path):
     read(document, tmp_path, slow=False)
 

@@ -64,7 +64,7 @@ MICROBATCHES = {name for name in EXAMPLES if name != "resnet_nnx"}
     ("name", "layout", "blocks"),
     [
         ("nanogpt_nnx", STAGES, True),
-        ("mixer_equinox", "stage=2,data=4", True),
+        slow("mixer_equinox", "stage=2,data=4", True),
         *(
             slow(name, layout, blocks)
             for name in EXAMPLES

@@ -17,6 +17,7 @@ from meshpar.models.presets import build
 from meshpar.parallel.head_loss import head_cross_entropy
 from meshpar.parallel.reduction import term_means
 from meshpar.train.step_functions import Evaluation
+from tests.marks import slow
 
 LAYOUTS = (
     "data=1",
@@ -25,6 +26,7 @@ LAYOUTS = (
     "microbatches=4",
     "data=2,stage=2,microbatches=2",
 )
+
 NAMES = {"error", "positive", "perplexity"}
 
 
@@ -203,7 +205,7 @@ def evaluated(layout):
 
 
 @pytest.mark.parametrize(
-    "layout", ["data=2,context=2,tensor=2", "data=2,stage=2,microbatches=2"]
+    "layout", [slow("data=2,context=2,tensor=2"), "data=2,stage=2,microbatches=2"]
 )
 def test_a_language_model_has_accuracy_and_perplexity(layout):
     found, wanted = evaluated(layout), evaluated("data=1")

@@ -207,7 +207,8 @@ def test_steps_are_those_of_the_plain_program(name, line):
         np.testing.assert_allclose(found, bias, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["dropless", slow("capacity")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dropless", "capacity"])
 def test_experts_keep_examples_apart(name):
     batch = jax.eval_shape(lambda: next(batches()))
     check_examples_apart(moe(CONFIGS[name]), batch, "data=2")

@@ -55,6 +55,7 @@ def _run_alone(program: str, *, timeout_s: int) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "preset"),
     [(_PIPELINED, "test"), slow(_PIPELINED, "tiny"), slow(_SHARDED, "tiny")],

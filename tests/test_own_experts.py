@@ -133,7 +133,7 @@ def plain_program(experts, steps=2):
 @pytest.mark.parametrize(
     ("layout", "experts", "blocks"),
     [
-        ("data=2,expert=2", gated, None),
+        slow("data=2,expert=2", gated, None),
         slow("data=2,expert=4", gated, None),
         slow("data=2,expert=2,tensor=2", own, None),
         slow("data=1", gated, None),

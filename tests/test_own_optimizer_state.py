@@ -112,7 +112,7 @@ def in_parts(path, shape):
 @pytest.mark.parametrize(
     ("optimizer", "bound"), [(adam_8bit(1e-3), 1e-6), (shampoo(1e-3), 1e-6)]
 )
-@pytest.mark.parametrize("line", [SPLIT, STAGED])
+@pytest.mark.parametrize("line", [SPLIT, slow(STAGED)])
 def test_state_of_other_dims_trains_as_on_one_device(optimizer, bound, line):
     _, alone = after_three_steps(step_of("data=1", optimizer))
     _, params = after_three_steps(step_of(line, optimizer))
@@ -173,7 +173,7 @@ UNROLLED = {
 }
 
 
-@pytest.mark.parametrize("name", UNROLLED)
+@pytest.mark.parametrize("name", ["flat", slow("noise")])
 def test_an_unrolled_optimizer_gets_each_layer_as_a_parameter_of_its_own(name):
     optimizer = UNROLLED[name]
     step = step_of(STAGED, optimizer, unroll_optimizer=True)

@@ -75,6 +75,7 @@ def callable_after():
     return dict(map(json.loads, child.stdout.splitlines()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", FIRST)
 def test_functions_keep_their_names_from_parts_of_the_same_names(first):
     """Importing a part of a package binds the package's name to it."""

@@ -51,6 +51,7 @@ def attention_report(target="tpu:v5e:2x2", *, packed):
         )
 
 
+@pytest.mark.slow
 @needs_tpu_compiler
 def test_packed_attention_is_a_kernel_of_each_shard_that_is_counted_and_moves_nothing():
     report = attention_report(packed=True)

@@ -16,6 +16,7 @@ from flax import nnx
 from meshpar import Input, from_loss, from_nnx, lint, suggest_names
 from meshpar.cli.main import main
 from meshpar.models.presets import build
+from tests.marks import slow
 
 LAYOUT, SEQ = "fsdp=4,tensor=2", 16
 E, F, H, D, V = 32, 48, 4, 8, 64
@@ -70,7 +71,8 @@ OF_EXAMPLES = {
     ("name", "with_blocks"),
     [
         *((name, True) for name in OF_EXAMPLES),
-        *((name, False) for name in ("nanogpt_nnx", "gpt2_linen")),
+        *((name, False) for name in ("gpt2_linen",)),
+        slow("nanogpt_nnx", False),
     ],
 )
 def test_the_names_of_the_examples_are_found_and_lint_accepts_them(name, with_blocks):

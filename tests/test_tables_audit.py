@@ -13,6 +13,7 @@ from meshpar import Layout, audit, embedding_tables, make_mesh, make_train_step
 from meshpar.models.presets import build
 from meshpar.tables import LazyAdam, RowwiseAdagrad, Table, with_tables
 from meshpar.tables.table import COLUMN_WISE, KINDS, REPLICATED, ROW_WISE
+from tests.marks import slow
 from tests.test_audit_targets import needs_gpu_compiler, needs_tpu_compiler
 
 EXAMPLES, ROWS, TIMES = 128, 1024, 100
@@ -48,7 +49,7 @@ CASES = [
     ("data=2,fsdp=4", ROW_WISE),
     ("data=2,fsdp=2,tensor=2", COLUMN_WISE),
     ("data=8", REPLICATED),
-    ("data=2,stage=2,tensor=2,microbatches=2", "mixed"),
+    slow("data=2,stage=2,tensor=2,microbatches=2", "mixed"),
 ]
 
 

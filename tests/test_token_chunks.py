@@ -12,6 +12,7 @@ from meshpar.models.presets import build
 from meshpar.parallel import sizes
 from meshpar.parallel.remat import in_token_chunks
 from meshpar.testing.equivalence import check_layouts
+from tests.marks import slow
 from tests.pipelined import assert_equal_to_plain
 
 SIZES = dict(layers=2, hidden=32, heads=4, vocab=64)
@@ -31,7 +32,7 @@ def in_chunks(function, weights, x, scope):
     return in_token_chunks(function, weights, x, scope, widest=shape, widest_axes=axes)
 
 
-@pytest.mark.parametrize(("seq", "sizes"), [(24, {4}), (23, {5}), (4, {4})])
+@pytest.mark.parametrize(("seq", "sizes"), [slow(24, {4}), (23, {5}), (4, {4})])
 def test_values_and_gradients_are_those_of_all_tokens_at_once(few_bytes, seq, sizes):
     """256 values of 2 examples are 2,048 bytes a token, so that 4 or 5 tokens fit."""
     rng = np.random.default_rng(0)

@@ -260,6 +260,7 @@ def test_bf16_stays_near_fp32_and_keeps_parameters_in_fp32(name, line, options):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "line", "bound"),
     [("every option", IN_BF16, 2e-2), slow("llama", "fsdp=2,tensor=2", 1e-5)],

@@ -136,6 +136,7 @@ def test_blocks_that_are_scanned_count_as_often_as_they_run():
     assert two.summed_bytes >= one.summed_bytes + norms
 
 
+@pytest.mark.slow
 def test_what_is_computed_again_is_no_work_of_the_model():
     full = tiny(levels=1, blocks=1, remat="full")
     assert full.recomputed_flops > 0

@@ -144,6 +144,7 @@ def test_what_a_test_finds_is_told_from_what_only_breaks(checkout, tmp_path):
     assert (copy / "library.py").read_text() == LIBRARY
 
 
+@pytest.mark.slow
 @needs_git
 def test_tests_that_do_not_end_find_nothing(checkout, tmp_path):
     copy = copied(checkout, tmp_path / "copy")
@@ -152,6 +153,7 @@ def test_tests_that_do_not_end_find_nothing(checkout, tmp_path):
     assert found.verdict == TIMEOUT
 
 
+@pytest.mark.slow
 @needs_git
 def test_tests_that_fail_without_a_fault_are_named(checkout, tmp_path):
     (checkout / "test_library.py").write_text(TESTS.replace("== 4", "== 5"))
