@@ -100,7 +100,8 @@ def experts_refusal(model: Model, layout: Layout) -> InputError | None:
     if layout.expert == 1:
         return None
     parameters = model.flat_parameters()
-    facts = Facts(layout=layout, num_experts=None if _has_experts(parameters) else 0)
+    has_experts = any("experts" in one.logical_axes for one in parameters.values())
+    facts = Facts(layout=layout, num_experts=None if has_experts else 0)
     call = "meshpar.parallel.expert.experts.routed_mlp"
     if model.unflatten is not None:  # From a loss.
         call = "meshpar.experts"
@@ -131,10 +132,6 @@ def experts_refusal(model: Model, layout: Layout) -> InputError | None:
                 key="model.experts_in_other_dim",
             )
     return None
-
-
-def _has_experts(parameters: Params) -> bool:
-    return any("experts" in one.logical_axes for one in flat(parameters).values())
 
 
 def _has_expert_kernels(parameters: Params) -> bool:
