@@ -58,6 +58,8 @@ OWN_CONTRACT = {"running_mean", "batch_norm", "denoising", "dit", "dlrm"}
 """Models of the zoo that need state, keys by example, or gradients of inputs."""
 MICROBATCHES = {name for name in EXAMPLES if name != "resnet_nnx"}
 """Examples that keep no statistics of the whole batch."""
+QUICKLY = {"nanogpt_nnx", "gpt2_linen", "resnet_nnx"}
+"""Examples whose initial values are not left to `make test-full`."""
 
 
 @pytest.mark.parametrize(
@@ -82,7 +84,9 @@ def test_models_of_every_library_train_as_their_plain_programs(name, layout, blo
     np.testing.assert_allclose(losses, reference(name), rtol=BOUND)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICKLY else slow(name) for name in EXAMPLES]
+)
 def test_initial_values_are_those_of_init(name):
     module = example(name)
     model = module.model(module.BLOCKS)

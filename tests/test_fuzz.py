@@ -169,7 +169,6 @@ def test_every_fourth_case_goes_on_under_another_layout(drawn):
     assert sum(differ) > len(resuming) // 2
 
 
-@pytest.mark.slow
 def test_drawn_cases_are_valid_and_new_and_some_go_on_under_another_layout(few):
     assert len(set(few)) == len(few)
     assert all(refusal(case, FEW) is None for case in few[:1])
