@@ -296,7 +296,7 @@ def test_prompts_of_one_length_are_read_together(alone):
 
 @pytest.mark.parametrize(
     ("num_tokens", "waiting", "rows"),
-    [(64, 1, 1), (64, 3, 4), (64, 16, 8), (512, 16, 1), (16, 5, 8), (16, 16, 12)],
+    [(64, 1, 1), (64, 3, 4), (64, 16, 8), (512, 16, 1), (16, 5, 8), (16, 16, 8)],
 )
 def test_rows_of_a_prefill_have_room_for_a_budget_of_tokens(num_tokens, waiting, rows):
     programs = programs_of("test", slots=12, max_seq=1024)

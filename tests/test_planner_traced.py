@@ -46,6 +46,15 @@ def test_residuals_shrink_with_remat_down_to_the_input():
     assert kept["full"] < kept["dots"] < kept["selective"] < kept["none"]
 
 
+def test_attention_in_a_kernel_keeps_no_softmax():
+    workload = traced_preset("tiny", SEQ, precision="bf16")
+    kept = workload.traced.residual_bytes
+    in_kernel = workload.traced.kernel_residual_bytes()
+    softmax = 2 * workload.heads * SEQ  # of a token, in bf16
+    assert kept["none"] - in_kernel["none"] == pytest.approx(softmax, rel=0.1)
+    assert kept["full"] == pytest.approx(in_kernel["full"], rel=1e-3)
+
+
 def test_estimates_of_a_traced_model_are_near_those_of_its_sizes():
     model, known = build("smollm2-135m"), SHAPES["smollm2-135m"]
     traced = traced_workload(model, seq=2048)

@@ -249,19 +249,19 @@ class Programs:
     def prefill_rows(self, num_tokens: int, waiting: int) -> int:
         """Return the rows of each shard of the batch in one prefill.
 
-        Powers of two, so that few programs are compiled, of as many rows as have room
-        in the plan's `prefill_tokens`.
+        The fewest times a power of two, so that few programs are compiled, of as many
+        rows as have room in the plan's `prefill_tokens`.
 
         Args:
             num_tokens: Tokens of a row.
             waiting: Most prompts of a shard that a program could read.
         """
         shards = self.plan.layout.batch_shards
-        rows = least = self.num_prefill_rows // shards
+        rows = self.num_prefill_rows // shards
         most = min(self.plan.slots // shards, self.plan.prefill_tokens // num_tokens)
-        while rows < waiting and rows < most:
+        while rows < waiting and 2 * rows <= most:
             rows *= 2
-        return max(least, min(rows, most))
+        return rows
 
     @cached_property
     def stacked_shardings(self) -> Any:
@@ -341,9 +341,11 @@ class Programs:
         Raises:
             InputError: Another word.
         """
+        slots, shards = self.plan.slots, self.plan.layout.batch_shards
+        rows = shards * self.prefill_rows(self.plan.chunk, slots // shards)
         shapes = {
-            "decode": (self.plan.slots, 1, 0),
-            "prefill": (self.num_prefill_rows, self.plan.chunk, self.plan.max_source),
+            "decode": (slots, 1, 0),
+            "prefill": (rows, self.plan.chunk, self.plan.max_source),
         }
         if arguments[-1] not in shapes:
             raise InputError(

@@ -224,9 +224,7 @@ class ArrayMove:
     @property
     def _copy(self) -> jax.stages.Compiled:
         sharding = self.sharding if self.stays else None
-        dtype = jnp.dtype(self.dtype)
-        jitted = jax.jit(lambda x: jnp.copy(x.astype(dtype)), out_shardings=sharding)
-        return jitted.lower(self._structs[0]).compile()
+        return _copied(self._structs[0], jnp.dtype(self.dtype), sharding)
 
     @property
     def _structs(self) -> tuple[Struct, Struct, Struct]:
@@ -242,6 +240,12 @@ class ArrayMove:
                 sharding=NamedSharding(self.sharding.mesh, layer_spec),
             ),
         )
+
+
+@functools.lru_cache
+def _copied(before: Struct, dtype: Any, sharding: Any) -> jax.stages.Compiled:
+    jitted = jax.jit(lambda x: jnp.copy(x.astype(dtype)), out_shardings=sharding)
+    return jitted.lower(before).compile()
 
 
 def _devices(sharding: Sharding) -> tuple[jax.Device, ...]:

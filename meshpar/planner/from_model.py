@@ -57,7 +57,6 @@ def traced_workload(
     seq: int,
     precision: str = "bf16",
     name: str = "traced",
-    order: TokenOrder | None = None,
 ) -> Workload:
     """Return the workload of a model, by tracing one block of each group.
 
@@ -72,8 +71,6 @@ def traced_workload(
         seq: Tokens of a sequence.
         precision: Arithmetic of the blocks.
         name: Name in reports.
-        order: Trace as if the devices of this mesh axis shared the sequence: attention
-            then keeps no softmax. None for whole sequences.
 
     Example:
         >>> from meshpar.models.presets import build
@@ -91,7 +88,11 @@ def traced_workload(
     dtype = DTYPES[precision]
     streams = in_dtype(traced_streams(model, 1, seq), dtype)
     sizes = _sizes(model, jax.tree.leaves(streams[0])[0].shape[-1])
-    groups = [_trace(model, at, x, seq, order) for at, x in enumerate(streams)]
+
+    def trace(order: TokenOrder | None) -> list[_Group]:
+        return [_trace(model, at, x, seq, order) for at, x in enumerate(streams)]
+
+    block = _traced_block(model, trace, seq, dtype)
     tables = _tables(model)
     return Workload(
         name=name,
@@ -99,28 +100,39 @@ def traced_workload(
         seq=seq,
         tied=len(tables) == 1,
         logits_bytes=logits_bytes(model, seq=seq, vocab=sizes["vocab"], dtype=dtype),
-        traced=_traced_block(model, groups, seq, tables, dtype),
+        traced=block,
         **dict[str, Any](sizes),
     )
 
 
 def _traced_block(
-    model: Model, groups: list[_Group], seq: int, tables: list[tuple], dtype: Any
+    model: Model,
+    trace: Callable[[TokenOrder | None], list[_Group]],
+    seq: int,
+    dtype: Any,
 ) -> TracedBlock:
     """Return the mean block of the groups, per token."""
     layers = sum(group.num_layers for group in model.groups)
     ends, blocks = model.split(model.parameters)
+    groups = trace(None)
+
+    def residual_bytes(groups: list[_Group]) -> dict[str, float]:
+        return {
+            remat: sum(group.residual_bytes[remat] for group in groups) / layers / seq
+            for remat in _POLICIES
+        }
+
+    # Attention to a sequence that devices share keeps no softmax.
+    shared = TokenOrder(mesh_axis="context", num_ranks=1)
     return TracedBlock(
         parameters=_count(blocks) // layers,
         linear_flops=sum(group.linear_flops for group in groups) / layers / seq,
         mixing_flops=sum(group.mixing_flops for group in groups) / layers / seq,
         seq=seq,
-        residual_bytes={
-            remat: sum(group.residual_bytes[remat] for group in groups) / layers / seq
-            for remat in _POLICIES
-        },
+        residual_bytes=residual_bytes(groups),
+        kernel_residual_bytes=cache(lambda: residual_bytes(trace(shared))),
         residual_dtype_bytes=jnp.dtype(dtype).itemsize,
-        other_end_parameters=_count(ends) - sum(map(math.prod, tables)),
+        other_end_parameters=_count(ends) - sum(map(math.prod, _tables(model))),
         # Experts run their rounds in a while loop, of which there is one in balance.
         layer_costs=cache(partial(layer_costs, model, while_length=1)),
     )
@@ -265,26 +277,17 @@ def planned_run(step: TrainStep, batch: Batch) -> Run:
     seq = open_size(step.model.known_inputs, batch)
     held = tick_table(step.schedule).peak_in_flight if step.schedule else None
 
-    def make_run(order: TokenOrder | None) -> Run:
-        workload = traced_workload(
-            step.model_as_given, seq=seq, precision=layout.precision, order=order
-        )
-        return Run(
-            workload=workload,
-            cluster=_cluster(step),
-            layout=layout,
-            execution=MESHPAR,
-            global_batch=global_batch,
-            seq=seq,
-            stage_blocks=step.layers_of_stages or (workload.layers,),
-            chunks_held=held,
-        )
-
-    whole = make_run(None)
-    if layout.context == 1 and whole.stores_softmax:
-        return whole
-    # Tiles and a fused kernel alike keep no softmax.
-    return make_run(TokenOrder(mesh_axis="context", num_ranks=1))
+    workload = traced_workload(step.model_as_given, seq=seq, precision=layout.precision)
+    return Run(
+        workload=workload,
+        cluster=_cluster(step),
+        layout=layout,
+        execution=MESHPAR,
+        global_batch=global_batch,
+        seq=seq,
+        stage_blocks=step.layers_of_stages or (workload.layers,),
+        chunks_held=held,
+    )
 
 
 def _cluster(step: TrainStep) -> Cluster:

@@ -137,8 +137,11 @@ def _policy_bytes(run: Run, remat: str, moe: bool) -> float:
     traced = run.workload.traced
     if not traced or remat not in traced.residual_bytes:
         return _residual_bytes(run, remat, moe)
+    kept = traced.residual_bytes
+    if not run.stores_softmax:
+        kept = traced.kernel_residual_bytes()
     # The residual stream is whole over `tensor`.
-    each = traced.residual_bytes[remat] * run.dtype_bytes / traced.residual_dtype_bytes
+    each = kept[remat] * run.dtype_bytes / traced.residual_dtype_bytes
     stream = run.workload.hidden * run.dtype_bytes
     split = max(0.0, each - stream) / run.layout.tensor
     return run.tokens * split + stage_input_bytes(run)

@@ -20,7 +20,10 @@ class TracedBlock:
         mixing_flops: FLOPs of the forward's matmuls between activations, such as
             attention's.
         seq: Tokens of the sequence that was traced: mixing grows with it.
-        residual_bytes: Bytes that the backward needs, by remat policy.
+        residual_bytes: Bytes that the backward needs, by remat policy, where attention
+            keeps its softmax.
+        kernel_residual_bytes: Function that traces them where it runs in a fused kernel
+            or in tiles, which keep none.
         residual_dtype_bytes: Bytes of one value in that trace.
         other_end_parameters: Parameters outside the blocks besides embedding and head.
         layer_costs: Function that traces the cost of each layer, as a step does.
@@ -31,6 +34,7 @@ class TracedBlock:
     mixing_flops: float
     seq: int
     residual_bytes: Mapping[str, float]
+    kernel_residual_bytes: Callable[[], Mapping[str, float]]
     residual_dtype_bytes: int
     other_end_parameters: int
     layer_costs: Callable[[], tuple[float, ...]]
