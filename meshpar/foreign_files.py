@@ -1,4 +1,4 @@
-"""Files and code that others wrote, within bounds: of bytes, of what is read, of time.
+"""Read untrusted files, and run untrusted code, within limits of size and time.
 
 What cannot be read is an `InputError` in one line: no such file, a pipe or a device,
 which may have no end, more bytes than such a file has, other bytes than UTF-8, what is
@@ -322,9 +322,9 @@ class OverdueError(Exception):
 
 @contextlib.contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Stop the Python code of this thread that is inside once its time is over.
+    """Interrupt the body of the `with` statement after `seconds`.
 
-    A single call of a function in C is not stopped before it returns.
+    A call into C is interrupted only when it returns.
 
     Args:
         seconds: Time limit.

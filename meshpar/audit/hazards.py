@@ -16,7 +16,7 @@ Each was seen (jax 0.10.2, XLA:CPU unless said):
 
 `PlainConvolutions` refuses another: a convolution over split space that a model leaves
 to GSPMD, whose forward is right and whose gradients are wrong.
-`meshpar.parallel.grids.convolution` describes the two faults.
+`meshpar.parallel.grids.convolution` describes the three faults.
 """
 
 from __future__ import annotations

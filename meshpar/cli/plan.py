@@ -7,6 +7,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from meshpar.cli.measure import Measured, check_measurable, measure
@@ -15,6 +16,7 @@ from meshpar.cli.options import (
     chosen_cluster,
     chosen_workload,
     model_words,
+    planned_model,
     words_to_train,
 )
 from meshpar.cli.parsing import PAGES, check_picture, option_words
@@ -45,6 +47,7 @@ from meshpar.planner.search.result import (
     guess_note,
 )
 from meshpar.planner.search.search import Request
+from meshpar.planner.search.space import Constraints
 from meshpar.planner.search.training_cost import Training, TrainingCost, training_cost
 from meshpar.planner.workload.shapes import OTHER_SHAPES, PUBLISHED
 
@@ -138,8 +141,23 @@ def _chosen_request(args: argparse.Namespace) -> PlanRequest:
         global_batch=args.global_batch,
         seq=args.seq or workload.seq,
         execution=execution_of(args.execution),
-        constraints=chosen_constraints(args),
+        constraints=_constraints(args),
     )
+
+
+def _constraints(args: argparse.Namespace) -> Constraints:
+    """Return the constraints, without `context` if `--model-from` refuses it."""
+    constraints = chosen_constraints(args)
+    if args.model_from is None or "context" in constraints.kept:
+        return constraints
+    from meshpar.checks.sequences import check_token_wise
+
+    try:
+        check_token_wise(planned_model(args))
+    except InputError:
+        forbidden = constraints.forbidden | {"context"}
+        return replace(constraints, forbidden=forbidden)
+    return constraints
 
 
 def _report(

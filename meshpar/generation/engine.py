@@ -288,15 +288,18 @@ class Engine:
         return self._books[slot // self._slots_of_shard]
 
     def _prefill(self, prompts: list[Running]) -> list[Token]:
-        """Read a chunk of the oldest prompts, and of others of the same length."""
+        """Run one prefill of the oldest prompts of each shard.
+
+        Others whose next chunk has the same padded length join them.
+        """
         least = self.programs.num_prefill_rows // len(self._books)
         of_shards = [
             sorted((one for one in prompts if self._book(one.slot) is book), key=_age)
             for book in self._books
         ]
-        width = max(self._chunk(one) for own in of_shards for one in own[:least])
+        width = max(self._width(one) for own in of_shards for one in own[:least])
         taken = [
-            own[:least] + [one for one in own[least:] if self._chunk(one) == width]
+            own[:least] + [one for one in own[least:] if self._width(one) == width]
             for own in of_shards
         ]
         count = self.programs.prefill_rows(width, max(map(len, taken)))
@@ -306,7 +309,7 @@ class Engine:
         longest = max(one.num_unwritten for one in rows if one is not None)
         return self._advance(rows, min(self.programs.plan.chunk, rounded(longest)))
 
-    def _chunk(self, running: Running) -> int:
+    def _width(self, running: Running) -> int:
         """Return the tokens of a prompt's next row, padded, or those of its source."""
         own = min(self.programs.plan.chunk, rounded(running.num_unwritten))
         return max(own, rounded(len(running.unread))) if running.unread else own

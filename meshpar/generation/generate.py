@@ -159,7 +159,8 @@ def make_engine(
 ) -> Engine:
     """Return the engine of a model, with a cache that all of the requests fit.
 
-    Arguments are those of `generate`, `options` more of `Programs.from_model`.
+    Arguments are those of `generate`; `options` are further ones of
+    `Programs.from_model`.
     """
     if weights is not None:
         model, params = with_weights(model, params, weights, layout, devices)

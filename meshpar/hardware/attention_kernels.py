@@ -71,7 +71,7 @@ KERNELS = {
 """Name of each kernel -> the platform that has it."""
 
 OWN_KERNEL = "own"
-"""An execution's kernel that `meshpar.hardware.attention_kernels` chooses."""
+"""Name of the kernel that `attention_choice` chooses."""
 
 MATMULS_OF_BACKWARD = 2.5
 """Matmuls of a backward for each of the forward's: five to its two (Dao 2023, section

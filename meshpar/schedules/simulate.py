@@ -297,7 +297,15 @@ class Phase(NamedTuple):
 
 
 def lock_step_ticks(schedule: Schedule) -> dict[Action, int]:
-    """Return the tick of every action.
+    """Return the tick of every action in lock step, in which all ranks move together.
+
+    In a tick a rank does at most one forward, then at most one backward (B, I or W).
+    What another rank computed arrives one tick later; on its own rank a backward may
+    read the forward of the same tick. A rank keeps the order of its forwards and that
+    of its backwards. A backward waits for all that precedes it; a forward does not wait
+    for a backward, or a tick's forward half would idle. So all ranks finish in the
+    fewest ticks, and 1F1B has up to 2 (S-r) - 1 microbatches in flight on rank r of S,
+    not its asynchronous S-r.
 
     Raises:
         ScheduleError: The schedule is wrong.

@@ -128,6 +128,7 @@ def experts(
         router: (..., num_experts), logits: each token goes to its `top_k` largest,
             weighted by the softmax over those. Or, from your own router, a tuple of
             the number of each chosen expert, and its weight, both (..., choices).
+            A number outside 0 .. num_experts - 1 chooses no expert.
         kernels: (gate, up, down): (num_experts, embed, hidden) twice, and
             (num_experts, hidden, embed). With `function`, any tree of arrays whose
             first dim is the experts.

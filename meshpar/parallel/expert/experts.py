@@ -106,7 +106,7 @@ def routed_mlp(
     gate_up_spec = array_split(scope.rules, (None, "embed", None, "mlp"), gate_up.shape)
     down_spec = array_split(scope.rules, (None, "mlp", "embed"), down.shape)
     refuse_split_embed(gate_up_spec[1], "experts multiply tokens")
-    call = _Call(
+    call = _ExpertSpec(
         function=GatedMLP(platform=scope.platform),
         split=(PartitionSpec(*gate_up_spec), PartitionSpec(*down_spec)),
         num_experts=num_experts,
@@ -147,7 +147,7 @@ def routed_function(
     arrays, structure = jax.tree.flatten(parameters)
     expert = ExpertFunction(function=function, structure=structure)
     expert.check(tuple(arrays), x.reshape(-1, x.shape[-1]))
-    call = _Call(
+    call = _ExpertSpec(
         function=expert,
         split=(PartitionSpec(),) * len(arrays),
         num_experts=num_experts,
@@ -157,8 +157,8 @@ def routed_function(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Call:
-    """Experts as their caller gives them; `routed_mlp` describes the fields.
+class _ExpertSpec:
+    """Function and sizes of the experts of one call, as in `routed_mlp`.
 
     Args:
         function: Function of one expert.
@@ -198,7 +198,7 @@ class _Call:
 
 
 def _route(
-    call: _Call,
+    call: _ExpertSpec,
     scope: Scope,
     x: jax.Array,
     experts: jax.Array,

@@ -175,6 +175,20 @@ def with_halo(
     return jnp.concatenate([last, x, first], axis=dim) if before or after else x
 
 
+# GSPMD gets three gradients wrong without an error (jax 0.10.2, `tests/test_space.py`):
+#
+# 1. a kernel's, on a mesh with an axis of GSPMD that splits neither the input nor the
+#    result (an idle axis): too large by the size of that axis;
+# 2. an input's, if examples are split over manual mesh axes and two dims of space over
+#    others, and a window reaches over a device's whole part along exactly one of the
+#    two: twice too large;
+# 3. a kernel's, if the input is whole and the result is split along two dims of space,
+#    and a window reaches over the whole part of the result along exactly one of the
+#    two: twice too large.
+#
+# In the second case gradients through a U-Net's norms are halved too, so those programs
+# are refused, and so are those of the third.
+
 OWN_SCOPE = "meshpar-convolution"
 """Name that `own_convolution` gives to operations, for the audit."""
 

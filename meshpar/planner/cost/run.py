@@ -151,8 +151,8 @@ class Run:
     def attention(self) -> AttentionChoice:
         """The fused attention kernel that stores no scores, or why there is none.
 
-        Our program chooses it with `attention_kernels`, as the models do; other
-        programs have their own, on its platform.
+        Our program chooses it with `attention_choice`, as the models do; other programs
+        have their own, on its platform.
         """
         platform, kernel = self.cluster.device.platform, self.execution.attention_kernel
         split = self.layout.context > 1

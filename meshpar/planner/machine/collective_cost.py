@@ -200,7 +200,11 @@ class HiddenShare:
 
 @cache
 def hidden_shares() -> tuple[HiddenShare, ...]:
-    """Return the rows of the table."""
+    """Return the rows of `overlap.json`, read from compiled programs.
+
+    `recipes.bench.overlap` writes them: a collective is hidden if a matmul stands
+    between its start and its done.
+    """
     text = files("meshpar.planner").joinpath("overlap.json").read_text()
     return tuple(HiddenShare(**row) for row in json.loads(text)["rows"])
 
