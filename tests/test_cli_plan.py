@@ -409,6 +409,10 @@ def build(seq=5):
 
 def build_open():
     return build(None)
+
+def build_rows():
+    inputs = {"x": Input(("batch", None, None), shape=(None, 8, 16))}
+    return from_loss(init, loss, blocks="layers", inputs=inputs)
 """
 
 
@@ -429,6 +433,12 @@ def test_a_model_of_ones_own_is_planned_from_its_trace(own_model, capsys):
     best = report_of(capsys, *words)["plans"][0]["layout"]
     assert main(words) == 0
     assert f"make_train_step(model, optimizer, '{best}')" in capsys.readouterr().out
+
+
+def test_a_model_without_sequences_is_planned_without_context(own_model, capsys):
+    words = ["plan", "--model-from", "own_planned:build_rows", "--devices", "8"]
+    plans = report_of(capsys, *words, "--global-batch", "4")["plans"]
+    assert plans and not [plan for plan in plans if "context" in plan["layout"]]
 
 
 def test_seq_is_given_if_the_models_inputs_leave_it_open(own_model, refuses_command):

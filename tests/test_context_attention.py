@@ -13,10 +13,13 @@ from jax.sharding import PartitionSpec as P
 
 from meshpar import Layout
 from meshpar.hardware.platforms import PLATFORMS
+from meshpar.model.scope import Scope
 from meshpar.model.token_order import TokenOrder
+from meshpar.models.layers.attention import attend
 from meshpar.parallel.context.attention import shard_attention
 from meshpar.parallel.context.mask import Hops, Mask
 from meshpar.parallel.sequence import token_order
+from meshpar.trace.walk import array_shape, equations
 from tests.covering import every_pair
 from tests.marks import slow
 
@@ -299,3 +302,19 @@ def test_memory_of_the_tiles_is_linear_in_the_sequence():
 
     tile = 4 * 4 * 1024 * 1024  # of scores, of 4 heads
     assert temp_bytes(16384) - 3 * tile < 4.2 * temp_bytes(4096)
+
+
+@pytest.mark.parametrize(
+    ("platform", "seq", "keeps"),
+    [("cpu", 512, True), ("cpu", 520, False), ("", 520, True)],
+)
+def test_a_platform_says_which_sequences_keep_their_scores(platform, seq, keeps):
+    q, k, v = (jax.ShapeDtypeStruct((1, seq, 2, 8), jnp.float32) for _ in range(3))
+    scope = Scope(platform=platform)
+    program = jax.make_jaxpr(functools.partial(attend, scope=scope, causal=True))(
+        q, k, v
+    )
+    shapes = {
+        array_shape(atom) for one in equations(program.jaxpr) for atom in one.outvars
+    }
+    assert any(shape[-2:] == (seq, seq) for shape in shapes) == keeps

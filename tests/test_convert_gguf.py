@@ -44,7 +44,7 @@ _ENDS = {
 
 
 def write_gguf(path, architecture, tensors, tokens=(), **said):
-    """What `convert_hf_to_gguf.py` writes of those tensors, and of byte pairs."""
+    """Write tensors and byte pairs as `convert_hf_to_gguf.py` does."""
     writer = gguf.GGUFWriter(path, architecture)
     if tokens:
         writer.add_tokenizer_model("gpt2")

@@ -65,7 +65,7 @@ def test_first_steps_are_the_same_in_every_process(layout, preset):
 
 
 @functools.cache
-def _losses_of_first(layout, steps):
+def _first_losses(layout, steps):
     return _losses(layout, steps)
 
 
@@ -73,7 +73,7 @@ def _losses_of_first(layout, steps):
 @pytest.mark.parametrize("part", range(5))  # `make test-all` has twenty starts
 def test_fifty_steps_of_four_starts_never_hang_and_never_differ(part):
     losses = {_losses(_SHARDED, 50) for _ in range(4)}
-    assert losses == {_losses_of_first(_SHARDED, 50)}
+    assert losses == {_first_losses(_SHARDED, 50)}
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ def test_fifty_steps_of_four_starts_never_hang_and_never_differ(part):
 @pytest.mark.parametrize("part", range(5))
 def test_three_pipelined_steps_of_four_starts_never_hang_and_never_differ(layout, part):
     losses = {_losses(layout, 3) for _ in range(4)}
-    assert losses == {_losses_of_first(layout, 3)}
+    assert losses == {_first_losses(layout, 3)}
 
 
 # As a plain training loop does: nothing waits for a step before the next one is asked.

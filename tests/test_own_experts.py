@@ -237,7 +237,7 @@ def test_what_experts_cannot_take_is_refused(given, options, refusal, refuses):
 
 def test_an_array_whose_gradient_would_be_lost_is_refused(refuses):
     @jax.grad
-    def sum_of_results(scale):
+    def summed_results(scale):
         kernels = {"up": KERNELS[0], "down": KERNELS[2]}
 
         def function(kernels, rows):
@@ -246,4 +246,4 @@ def test_an_array_whose_gradient_would_be_lost_is_refused(refuses):
         return meshpar.experts(X, CHOSEN, kernels, function=function).sum()
 
     with refuses("model.expert_reads_array", "(3,)"):
-        sum_of_results(jnp.ones(3))
+        summed_results(jnp.ones(3))

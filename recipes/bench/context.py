@@ -72,7 +72,9 @@ def _methods(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _one_device() -> Any:
-    return _gradients(lambda q, k, v: shard_attention(q, k, v, mask=Mask()))
+    return _gradients(
+        lambda q, k, v: shard_attention(q, k, v, mask=Mask(), platform="cpu")
+    )
 
 
 def _method(method: str, args: argparse.Namespace) -> Any:
@@ -80,7 +82,8 @@ def _method(method: str, args: argparse.Namespace) -> Any:
     order = cast(TokenOrder, token_order(layout))
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return shard_attention(q, k, v, mask=Mask(), order=order, rank=order.rank())
+        options = {"order": order, "rank": order.rank(), "platform": "cpu"}
+        return shard_attention(q, k, v, mask=Mask(), **options)
 
     split = _split(local, args)
     size = args.seq // args.context

@@ -27,6 +27,7 @@ from meshpar.model.scope import Scope
 _ATTENTION = "meshpar.models.layers.attention"
 _EXPERTS = "meshpar.models.layers.routed_mlp"
 _SCOPE: ContextVar[Scope] = ContextVar("_SCOPE")
+_PLAIN = Scope(platform="")  # outside a step
 
 
 @contextlib.contextmanager
@@ -85,7 +86,7 @@ def attend(
         >>> attend(*jnp.ones((3, 2, 8, 4, 16)), causal=True).shape
         (2, 8, 4, 16)
     """
-    scope = _SCOPE.get(Scope())
+    scope = _SCOPE.get(_PLAIN)
     library = importlib.import_module(_ATTENTION)
     return library.attend(
         q, k, v, scope, causal=causal, window=window, segments=segment_ids
@@ -103,7 +104,7 @@ def positions(seq: int) -> jax.Array:
         >>> positions(3).tolist()
         [0, 1, 2]
     """
-    return _SCOPE.get(Scope()).positions(seq)
+    return _SCOPE.get(_PLAIN).positions(seq)
 
 
 def experts(
@@ -150,7 +151,7 @@ def experts(
         (2, 8, 16)
     """
     return importlib.import_module(_EXPERTS).route_tokens(
-        x, router, kernels, _SCOPE.get(Scope()), top_k=top_k, function=function
+        x, router, kernels, _SCOPE.get(_PLAIN), top_k=top_k, function=function
     )
 
 

@@ -88,7 +88,7 @@ def shard_attention(
     prefix: jax.Array | None = None,
     sinks: jax.Array | None = None,
     whole: Callable[..., jax.Array] | None = None,
-    platform: str = "cpu",
+    platform: str = "",
 ) -> jax.Array:
     """Return the attention of this device's queries to the keys of all devices.
 
@@ -112,7 +112,8 @@ def shard_attention(
             the all-to-alls of Ulysses; tiles by default. It is for sequences without
             padding, prefix and sinks; with documents it takes (batch, tokens) of their
             numbers too.
-        platform: Kind of device, whose tiles are taken (`Platform.largest_tile`).
+        platform: Kind of device, which gives the size of tiles
+            (`Platform.largest_tile`); empty for none in particular.
 
     Returns:
         (batch, tokens, heads, head_dim), the dtype of `v`; zeros where a query sees no
