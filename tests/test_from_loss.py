@@ -560,6 +560,16 @@ def test_the_first_pattern_that_matches_counts_before_the_modules_own_names():
     assert own["two.kernel"].logical_axes == ("embed", "mlp")
 
 
+@pytest.mark.parametrize("names", [("embed", "mlp"), (None, "embed", "mlp")])
+def test_names_may_leave_out_the_dim_of_stacked_layers(names, refuses):
+    names = {"layers/up": names, "**": None}
+    stacked = from_loss(init_stacked, run_scan, names=names, blocks="layers")
+    assert stacked.flat_parameters()["layers.up"].logical_axes == ("embed", "mlp")
+    with refuses("model.wrong_number_of_names", 3, 2):
+        names = {"layers/up": ("embed", "embed", "mlp"), "**": None}
+        from_loss(init_stacked, run_scan, names=names, blocks="layers")
+
+
 def run_dropout(params, batch, key):
     x = params["embed"][batch["x"]]
     for layer in params["layers"]:

@@ -55,6 +55,6 @@ BLOCKS = "params/layers"
 
 
 def model(blocks: str | None = None) -> meshpar.Model:
-    names = {"**/gate/kernel": ("embed", "mlp"), "**/down/kernel": ("mlp", "embed")}
-    names |= {"**": None}
+    names = {"**/gate/kernel": (None, "embed", "mlp")}
+    names |= {"**/down/kernel": (None, "mlp", "embed"), "**": None}
     return meshpar.from_loss(init, loss, names=names, blocks=blocks)

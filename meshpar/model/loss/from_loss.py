@@ -68,11 +68,11 @@ def from_loss(
             of the loss over the examples of the batch, and the sum of their weights. A
             third value, a dict of name -> sum, adds metrics.
         names: Pattern of a parameter's path -> a logical axis, or None, for each of its
-            dims, without the dim of layers where blocks are stacked; None leaves all
-            dims whole. `*` stands for
-            one key of the path, `**` for any number of them: `**/attn/*/kernel`. The
-            first pattern that matches counts; a module's own names (`nnx.Param`
-            metadata, Linen's `with_partitioning`) count where none does.
+            dims; None leaves all dims whole. Where `blocks` are stacked, the dim of
+            layers is None or left out. `*` stands for one key of the path, `**` for any
+            number of them: `**/attn/*/kernel`. The first pattern that matches counts; a
+            module's own names (`nnx.Param` metadata, Linen's `with_partitioning`) count
+            where none does.
         blocks: Path of the repeated blocks: of a list of equal trees (`layers`), of
             trees named by number (`params/layers_*`), or of parameters stacked over
             layers that a `lax.scan` runs over. With it the model runs in stages, and

@@ -160,7 +160,7 @@ def leaf_axes(
 ) -> tuple[list[LogicalAxes], dict[str, str]]:
     """Return the logical axes of each leaf, and what lint reports about the names.
 
-    A dim of stacked layers has no name.
+    A dim of stacked layers has no name; a pattern may have None for it.
 
     Raises:
         InputError: A pattern has a name for too many dims, or too few.
@@ -198,6 +198,9 @@ def _pattern_axes(
     """Return the axes that a pattern gives a parameter of one layer's shape."""
     if names is None:
         return (None,) * len(shape)
+    layers = len(leaf.shape) - len(shape)
+    if len(names) == len(leaf.shape) and not any(names[:layers]):
+        return tuple(names[layers:])
     if len(names) != len(shape):
         raise InputError(
             f"names={{{pattern!r}: {tuple(names)}}} has {len(names)} names, but "
