@@ -1,20 +1,22 @@
-"""Errors of bad input and of the program itself, and what their lines say."""
+"""Errors of bad input and of the program itself, and what their lines say.
+
+Every import of meshpar loads this module; what only an error needs is imported there.
+"""
 
 from __future__ import annotations
 
-import difflib
 import functools
 import io
 import operator
 import re
 import sys
-import traceback
 import unicodedata
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -126,6 +128,8 @@ def local_path(name: str, value: str | Path) -> Path:
         >>> local_path("--out", "runs/one").name
         'one'
     """
+    from pathlib import Path
+
     if _URL.match(str(value)):
         raise InputError(
             f"{name} {str(value)!r} is a URL, and meshpar reads and writes files of "
@@ -166,6 +170,8 @@ def install_extra(*extras: str) -> str:
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return the end of an unknown name's error: `did you mean ...? known: ...`."""
+    import difflib
+
     known = sorted(known)
     close = difflib.get_close_matches(word, known, n=2, cutoff=0.5)
     hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
@@ -204,6 +210,8 @@ def print_fault(command: str, error: BaseException) -> int:
         command: What the line begins with.
         error: What was raised; its trace comes before the line.
     """
+    import traceback
+
     lines = traceback.format_exception(error)
     print(printable("".join(lines)), end="", file=sys.stderr)
     print(f"{command}: {fault_line(error)}", file=sys.stderr)
@@ -290,19 +298,21 @@ class DataError(InputError):
     """A file, or its content, cannot be trained on."""
 
 
-@dataclass(kw_only=True)
 class Skipped:
     """Broken lines and rows: an error at the first, or their number.
 
     Args:
         policy: "stop" or "skip".
+
+    Attributes:
         count: Lines skipped so far.
         first: Description of the first of them.
     """
 
-    policy: str = "stop"
-    count: int = 0
-    first: str = ""
+    def __init__(self, *, policy: str = "stop") -> None:
+        self.policy = policy
+        self.count = 0
+        self.first = ""
 
     def take(self, what: str, *, key: str) -> None:
         """Skip a broken line, or raise.

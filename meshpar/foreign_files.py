@@ -8,7 +8,6 @@ no JSON, or JSON nested so deeply that reading it would end the program.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import json
 import os
@@ -16,7 +15,6 @@ import re
 import reprlib
 import stat
 import threading
-import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Required, TypedDict, TypeVar, Unpack
@@ -176,6 +174,8 @@ def parse_toml(text: str) -> dict[str, Any]:
     dots = max(line.count(".") for line in _TOML_TEXT.sub("", text).split("\n"))
     if dots > _MOST_DOTS:
         raise ValueError(f"a line has {dots:,} dots")
+    import tomllib
+
     try:
         found = tomllib.loads(text)
     except RecursionError:
@@ -332,6 +332,8 @@ def deadline(seconds: float) -> Iterator[None]:
     Raises:
         OverdueError: The code inside takes longer.
     """
+    import ctypes
+
     thread, lock, is_done = threading.get_ident(), threading.Lock(), False
 
     def end() -> None:

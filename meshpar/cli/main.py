@@ -21,7 +21,6 @@ from meshpar.cli.parsing import (
     one_line,
     print_error,
 )
-from meshpar.distributed.endings import leave
 from meshpar.errors import InputError, escape_unencodable, nearest, print_fault
 
 DONE, NO, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -89,11 +88,18 @@ def _run(argv: Sequence[str]) -> int:
         return BAD_INPUT
     except KeyboardInterrupt:
         print(f"{command}: stopped", file=sys.stderr)
-        return leave(INTERRUPTED)
+        return _leave(INTERRUPTED)
     except Exception as error:
         status = print_fault(command, error)
         print_error(error, as_json=asks_json(argv))
-        return leave(status)
+        return _leave(status)
+
+
+def _leave(status: int) -> int:
+    """End a process of a job at once; a single process returns its exit status."""
+    from meshpar.distributed.endings import leave  # It loads sockets and threads.
+
+    return leave(status)
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:

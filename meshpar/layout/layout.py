@@ -9,7 +9,6 @@ from typing import Any, Final, Literal
 
 from meshpar.errors import InputError, key_values, nearest, whole_number
 from meshpar.layout.context_method import CONTEXT_METHODS, ContextAttention
-from meshpar.layout.device_grid import layout_html
 from meshpar.schedules import SCHEDULES, schedule_method
 
 MESH_AXES = ("data", "fsdp", "stage", "context", "expert", "tensor")
@@ -227,6 +226,8 @@ class Layout:
         return ",".join(parts) or "data=1"
 
     def _repr_html_(self) -> str:
+        from meshpar.layout.device_grid import layout_html
+
         return layout_html(self)
 
     @property

@@ -6,7 +6,6 @@ import os
 from typing import TYPE_CHECKING, Any, cast
 
 from meshpar.errors import InputError
-from meshpar.hardware.platforms import platform_named
 
 if TYPE_CHECKING:
     import jax
@@ -67,6 +66,8 @@ def emulate(num_devices: int) -> list[jax.Device]:
         8
     """
     import jax
+
+    from meshpar.hardware.platforms import platform_named
 
     prepare(num_devices)
     devices = jax.local_devices()

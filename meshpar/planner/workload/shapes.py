@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import fields, replace
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from meshpar.errors import InputError, key_values, nearest
@@ -64,7 +64,7 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
 }
 
 _TABLE: dict[str, dict[str, Any] | None] = json.loads(
-    files("meshpar.planner").joinpath("presets.json").read_text()
+    Path(__file__).parents[1].joinpath("presets.json").read_text()
 )
 _PRESETS = {
     name: Workload(name=name, **sizes)
