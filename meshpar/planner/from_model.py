@@ -133,8 +133,7 @@ def _traced_block(
         kernel_residual_bytes=cache(lambda: residual_bytes(trace(shared))),
         residual_dtype_bytes=jnp.dtype(dtype).itemsize,
         other_end_parameters=_count(ends) - sum(map(math.prod, _tables(model))),
-        # Experts run their rounds in a while loop, of which there is one in balance.
-        layer_costs=cache(partial(layer_costs, model, while_length=1)),
+        layer_costs=cache(partial(layer_costs, model)),
     )
 
 
@@ -189,7 +188,6 @@ def _trace(model: Model, at: int, x: Any, seq: int, order: TokenOrder | None) ->
         lambda params, x, known: group.run(params, x, tracing_scope(*known, layer=0))
     )(params, x, known)
     num_weights, num_given = len(jax.tree.leaves(params)), len(jaxpr.jaxpr.invars)
-    # Experts run their rounds in a while loop, of which there is one in balance.
     flops = matmul_flops(
         jaxpr,
         [Operand(is_weight=at < num_weights) for at in range(num_given)],
@@ -240,9 +238,11 @@ def logits_bytes(model: Model, *, seq: int, vocab: int, dtype: Any) -> int:
     Args:
         model: A model under the contract.
         seq: Tokens of a sequence.
-        vocab: Size of the vocabulary.
+        vocab: Size of the vocabulary; 1 for a model without one.
         dtype: Dtype of the head's input and parameters.
     """
+    if vocab == 1:
+        return 0
     examples = -(-_EXAMPLE_BYTES // (4 * seq * vocab))
     params = in_dtype(model.split(model.parameters)[0], dtype)
 

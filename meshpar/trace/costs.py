@@ -19,6 +19,7 @@ from meshpar.trace.walk import (
     array_shape,
     called_program,
     programs_in,
+    sources,
     walk,
     without_constants,
 )
@@ -75,7 +76,8 @@ def matmul_flops(
     Args:
         program: The program.
         given: Facts about its arguments.
-        while_length: Iterations of a `while_loop`; None refuses matmuls in it.
+        while_length: Iterations of a `while_loop` that tells no number
+            (`expect_iterations`); None refuses matmuls in it.
 
     Raises:
         InputError: A matmul runs in a `while_loop` of unknown length.
@@ -169,7 +171,8 @@ class _Counter:
             lambda one, other: list(map(_unknown, one, other)),
         )
         flops, _ = self.run(loop.body, [*consts, *carried, *slices])
-        length = self.while_length if loop.length is None else loop.length
+        known = loop.expected_length if loop.length is None else loop.length
+        length = self.while_length if known is None else known
         if length is None and flops.total:
             raise InputError(
                 "a layer has matmuls in a while_loop, whose number of iterations the "
@@ -190,7 +193,7 @@ def _evaluated(equation: JaxprEqn, operands: list[Operand]) -> list[Operand]:
     They are computed if all operands are known, as those of a layer's index are.
     """
     values = [one.value for one in operands]
-    weights = all(one.is_weight for one in operands)
+    weights = all(one.is_weight for one in sources(equation, operands))
     unknown = [Operand(None, weights)] * len(equation.outvars)
     if not values or any(value is None for value in values) or equation.effects:
         return unknown

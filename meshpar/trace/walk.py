@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from meshpar.trace.primitives import CALLS
@@ -107,6 +108,7 @@ class Loop:
         num_consts: Operands that every iteration takes as they are.
         num_carried: Values that one iteration hands to the next.
         length: Number of iterations; None where the trace does not know it.
+        expected_length: Iterations that `expect_iterations` tells of a `while`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -124,6 +126,7 @@ class Loop:
     num_consts: int
     num_carried: int
     length: int | None
+    expected_length: float | None = None
 
     @classmethod
     def parse(cls, equation: JaxprEqn) -> Loop | None:
@@ -138,6 +141,7 @@ class Loop:
                 num_consts=consts[1],
                 num_carried=len(equation.invars) - sum(consts),
                 length=None,
+                expected_length=_expected_iterations(params["cond_jaxpr"]),
             )
         if equation.primitive.name != "scan":
             return None
@@ -183,12 +187,38 @@ class Loop:
             carried = joined
 
 
+_EXPECTED = "meshpar.iterations="
+
+
+def expect_iterations(index: jax.Array, number: float) -> jax.Array:
+    """Return a loop's index, which tells in a trace how often the loop should run.
+
+    Args:
+        index: Read by the condition of a `lax.while_loop`.
+        number: Iterations that a count of its work assumes.
+    """
+    return checkpoint_name(index, f"{_EXPECTED}{number}")
+
+
+def _expected_iterations(condition: Program) -> float | None:
+    for equation in steps(condition):
+        name = equation.params.get("name") if equation.primitive.name == "name" else ""
+        if str(name).startswith(_EXPECTED):
+            return float(str(name).removeprefix(_EXPECTED))
+    return None
+
+
 def dims_more(outside: Sequence[Any], inside: Sequence[Any]) -> list[int]:
     """Return how many dims each array has outside of a scan that it lacks inside."""
     return [
         len(one.aval.shape) - len(other.aval.shape)
         for one, other in zip(outside, inside, strict=True)
     ]
+
+
+def sources(equation: JaxprEqn, operands: Sequence[V]) -> Sequence[V]:
+    """Return the operands whose values the results are made of: no places of slices."""
+    return operands[:1] if equation.primitive.name == "dynamic_slice" else operands
 
 
 def collective_axes(equation: JaxprEqn) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.parallel.expert.functions import Arrays, Function
+from meshpar.trace.walk import expect_iterations
 
 _LEAST_TILE, _MOST_TILE = 8, 1024
 _WASTE = 8
@@ -117,7 +118,7 @@ def forward(
         lambda own: jnp.zeros((num_rows + tile, *own.shape[1:]), x_RD.dtype),
         jax.eval_shape(run, 0),
     )
-    filled = _for_tiles(tiles, put, zeros)
+    filled = _for_tiles(tiles, num_rows / tile, put, zeros)
     return jax.tree.map(lambda array: array[:num_rows], filled)
 
 
@@ -162,7 +163,7 @@ def backward(
         jnp.zeros((num_rows + tile,), weight.dtype),
         tuple(jnp.zeros(array.shape, jnp.float32) for array in experts),
     )
-    dx, dweight, dexperts = _for_tiles(tiles, add, zeros)
+    dx, dweight, dexperts = _for_tiles(tiles, num_rows / tile, add, zeros)
     return dx[:num_rows], dweight[:num_rows], dexperts
 
 
@@ -172,13 +173,15 @@ def _expert(experts: Arrays, tiles: Tiles, at: jax.Array | int) -> Arrays:
 
 
 def _for_tiles(
-    tiles: Tiles, run: Callable[[jax.Array, Any], Any], carry: tuple
+    tiles: Tiles, filled: float, run: Callable[[jax.Array, Any], Any], carry: tuple
 ) -> tuple:
+    """Run over the tiles in use; `filled` of them hold as many rows as there are."""
     most = tiles.expert.shape[0]
 
     def goes_on(state: tuple) -> jax.Array:
         # The constant bound tells the audit how often the loop runs at most.
-        return (state[0] < most) & (state[0] < tiles.number)
+        at = expect_iterations(state[0], filled)
+        return (at < most) & (at < tiles.number)
 
     return lax.while_loop(
         goes_on,

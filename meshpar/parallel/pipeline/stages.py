@@ -211,9 +211,7 @@ def arranged_for(model: Model, layout: Layout) -> Model:
     return pipeline_for(model, layout).model if layout.runs_in_ticks else model
 
 
-def layer_costs(
-    model: Model, *, seq: int = COST_TOKENS, while_length: int | None = None
-) -> tuple[float, ...]:
+def layer_costs(model: Model, *, seq: int = COST_TOKENS) -> tuple[float, ...]:
     """Return the cost of every layer: declared, or its matmul FLOPs on one example.
 
     Nothing runs; declared costs count if every group of blocks has them. A block is one
@@ -225,11 +223,10 @@ def layer_costs(
         model: The model, its groups of blocks in order.
         seq: Tokens of the example; as long as in training where layers differ in how
             they attend.
-        while_length: Iterations of a `while_loop`; None refuses matmuls in it.
 
     Raises:
         InputError: The model cannot be traced on tokens, targets and weights alone, or
-            has matmuls in a `while_loop`.
+            has matmuls in a `while_loop` that tells no number of iterations.
 
     Example:
         >>> from meshpar.models.presets import build
@@ -250,13 +247,11 @@ def layer_costs(
             for group, param, stream, state in zip(
                 model.groups, params, streams, states, strict=True
             )
-            for cost in _group_costs(group, (param, stream, state, batch), while_length)
+            for cost in _group_costs(group, (param, stream, state, batch))
         )
 
 
-def _group_costs(
-    group: BlockGroup, given: tuple[Any, ...], while_length: int | None
-) -> list[float]:
+def _group_costs(group: BlockGroup, given: tuple[Any, ...]) -> list[float]:
     def call(layer: jax.Array, params: Any, x: Any, state: Any, batch: Any) -> Any:
         return group.run(params, x, tracing_scope(batch, state, layer=layer))
 
@@ -264,9 +259,7 @@ def _group_costs(
     program = jax.make_jaxpr(call)(layer, *given)
     unknown = [Operand()] * (len(program.jaxpr.invars) - 1)
     return [
-        matmul_flops(
-            program, [Operand(jnp.int32(index)), *unknown], while_length=while_length
-        ).total
+        matmul_flops(program, [Operand(jnp.int32(index)), *unknown]).total
         for index in range(group.num_layers)
     ]
 
