@@ -159,6 +159,10 @@ def fused_in_dims(p, x):
     return attention(*(qkv[:, :, at] for at in range(3))) @ p["o"]
 
 
+def unstacked(p, x):
+    return attention(*jnp.unstack(jnp.einsum("bse,ekhd->kbshd", x, p["qkv"]))) @ p["o"]
+
+
 def gated(p, x):
     return (jax.nn.gelu(x @ p["gate"]) * (x @ p["up"])) @ p["down"]
 
@@ -208,8 +212,9 @@ def test_a_fused_projection_has_no_name_and_the_reason_says_where_it_is_cut(laye
     assert "test_suggest_names.py:" in reason
 
 
-def test_heads_of_a_projection_with_the_pieces_in_their_own_dim_are_named():
-    names, reasons = of_matrices(fused_in_dims, {**FUSED, "qkv": (E, 3, H, D)})
+@pytest.mark.parametrize("layer", [fused_in_dims, unstacked])
+def test_heads_of_a_projection_with_the_pieces_in_their_own_dim_are_named(layer):
+    names, reasons = of_matrices(layer, {**FUSED, "qkv": (E, 3, H, D)})
     assert names["qkv"] == ("embed", None, "heads", "head_dim")
     assert reasons["qkv"][0].startswith("dim 1 (3): cut, or a piece cut, at 1, 2")
 

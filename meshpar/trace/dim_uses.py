@@ -17,7 +17,14 @@ from jax.extend.core import JaxprEqn, Literal
 
 from meshpar.trace.primitives import ELEMENTWISE, UNCHANGED
 from meshpar.trace.splits import DimClasses, dim_groups
-from meshpar.trace.walk import Loop, Program, array_shape, called_program, walk
+from meshpar.trace.walk import (
+    Loop,
+    Program,
+    array_shape,
+    called_program,
+    sources,
+    walk,
+)
 
 Classes = tuple[int, ...]
 """The class of each dim of an array."""
@@ -49,7 +56,8 @@ class Use:
 
     Args:
         kind: `contracted` or `free` of a weight in a matmul with an activation;
-            `experts`, the place of a weight's matrix; `shared` by two activations that
+            `experts`, the place of a weight's matrix, also where the batch chooses one
+            matrix; `shared` by two activations that
             are multiplied, or `inner` to one of them; `looked_up` by an index from the
             batch, `placed` by any other; `cut` into pieces; `added`, where
             two activations are that had another class; `convolved`, or `window` of a
@@ -141,8 +149,9 @@ class DimUses:
             return self._branches(equation.params["branches"], operands)
         rule = RULES.get(equation.primitive.name, _elementwise)
         found = rule(self, equation, operands)
-        from_parameters = any(one.from_parameters for one in operands)
-        from_batch = any(one.from_batch for one in operands)
+        made_of = sources(equation, operands)
+        from_parameters = any(one.from_parameters for one in made_of)
+        from_batch = any(one.from_batch for one in made_of)
         return [Dims(classes, from_parameters, from_batch) for classes in found]
 
     def _loop(self, equation: JaxprEqn, loop: Loop, operands: list[Dims]) -> list[Dims]:
@@ -320,7 +329,10 @@ def _reshape(uses: DimUses, equation: JaxprEqn, operands: list[Dims]) -> list:
 
 
 def _slice(uses: DimUses, equation: JaxprEqn, operands: list[Dims]) -> list:
-    """Keep dims that are taken whole; the others are cut."""
+    """Keep dims that are taken whole; the others are cut.
+
+    Where the batch chooses one place of a weight, its dim holds experts.
+    """
     shape, params = array_shape(equation.outvars[0]), equation.params
     if equation.primitive.name == "slice":
         starts = list(params["start_indices"])
@@ -330,11 +342,15 @@ def _slice(uses: DimUses, equation: JaxprEqn, operands: list[Dims]) -> list:
             for atom in equation.invars[1 : 1 + len(shape)]
         ]
     found = []
+    by_batch = operands[0].is_weight and any(one.from_batch for one in operands[1:])
     for dim, start, size in zip(operands[0].classes, starts, shape, strict=True):
         if uses.classes.size(dim) == size:
             found.append(dim)
-            continue
-        found.append(uses.cut(dim, start, size, equation))
+        elif by_batch and size == 1:
+            uses.add(dim, "experts", equation)
+            found.append(uses.classes.new(size))
+        else:
+            found.append(uses.cut(dim, start, size, equation))
     return [tuple(found)]
 
 
@@ -364,6 +380,29 @@ def _concatenate(uses: DimUses, equation: JaxprEqn, operands: list[Dims]) -> lis
     for other in operands[1:]:
         uses.join(found, other.classes)  # Of other sizes, the joined dim stays.
     return [tuple(found)]
+
+
+def _stack(uses: DimUses, equation: JaxprEqn, operands: list[Dims]) -> list:
+    found = list(operands[0].classes)
+    for other in operands[1:]:
+        uses.join(found, other.classes)
+    found.insert(equation.params["axis"], uses.classes.new(len(operands)))
+    return [tuple(found)]
+
+
+def _unstack(uses: DimUses, equation: JaxprEqn, operands: list[Dims]) -> list:
+    axis, results = equation.params["axis"], equation.outvars
+    kept = list(operands[0].classes)
+    gone = kept.pop(axis)
+    for place in range(len(results)):
+        uses.cut(gone, place, 1, equation)
+    return [tuple(kept)] * len(results)
+
+
+def _update(uses: DimUses, equation: JaxprEqn, operands: list[Dims]) -> list:
+    """Put a slice into an array: dims that it fills are those of the slice."""
+    uses.join(operands[0].classes, operands[1].classes)
+    return [operands[0].classes]
 
 
 def _gather(uses: DimUses, equation: JaxprEqn, operands: list[Dims]) -> list:
@@ -414,5 +453,8 @@ RULES: dict[str, Rule] = {
     "split": _split,
     **dict.fromkeys(("pad", "top_k"), _same_sizes),
     "concatenate": _concatenate,
+    "dynamic_update_slice": _update,
+    "stack": _stack,
+    "unstack": _unstack,
     "gather": _gather,
 }
