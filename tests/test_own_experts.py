@@ -9,7 +9,8 @@ import optax
 import pytest
 
 import meshpar
-from meshpar import Input, RuleError, from_loss, lint, make_train_step
+from meshpar import Input, RuleError, from_loss, lint, make_train_step, suggest_names
+from meshpar.planner.from_model import traced_workload
 from tests.marks import slow
 
 VOCAB, SEQ, EMBED, HIDDEN, EXPERTS, TOP_K, LAYERS = 32, 8, 16, 12, 4, 2, 2
@@ -175,6 +176,37 @@ def test_experts_that_get_no_tokens_are_pointed_to_the_drop_in(blocks, refuses):
     with refuses("layout.expert_without_experts", "meshpar.experts", kind=RuleError):
         make_train_step(unnamed, optax.sgd(0.5), "data=2,expert=4")
     assert lint(model(gated, blocks), "data=2,expert=4", seq=SEQ).findings == ()
+
+
+@pytest.mark.parametrize(("experts", "first"), [(gated, "down"), (own, "bias")])
+def test_experts_without_a_name_beside_named_ones_are_refused(experts, first, refuses):
+    of_first = {pattern.replace("*/", "0/"): axes for pattern, axes in NAMES.items()}
+    partly = model(experts, names=of_first)
+    refused = "model.experts_without_name", f"layers.1.{first}", EXPERTS
+    with refuses(*refused, kind=RuleError):
+        make_train_step(partly, optax.sgd(0.5), "data=2,expert=4")
+    found = lint(partly, "data=2,expert=4", seq=SEQ).findings
+    assert [one.key for one in found] == ["model.experts_without_name"]
+
+
+@pytest.mark.parametrize(
+    ("experts", "kernels"),
+    [slow(gated, ("gate", "up", "down")), (own, ("up", "down"))],
+)
+def test_names_are_suggested_for_kernels_of_experts(experts, kernels):
+    suggested = suggest_names(model(experts, "layers", {}), seq=SEQ)
+    for kernel in kernels:
+        assert suggested[f"**/{kernel}"] == NAMES[f"layers/*/{kernel}"]
+    named = model(experts, "layers", suggested)
+    assert lint(named, "expert=2,tensor=2,data=2", seq=SEQ).findings == ()
+
+
+@pytest.mark.parametrize(("experts", "kernels"), [slow(gated, 3), (own, 2)])
+def test_a_plan_counts_the_experts_that_a_token_meets(experts, kernels):
+    workload = traced_workload(model(experts, "layers"), seq=SEQ)
+    weights = EMBED * EXPERTS + TOP_K * kernels * EMBED * HIDDEN
+    assert workload.traced.linear_flops == 2 * weights
+    assert workload.traced.mixing_flops == 0
 
 
 def test_an_expert_that_a_token_chooses_twice_counts_twice():

@@ -57,6 +57,16 @@ class ParameterDims:
         pieces = (self.cuts(whole) for whole in wholes if whole is not None)
         return next(filter(None, pieces), [])
 
+    def routed_experts(self) -> list[tuple[str, Parameter]]:
+        """Return path and parameter of the arrays that `meshpar.experts` reads."""
+        return [
+            (".".join(path), parameter)
+            for path, parameter, dims in zip(
+                self.paths, self.parameters, self.dims, strict=True
+            )
+            if dims and any(map(_is_routed, self.uses.in_class(dims[0])))
+        ]
+
 
 @functools.lru_cache(maxsize=4)
 def parameter_dims(model: Model, examples: int, seq: int) -> ParameterDims:
@@ -103,9 +113,13 @@ def cuts_in_words(cuts: Sequence[Use]) -> str:
     return words + (f" ({line})" if line else "")
 
 
+def _is_routed(use: Use) -> bool:
+    return use.kind == "experts" and source_line(use.equation, _OTHERS).startswith(
+        str(Path(_ROOM, "parallel", "expert"))
+    )
+
+
 _ROOM = str(Path(__file__).parents[1])
-
-
 _BETWEEN = ("jax", "jaxlib", "flax", "optax", "equinox")
 _OTHERS = (
     *(f"/{site}-packages/{name}/" for site in ("site", "dist") for name in _BETWEEN),

@@ -29,6 +29,7 @@ from meshpar.layout.requirements import (
 from meshpar.machine.mesh import mesh_hosts
 from meshpar.model.contract import BlockGroup, Model
 from meshpar.model.parameter import Params, flat
+from meshpar.model.parameter_dims import parameter_dims
 from meshpar.model.tracing import (
     traced_activations,
     traced_batch,
@@ -130,6 +131,25 @@ def experts_refusal(model: Model, layout: Layout) -> InputError | None:
                 "its device's experts alone of what has 'experts', which is for the "
                 "first dim of an expert's matrices; leave it out of a router's axes",
                 key="model.experts_in_other_dim",
+            )
+    return _unnamed_experts(model, asked) if model.unflatten is not None else None
+
+
+def _unnamed_experts(model: Model, asked: str) -> RuleError | None:
+    """Return the error if a loss sends tokens to experts that are not split, or None.
+
+    The number of a loss's experts is the size of its arrays, which tells no split.
+    """
+    with tracing("whether experts are named cannot be found"):
+        routed = parameter_dims(model, 1, 1).routed_experts()
+    for path, one in routed:
+        if one.logical_axes[0] != "experts":
+            return RuleError(
+                "dead",
+                f"{asked} {path}, which meshpar.experts reads, has the logical axes "
+                f"{one.logical_axes}, so that every device would have all "
+                f"{one.shape[0]} experts; name its first dim 'experts'",
+                key="model.experts_without_name",
             )
     return None
 
