@@ -18,7 +18,10 @@ from meshpar.model import tracing
 from meshpar.model.loss.leaf_names import UnmatchedNameWarning
 from meshpar.model.parameter import initial_values
 from meshpar.model.scope import Scope
+from meshpar.models.presets import build
 from meshpar.planner.from_model import traced_workload
+from meshpar.testing.assertions import assert_no_surprises
+from meshpar.testing.batches import random_batch
 from meshpar.testing.equivalence import check_layouts
 from meshpar.train.checkpoint import Checkpoints
 from recipes.examples.__main__ import (
@@ -55,7 +58,7 @@ def reference(name):
 
 
 OWN_CONTRACT = {"running_mean", "batch_norm", "denoising", "dit", "dlrm"}
-"""Models of the zoo that need state, keys by example, or gradients of inputs."""
+"""Models of the zoo that change state, or need keys by example or input gradients."""
 MICROBATCHES = {name for name in EXAMPLES if name != "resnet_nnx"}
 """Examples that keep no statistics of the whole batch."""
 QUICKLY = {"nanogpt_nnx", "gpt2_linen", "resnet_nnx"}
@@ -737,7 +740,7 @@ def test_attend_and_positions_follow_a_split_sequence(layout, blocks, refuses):
     np.testing.assert_allclose(*zip(*losses, strict=True), rtol=BOUND)
 
 
-def test_a_compiled_step_is_the_one_that_runs():
+def test_a_compiled_step_is_the_one_that_runs_and_has_no_surprises():
     model = from_loss(init_listed, run_list, names=NAMES, inputs=TOKENS)
     step = make_train_step(model, optax.adam(1e-3), "data=2,fsdp=2,tensor=2")
     state, batch, compiled = step.init(seed=0), tokens(8), []
@@ -751,6 +754,7 @@ def test_a_compiled_step_is_the_one_that_runs():
     before = len(compiled)
     step(state, batch)
     assert len(compiled) == before > 0
+    assert_no_surprises(step, (batch,))
 
 
 def test_attention_of_ones_own_is_pointed_to_attend(refuses):
@@ -771,26 +775,63 @@ def test_a_cut_loss_is_linted_and_planned():
     assert workload.traced.linear_flops == 2 * 2 * EMBED * 16
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(set(ZOO) - OWN_CONTRACT))
-def test_models_of_the_zoo_go_through_both_doors(name):
-    entry = ZOO[name]
-    model, batch = entry.model(2), entry.batch()
+LANGUAGE = {"layers": 2, "embed": 16, "heads": 4, "kv_heads": 2, "vocab": 32}
+ROUTED = {**LANGUAGE, "experts": 4, "top_k": 2, "expert_ffn": 16, "bias_rate": 0.0}
+LATENT = {
+    **{"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4},
+    **{"qk_rope_head_dim": 4, "v_head_dim": 4, "kv_heads": 0},
+    **{"dense_layers": 1, "ffn": 32, "groups": 2, "top_groups": 1},
+}
+SMALL = {
+    "test": {},
+    "qwen2-0.5b": {**LANGUAGE, "ffn": 32},
+    "qwen3-0.6b": {**LANGUAGE, "ffn": 32, "head_dim": 8},
+    "llama3.2-1b": {**LANGUAGE, "ffn": 32},
+    "tiny-moe": ROUTED,
+    "tiny-moe-capacity": ROUTED,
+    "qwen3-30b-a3b": {**ROUTED, "head_dim": 8},
+    "deepseek-v3": {**ROUTED, **LATENT},
+    "tiny-gemma3": {**LANGUAGE, "ffn": 32, "head_dim": 4, "window": 4},
+    "tiny-vit": {"layers": 2, "embed": 16, "heads": 4, "pooling": "class_token"},
+    "tiny-afno": {"layers": 2, "embed": 8, "height": 8, "width": 16, "patch": 2},
+    "tiny-pair": {"embed": 8, "residues": 8, "heads": 2, "head_dim": 4, "channels": 8},
+    "tiny-t5": {"embed": 16, "heads": 4, "ffn": 32, "vocab": 32, "max_seq": 8},
+    "tiny-unet3d": {"depth": 8, "height": 8, "width": 4, "base": 4, "groups": 2},
+}
+"""Presets and sizes; a bias of the router would change."""
+
+
+def contract_loss(model):
+    """Return the functions of a model as a loss, its layers in a plain loop."""
 
     def loss(params, batch, key):
         ends, groups = model.split(params)
+        _, states = model.split(initial_values(model, 0)[1])
         scope = Scope(batch=batch)
         x, layer, auxiliary = model.embed(ends, batch, scope), 0, 0.0
-        for group, stacked in zip(model.groups, groups, strict=True):
+        for group, *stacked in zip(model.groups, groups, states, strict=True):
             x = x if group.enter is None else group.enter(ends, x, scope)
             for index in range(group.num_layers):
-                own = jax.tree.map(lambda value, at=index: value[at], stacked)
-                x, sums = group.run(own, x, scope.at_layer(layer))
+                own, state = jax.tree.map(lambda value, at=index: value[at], stacked)
+                x, sums = group.run(own, x, scope.at_layer(layer, state))
                 auxiliary, layer = auxiliary + group.weighted(sums), layer + 1
         loss_sum, weight_sum = model.loss_sums(ends, x, batch, scope)
         return loss_sum + auxiliary, weight_sum
 
-    other = from_loss(lambda key: model.init(0), loss, inputs=model.inputs)
+    return loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*sorted(set(ZOO) - OWN_CONTRACT), *SMALL])
+def test_models_of_the_zoo_go_through_both_doors(name):
+    if name in ZOO:
+        model, batch = ZOO[name].model(2), ZOO[name].batch()
+    else:
+        model = build(name, **SMALL[name])
+        batch = random_batch(model, 8, SEQ, seed=0)
+    other = from_loss(
+        lambda key: model.init(0), contract_loss(model), inputs=model.inputs
+    )
     found = []
     for one in (model, other):
         step = make_train_step(
@@ -802,6 +843,22 @@ def test_models_of_the_zoo_go_through_both_doors(name):
             losses.append(float(metrics["loss"]))
         found.append(losses)
     np.testing.assert_allclose(*found, rtol=BOUND)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "layout", "blocks"),
+    [
+        ("nanogpt_nnx", STAGES, True),
+        ("gpt2_linen", "fsdp=4,tensor=2", False),
+        ("transformer_scan", "fsdp=4,tensor=2", True),
+    ],
+)
+def test_steps_of_examples_have_no_surprises(name, layout, blocks):
+    module = example(name)
+    model = module.model(module.BLOCKS if blocks else None)
+    step = make_train_step(model, module.optimizer, layout)
+    assert_no_surprises(step, (module.batch(),))
 
 
 @pytest.mark.slow
