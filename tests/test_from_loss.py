@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import meshpar
-from meshpar import Input, from_loss, lint, make_train_step
+from meshpar import Input, from_loss, lint, make_train_step, suggest_names
 from meshpar.model import tracing
 from meshpar.model.loss.leaf_names import UnmatchedNameWarning
 from meshpar.model.parameter import initial_values
@@ -241,12 +241,55 @@ BOTH = [
 ]
 
 
+def init_two_kinds(key):
+    """Two layers that read what three others return."""
+    return {**init_listed(key), "readers": init_listed(key, num_layers=2)["layers"]}
+
+
+def init_two_stacked(key):
+    params = init_two_kinds(key)
+    kinds = ("layers", "readers")
+    stacks = [
+        jax.tree.map(lambda *one: jnp.stack(one), *params[kind]) for kind in kinds
+    ]
+    return {**params, **dict(zip(kinds, stacks, strict=True))}
+
+
+def run_readers(params, batch, key):
+    x = params["embed"][batch["x"]]
+    for layer in params["layers"]:
+        x = block(x, layer)
+    memory, y = normed(x), params["embed"][batch["y"]]
+    for layer in params["readers"]:
+        y = block(y + memory @ layer["up"] @ layer["down"], layer)
+    return cross_entropy(params, y, batch)
+
+
+def scan_readers(params, batch, key):
+    body = lambda x, layer: (block(x, layer), None)  # noqa: E731
+    x, _ = jax.lax.scan(body, params["embed"][batch["x"]], params["layers"])
+    scales = 1 / (1 + jnp.arange(2))
+
+    def read(y, layer_and_scale):
+        layer, scale = layer_and_scale
+        return block(y + scale * normed(x), layer), None
+
+    first = params["embed"][batch["y"]]
+    y, _ = jax.lax.scan(read, first, (params["readers"], scales))
+    return cross_entropy(params, y, batch)
+
+
+KINDS = ("layers", "readers")
+TWO_KINDS = [(init_two_kinds, run_readers), (init_two_stacked, scan_readers)]
+
+
 @pytest.mark.parametrize(
-    ("init", "loss"), BOTH, ids=lambda one: getattr(one, "__name__", "")
+    ("init", "loss"), BOTH + TWO_KINDS, ids=lambda one: getattr(one, "__name__", "")
 )
 def test_embed_block_and_head_of_a_cut_loss_are_the_loss(init, loss):
-    model = from_loss(init, loss, names=NAMES, blocks="layers", inputs=TOKENS)
-    assert model.groups[0].num_layers == LAYERS
+    blocks = KINDS if (init, loss) in TWO_KINDS else "layers"
+    model = from_loss(init, loss, names=NAMES, blocks=blocks, inputs=TOKENS)
+    assert [one.num_layers for one in model.groups] == [LAYERS, 2][: len(model.groups)]
     params, batch = model.init(0), tokens()
 
     def plain(params):
@@ -263,6 +306,52 @@ def test_embed_block_and_head_of_a_cut_loss_are_the_loss(init, loss):
         jax.tree.leaves(model.unflatten(ours)), jax.tree.leaves(gradients), strict=True
     ):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("init", "loss"), TWO_KINDS)
+@pytest.mark.parametrize("layout", [STAGES, "fsdp=4,tensor=2,remat=full"])
+def test_blocks_of_two_kinds_train_as_their_plain_program(init, loss, layout):
+    model = from_loss(init, loss, names=NAMES, blocks=KINDS, inputs=TOKENS)
+    step, batch = make_train_step(model, optax.sgd(0.1), layout), tokens(8)
+
+    @jax.jit
+    @jax.value_and_grad
+    def plain(params):
+        loss_sum, weight_sum = loss(params, batch, None)
+        return loss_sum / weight_sum
+
+    state, losses = step.init(seed=0), []
+    params = jax.jit(init)(jax.random.key(0))
+    for _ in range(2):
+        state, metrics = step(state, batch)
+        value, gradients = plain(params)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+        losses.append((float(metrics["loss"]), float(value)))
+    np.testing.assert_allclose(*zip(*losses, strict=True), rtol=BOUND)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6),
+        step.unflatten(state),
+        params,
+    )
+
+
+def test_groups_of_blocks_have_names_of_their_own(refuses):
+    def init(key):
+        sides = {side: {"layers": init_listed(key)["layers"]} for side in "ab"}
+        return {**sides, "embed": jnp.ones((VOCAB, EMBED))}
+
+    model = from_loss(init, run_list, blocks=("a/layers", "b/layers"))
+    assert [group.name for group in model.groups] == ["a_layers", "b_layers"]
+    with refuses("model.blocks_overlap", "layers.0.down"):
+        from_loss(init_listed, run_list, blocks=("layers", "layers"))
+    with refuses("model.no_such_blocks", "blocks=()"):
+        from_loss(init_listed, run_list, blocks=())
+    late = from_loss(init_two_kinds, run_readers, blocks=KINDS[::-1], inputs=TOKENS)
+    with refuses("model.blocks_leak", "readers"):
+        jax.eval_shape(
+            lambda params: tracing.loss(late, params, tokens()), _shapes(late)
+        )
 
 
 def skips(params, batch, key):
@@ -773,6 +862,15 @@ def test_a_cut_loss_is_linted_and_planned():
     assert (workload.layers, workload.hidden) == (LAYERS, EMBED)
     # Two matmuls a token: 2 FLOPs for each weight.
     assert workload.traced.linear_flops == 2 * 2 * EMBED * 16
+
+
+def test_a_loss_of_two_kinds_of_blocks_is_linted_planned_and_named():
+    model = from_loss(
+        init_two_kinds, run_readers, names=NAMES, blocks=KINDS, inputs=TOKENS
+    )
+    assert lint(model, STAGES, seq=SEQ).findings == ()
+    assert traced_workload(model, seq=SEQ).layers == LAYERS + 2
+    assert suggest_names(model, seq=SEQ)["**/up"] == ("embed", "mlp")
 
 
 LANGUAGE = {"layers": 2, "embed": 16, "heads": 4, "kv_heads": 2, "vocab": 32}

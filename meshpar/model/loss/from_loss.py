@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -28,7 +29,7 @@ from meshpar.model.loss.leaf_names import (
     NONE,
     BlockLeaves,
     Names,
-    find_blocks,
+    find_groups,
     leaf_axes,
 )
 from meshpar.model.loss.traced_loss import CutLoss, TracedLoss
@@ -47,7 +48,7 @@ def from_loss(
     loss: Loss,
     *,
     names: Names | None = None,
-    blocks: str | None = None,
+    blocks: str | Sequence[str] | None = None,
     inputs: Mapping[str, Input] | None = None,
 ) -> Model:
     """Return a model of a function that makes parameters, and of its loss, unchanged.
@@ -76,7 +77,8 @@ def from_loss(
         blocks: Path of the repeated blocks: of a list of equal trees (`layers`), of
             trees named by number (`params/layers_*`), or of parameters stacked over
             layers that a `lax.scan` runs over. With it the model runs in stages, and
-            layer by layer under `fsdp` and `remat`.
+            layer by layer under `fsdp` and `remat`. Several paths, in the order in
+            which they run, are blocks of several kinds: `("encoder", "decoder")`.
         inputs: Name -> `Input` of the arrays of a batch (`Model`).
 
     Raises:
@@ -121,9 +123,9 @@ def from_loss(
                 key="model.input_gradient_in_loss",
             )
     tree = UserTree(init)
-    block_leaves = NONE if blocks is None else find_blocks(tree.leaves, blocks)
-    axes, problems = leaf_axes(tree.leaves, names or {}, block_leaves)
-    model = _LossModel(tree, loss, block_leaves, axes).model(inputs)
+    groups = (NONE,) if blocks is None else find_groups(tree.leaves, blocks)
+    axes, problems = leaf_axes(tree.leaves, names or {}, groups)
+    model = _LossModel(tree, loss, groups, axes).model(inputs)
     problems |= {
         collection: "stays as init makes it, like every Linen collection but params; "
         "a layer's state that changes needs meshpar.from_nnx"
@@ -143,23 +145,24 @@ class _LossModel:
         self,
         tree: UserTree,
         loss: Loss,
-        blocks: BlockLeaves,
+        groups: Sequence[BlockLeaves],
         axes: Sequence[LogicalAxes],
     ) -> None:
-        self._tree, self._loss, self._blocks, self._axes = tree, loss, blocks, axes
-        in_blocks = set(itertools.chain(*blocks.positions))
+        self._tree, self._loss, self._groups, self._axes = tree, loss, groups, axes
+        layers = itertools.chain(*(group.positions for group in groups))
+        in_blocks = set(itertools.chain(*layers))
         self._ends = [
             at
             for at, leaf in enumerate(tree.leaves)
             if at not in in_blocks and leaf.role != "random"
         ]
-        self._traced = TracedLoss(tree, loss, blocks, self._ends, axes)
+        self._traced = TracedLoss(tree, loss, groups, self._ends, axes)
         self._changes_state = tree.has_statistics
 
     def model(self, inputs: Mapping[str, Input] | None) -> Model:
         """Return the model."""
         tree = self._tree.leaves
-        parameters: Params = {self._blocks.name: {}}
+        parameters: Params = {group.name: {} for group in self._groups}
         state: Params = {}
         constants = []
         for at in self._ends:
@@ -167,29 +170,16 @@ class _LossModel:
             self._check_name(tree[at])
             insert(parameters if trained else state, tree[at].path, self._declared(at))
             constants += [tree[at].name] if tree[at].role == "constant" else []
-        group: tuple[Params, Params] = ({}, {})
-        blocks = self._blocks
-        for path, at in zip(blocks.paths, blocks.positions[0], strict=True):
-            declared = self._declared(at, blocks.num_layers)
-            insert(group[tree[at].role != "param"], path, declared)
-            if tree[at].role == "constant":
-                constants.append(".".join((blocks.name, *path)))
-        parameters[blocks.name] = group[0]
-        state.update({blocks.name: group[1]} if group[1] else {})
-        whole = blocks is NONE
+        for group, index, path in self._block_arrays():
+            at, full = group.positions[0][index], (group.name, *path)
+            trained = tree[at].role == "param"
+            insert(parameters if trained else state, full, self._declared(at, group))
+            constants += [".".join(full)] if tree[at].role == "constant" else []
+        whole = self._groups[0] is NONE
         return Model(
             parameters=parameters,
             embed=_no_stream if whole else self._embed,
-            groups=(
-                BlockGroup(
-                    name=self._blocks.name,
-                    num_layers=blocks.num_layers,
-                    block=(lambda params, stream, scope: stream)
-                    if whole
-                    else self._block,
-                    called=blocks.blocks,
-                ),
-            ),
+            groups=tuple(map(self._block_group, range(len(self._groups)))),
             head=self._whole_loss if whole else self._head,
             inputs=inputs,
             state=state,
@@ -199,39 +189,59 @@ class _LossModel:
             update_ends=self._update_ends if whole and self._changes_state else None,
         )
 
-    def _declared(self, at: int, num_layers: int | None = None) -> Parameter:
+    def _block_group(self, at: int) -> BlockGroup:
+        group = self._groups[at]
+        if group is NONE:
+            return BlockGroup(
+                name=group.name,
+                num_layers=group.num_layers,
+                block=lambda params, stream, scope: stream,
+            )
+        return BlockGroup(
+            name=group.name,
+            num_layers=group.num_layers,
+            block=partial(self._block, at),
+            enter=partial(self._enter, at) if at else None,
+            called=group.blocks,
+        )
+
+    def _declared(self, at: int, group: BlockLeaves = NONE) -> Parameter:
         leaf = self._tree.leaves[at]
-        stacked = num_layers is not None and self._blocks.stacked
         return Parameter(
-            shape=leaf.shape[1:] if stacked else leaf.shape,
+            shape=leaf.shape[1:] if group.stacked else leaf.shape,
             dtype=leaf.dtype,
             logical_axes=self._axes[at],
-            num_layers=num_layers,
+            num_layers=None if group is NONE else group.num_layers,
         )
 
     def _check_name(self, leaf: UserLeaf) -> None:
-        if leaf.path[0] == self._blocks.name:
+        if leaf.path[0] in {group.name for group in self._groups}:
             raise InputError(
                 f"parameter {leaf.name} is under the name of the blocks, "
-                f"{self._blocks.name!r}; rename it",
+                f"{leaf.path[0]!r}; rename it",
                 key="model.name_of_blocks_taken",
             )
 
     def _values(self, key: jax.Array) -> tuple[Params, Params]:
         """Return parameters and state as `init(key)` makes them, layers stacked."""
         values, trees = self._tree.values(key), self._tree.leaves
-        params: Params = {self._blocks.name: {}}
+        params: Params = {group.name: {} for group in self._groups}
         state: Params = {}
         for at in self._ends:
             trained = trees[at].role == "param"
             insert(params if trained else state, trees[at].path, values[at])
-        blocks = self._blocks
-        for index, path in enumerate(blocks.paths):
-            layer_values = [values[layer[index]] for layer in blocks.positions]
-            stacked = layer_values[0] if blocks.stacked else jnp.stack(layer_values)
-            trained = trees[blocks.positions[0][index]].role == "param"
-            insert(params if trained else state, (self._blocks.name, *path), stacked)
+        for group, index, path in self._block_arrays():
+            layer_values = [values[layer[index]] for layer in group.positions]
+            stacked = layer_values[0] if group.stacked else jnp.stack(layer_values)
+            trained = trees[group.positions[0][index]].role == "param"
+            insert(params if trained else state, (group.name, *path), stacked)
         return params, state
+
+    def _block_arrays(self) -> Iterator[tuple[BlockLeaves, int, tuple[str, ...]]]:
+        """Yield each array of the blocks: its group, and its index and path in it."""
+        for group in self._groups:
+            for index, path in enumerate(group.paths):
+                yield group, index, path
 
     def _unflatten(self, params: Params, state: Params | None = None) -> Any:
         """Return the user's tree with these parameters, layers first to last."""
@@ -255,14 +265,13 @@ class _LossModel:
         for at in self._ends:
             leaf = self._tree.leaves[at]
             values[at] = _at_path(params if leaf.role == "param" else state, leaf.path)
-        blocks = self._blocks
-        for index, path in enumerate(blocks.paths):
-            for layer, positions in enumerate(blocks.positions):
+        for group, index, path in self._block_arrays():
+            for layer, positions in enumerate(group.positions):
                 role = self._tree.leaves[positions[index]].role
                 stacked = _at_path(
-                    params if role == "param" else state, (self._blocks.name, *path)
+                    params if role == "param" else state, (group.name, *path)
                 )
-                whole = blocks.stacked
+                whole = group.stacked
                 values[positions[index]] = stacked if whole else stacked[layer]
         return values
 
@@ -306,21 +315,31 @@ class _LossModel:
 
     def _embed(self, params: Params, batch: Mapping[str, Any], scope: Scope) -> Any:
         loss, known, examples = self._cut(params, batch, scope)
-        return in_stream(loss.cut, loss.cut.embed(known), examples)
+        first = loss.cuts[0]
+        return in_stream(first, first.embed(known), examples)
+
+    def _enter(self, at: int, params: Params, stream: Any, scope: Scope) -> Any:
+        """Return the stream of group `at` from that of the group before."""
+        loss, known, examples = self._cut(params, scope.batch, scope)
+        before, own = loss.cuts[at - 1 : at + 1]
+        after = from_stream(before, before.last, stream)
+        known |= dict(zip(before.last, after, strict=True))
+        return in_stream(own, own.embed(known), examples)
 
     def _head(
         self, params: Params, stream: Any, batch: Mapping[str, Any], scope: Scope
     ) -> Any:
         loss, known, _ = self._cut(params, batch, scope)
-        after = from_stream(loss.cut, loss.cut.last, stream)
-        return jax.tree.unflatten(loss.results, loss.cut.head(known, after))
+        last = loss.cuts[-1]
+        after = from_stream(last, last.last, stream)
+        return jax.tree.unflatten(loss.results, last.head(known, after))
 
-    def _block(self, params: Params, stream: Any, scope: Scope) -> Any:
-        (parts, arguments, _), examples = self._traced.cut(params, scope.batch, scope)
-        blocks = self._blocks
+    def _block(self, at: int, params: Params, stream: Any, scope: Scope) -> Any:
+        (cuts, arguments, _), examples = self._traced.cut(params, scope.batch, scope)
+        group, parts = self._groups[at], cuts[at]
         values = []
-        for path, at in zip(blocks.paths, blocks.positions[0], strict=True):
-            trained = self._tree.leaves[at].role == "param"
+        for path, position in zip(group.paths, group.positions[0], strict=True):
+            trained = self._tree.leaves[position].role == "param"
             values.append(_at_path(params if trained else scope.state, path))
 
         def make_key(index: int, shape: tuple[int, ...]) -> jax.Array:
@@ -331,7 +350,8 @@ class _LossModel:
 
         batch = known_batch(arguments, sorted(scope.batch), scope.batch)
         arrays = from_stream(parts, parts.first, stream)
-        after = parts.block(values, batch, arrays, make_key, scope.layer)
+        layer = scope.layer - sum(one.num_layers for one in self._groups[:at])
+        after = parts.block(values, batch, arrays, make_key, layer)
         result = in_stream(parts, after, examples)
         # The planner traces blocks in a dtype that the model may promote.
         return jax.tree.map(lambda y, x: y.astype(x.dtype), result, stream)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshpar.errors import InputError, nearest
@@ -54,6 +55,41 @@ NONE = BlockLeaves(
 """The one empty block of a model that is not cut."""
 
 
+def find_groups(
+    leaves: Sequence[UserLeaf], blocks: str | Sequence[str]
+) -> tuple[BlockLeaves, ...]:
+    """Return where the blocks of one path or of several are, each under its name.
+
+    Raises:
+        InputError: As for `find_blocks`; or no path is given, or two of one block.
+    """
+    paths = (blocks,) if isinstance(blocks, str) else tuple(blocks)
+    groups = [find_blocks(leaves, path) for path in paths]
+    seen: dict[int, str] = {}
+    for group in groups:
+        for at in itertools.chain(*group.positions):
+            if at in seen:
+                raise InputError(
+                    f"blocks={paths}: {leaves[at].name} is under both {seen[at]!r} and "
+                    f"{group.blocks!r}; give paths that have no array in common",
+                    key="model.blocks_overlap",
+                )
+            seen[at] = group.blocks
+    if not groups:
+        raise InputError(
+            "blocks=() has no path; give one or more, or leave blocks= out",
+            key="model.no_such_blocks",
+        )
+    if len({group.name for group in groups}) == len(groups):
+        return tuple(groups)
+    return tuple(replace(one, name=_group_name(_keys(one.blocks))) for one in groups)
+
+
+def _group_name(keys: Sequence[str]) -> str:
+    names = (key.replace("*", "").strip("_") for key in keys)
+    return "_".join(filter(None, names)) or "blocks"
+
+
 def find_blocks(leaves: Sequence[UserLeaf], blocks: str) -> BlockLeaves:
     """Return where the blocks of a path are.
 
@@ -84,7 +120,7 @@ def find_blocks(leaves: Sequence[UserLeaf], blocks: str) -> BlockLeaves:
         _check_equal(leaves, first, inside[index], blocks, order[0], index)
     return BlockLeaves(
         blocks=blocks,
-        name=keys[-1].replace("*", "").strip("_") or "blocks",
+        name=_group_name(keys[-1:]),
         paths=tuple(first),
         positions=tuple(
             tuple(inside[index][path] for path in first) for index in order
@@ -156,7 +192,7 @@ def _check_equal(
 def leaf_axes(
     leaves: Sequence[UserLeaf],
     names: Names,
-    blocks: BlockLeaves,
+    groups: Sequence[BlockLeaves],
 ) -> tuple[list[LogicalAxes], dict[str, str]]:
     """Return the logical axes of each leaf, and what lint reports about the names.
 
@@ -165,7 +201,7 @@ def leaf_axes(
     Raises:
         InputError: A pattern has a name for too many dims, or too few.
     """
-    stacked = set(blocks.positions[0]) if blocks.stacked else set()
+    stacked = {at for one in groups if one.stacked for at in one.positions[0]}
     expressions = {pattern: path_expression(pattern) for pattern in names}
     unused, unnamed = set(names), []
     axes: list[LogicalAxes] = []

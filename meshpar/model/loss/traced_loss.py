@@ -31,12 +31,12 @@ class CutLoss(NamedTuple):
     """A loss cut for one shape of batch.
 
     Args:
-        cut: Its parts.
-        arguments: Numbers of the trace's arguments.
+        cuts: Its parts around each group of blocks.
+        arguments: Numbers of the trace's arguments; `ends` are outside all blocks.
         results: Structure of what the loss returns.
     """
 
-    cut: Cut
+    cuts: tuple[Cut, ...]
     arguments: Arguments
     results: Any
 
@@ -47,7 +47,7 @@ class TracedLoss:
     Args:
         tree: The user's parameters.
         loss: The loss.
-        blocks: Where the blocks are among the leaves.
+        groups: Where the blocks of each group are among the leaves.
         ends: Positions of the leaves outside the blocks.
         axes: Logical axes of each leaf, without the dim of stacked layers.
     """
@@ -56,13 +56,14 @@ class TracedLoss:
         self,
         tree: UserTree,
         loss: Callable[..., Any],
-        blocks: BlockLeaves,
+        groups: Sequence[BlockLeaves],
         ends: Sequence[int],
         axes: Sequence[LogicalAxes],
     ) -> None:
-        self._tree, self._loss, self._blocks, self._ends = tree, loss, blocks, ends
+        self._tree, self._loss, self._groups, self._ends = tree, loss, groups, ends
         self._axes = axes
-        self._layers = list(itertools.chain(*blocks.positions))
+        positions = itertools.chain(*(group.positions for group in groups))
+        self._layers = list(itertools.chain(*positions))
         self._cuts: dict[Any, CutLoss] = {}
         self._draws: dict[Any, Shapes] = {}
         self._rules: list[Any] = []
@@ -198,27 +199,47 @@ class TracedLoss:
             frozenset() if data is None else self._shared(params, names, shapes, scope)
         )
         traced, results = self._program(params, names, shapes, data, scope, shared)
-        blocks, first = self._blocks, len(self._ends)
-        width = len(blocks.paths)
-        layers = {
-            first + at: STACKED if blocks.stacked else at // width
-            for at in range(len(self._layers))
-        }
-        program = LossProgram(traced, layers)
-        numbers, after = program.arguments, first + len(self._layers)
-        arguments = Arguments(
+        first, last = len(self._ends), len(self._ends) + len(self._layers)
+        program = LossProgram(traced, self._layer_numbers())
+        numbers = program.arguments
+        outside = Arguments(
             ends=tuple(numbers[:first]),
-            layers=tuple(
-                tuple(numbers[first + at : first + at + width])
-                for at in range(0, len(self._layers), width)
-            ),
-            num_layers=blocks.num_layers,
-            stacked=blocks.stacked,
-            batch=tuple(numbers[after : after + len(names)]),
+            layers=(),
+            num_layers=0,
+            stacked=False,
+            batch=tuple(numbers[last : last + len(names)]),
             key=None if data is None else numbers[-1],
         )
-        parts = replace(cut(program, arguments, blocks.blocks), shared=shared)
-        return CutLoss(parts, arguments, results)
+        cuts, begin = [], first
+        for group in self._groups:
+            width = len(group.paths)
+            end = begin + width * len(group.positions)
+            arguments = replace(
+                outside,
+                ends=(*outside.ends, *numbers[first:begin], *numbers[end:last]),
+                layers=tuple(
+                    tuple(numbers[at : at + width]) for at in range(begin, end, width)
+                ),
+                num_layers=group.num_layers,
+                stacked=group.stacked,
+            )
+            parts = cut(program, arguments, group.blocks)
+            cuts.append(replace(parts, shared=shared))
+            begin = end
+        paths = [group.blocks for group in self._groups]
+        _check_chain(program, outside, cuts, paths)
+        return CutLoss(tuple(cuts), outside, results)
+
+    def _layer_numbers(self) -> dict[int, int]:
+        """Return the layer of each argument in a block, counted over all groups."""
+        numbers: list[int] = []
+        layer = 0
+        for group in self._groups:
+            for positions in group.positions:
+                own = STACKED if group.stacked else layer
+                numbers += [own] * len(positions)
+                layer += 1
+        return {len(self._ends) + at: number for at, number in enumerate(numbers)}
 
 
 def _local_shape(
@@ -251,11 +272,11 @@ def _float_dtype(params: Params) -> Any:
 
 
 def cut(program: LossProgram, arguments: Arguments, blocks: str) -> Cut:
-    """Return a traced loss cut between its blocks.
+    """Return a traced loss cut between the blocks of one group.
 
     Args:
         program: The trace.
-        arguments: Its arguments.
+        arguments: Its arguments; `ends` has the parameters of other groups too.
         blocks: Path of the blocks, for errors.
 
     Raises:
@@ -264,24 +285,37 @@ def cut(program: LossProgram, arguments: Arguments, blocks: str) -> Cut:
     """
     facts = TraceFacts(program, arguments, blocks)
     if arguments.stacked:
-        parts = _ScannedBlock.from_trace(facts).cut()
-    else:
-        parts = listed_blocks(facts)
-    known = (*arguments.ends, *arguments.batch, *facts.key_argument)
-    for wanted, after, part in (
-        (parts.first, (), "what the first block reads"),
-        (program.results, parts.last, "the loss"),
-    ):
+        return _ScannedBlock.from_trace(facts).cut()
+    return listed_blocks(facts)
+
+
+def _check_chain(
+    program: LossProgram, outside: Arguments, cuts: Sequence[Cut], paths: Sequence[str]
+) -> None:
+    """Raise if anything depends on a block but through the stream that it returns.
+
+    Args:
+        program: The trace.
+        outside: Its arguments outside the blocks.
+        cuts: The loss, cut around each group of blocks.
+        paths: Path of each group.
+    """
+    key = () if outside.key is None else (outside.key,)
+    known = (*outside.ends, *outside.batch, *key)
+    befores: list[tuple[int, ...]] = [(), *(one.last for one in cuts)]
+    wanted = [*(one.first for one in cuts), program.results]
+    for at, (needed, before) in enumerate(zip(wanted, befores, strict=True)):
         try:
-            program.needed(wanted, (*known, *after))
+            program.needed(needed, (*known, *before))
         except LookupError:
+            part = "the loss" if at == len(cuts) else "what the first block reads"
             raise InputError(
-                f"blocks={blocks!r}: {part} depends on what a block keeps to itself, "
-                "besides the stream that the last one returns; return it in the "
-                "stream of every block, or write the model with meshpar.from_nnx",
+                f"blocks={paths[min(at, len(cuts) - 1)]!r}: {part} depends on what a "
+                "block keeps to itself, besides the stream that the last one returns; "
+                "return it in the stream of every block, or write the model with "
+                "meshpar.from_nnx",
                 key="model.blocks_leak",
             ) from None
-    return parts
 
 
 @dataclass(frozen=True, kw_only=True)
