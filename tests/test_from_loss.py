@@ -829,7 +829,8 @@ def test_attend_and_positions_follow_a_split_sequence(layout, blocks, refuses):
     np.testing.assert_allclose(*zip(*losses, strict=True), rtol=BOUND)
 
 
-def test_a_compiled_step_is_the_one_that_runs_and_has_no_surprises():
+def test_a_compiled_step_is_the_one_that_runs():
+    """And it has no unexpected collective."""
     model = from_loss(init_listed, run_list, names=NAMES, inputs=TOKENS)
     step = make_train_step(model, optax.adam(1e-3), "data=2,fsdp=2,tensor=2")
     state, batch, compiled = step.init(seed=0), tokens(8), []

@@ -22,6 +22,24 @@ MUTANTS = (
         tests=(f"{TESTS}::test_blocks_that_differ_inside_a_call_are_refused",),
     ),
     Mutant(
+        name="layers-are-counted-over-all-kinds",
+        effect="a block of the second kind reads what is of a later layer",
+        file="meshpar/model/loss/from_loss.py",
+        old="scope.layer - sum(one.num_layers for one in self._groups[:at])",
+        new="scope.layer",
+        tests=(f"{TESTS}::test_embed_block_and_head_of_a_cut_loss_are_the_loss",),
+    ),
+    Mutant(
+        name="experts-count-one-tile-of-rows",
+        effect="a plan of a traced model counts too few matmuls of experts",
+        file="meshpar/parallel/expert/tiles.py",
+        old="at = expect_iterations(state[0], filled)",
+        new="at = expect_iterations(state[0], 1.0)",
+        tests=(
+            "tests/test_own_experts.py::test_a_plan_counts_the_experts_that_a_token_meets",
+        ),
+    ),
+    Mutant(
         name="batch-statistics-are-of-one-device",
         effect="BatchNorm in a loss normalizes with one device's examples",
         file="meshpar/model/loss/user_tree.py",
