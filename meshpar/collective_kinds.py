@@ -36,7 +36,8 @@ class CollectiveKind:
         """Return the share of the whole array that each device sends, as a fraction.
 
         The whole array: gathered, or before it is scattered; of a ragged all-to-all,
-        whose sizes are data, the array that receives, which is the most.
+        whose sizes are data, the smaller of those that send and receive, which is the
+        most where nothing is sent twice.
 
         Example:
             >>> KINDS["all-reduce"].sent(4)

@@ -19,6 +19,12 @@ ASKED = {
     "host_gather": ("all-gather", "summed gradients, of the host's shares"),
     "outer_gradient": ("all-reduce", "outer gradient, averaged over the replicas"),
     "optimizer": ("any", "an optimizer that needs more than its own shard"),
+    "owner_dispatch": (
+        "all-to-all",
+        "shards of matrices, to the devices that own them",
+    ),
+    "owner_return": ("all-to-all", "owners' matrices, back to the shards"),
+    "owner_gather": ("all-gather", "matrices of all owners, to all copies"),
     "loss_sum": ("all-reduce", "loss and weights summed over the global batch"),
     "batch_sum": ("all-reduce", "statistics of the global batch"),
     "gradient_norm": ("all-reduce", "global norm of the gradients"),
@@ -90,6 +96,17 @@ def asked(name: str) -> AbstractContextManager:
     if name not in ASKED:
         raise KeyError(name)
     return jax.named_scope(ASKED_PREFIX + name)
+
+
+RUNNING_TIMES = "running-times-"
+
+
+def running_times(number: int) -> AbstractContextManager:
+    """Tell `meshpar.audit` how often a loop made inside runs.
+
+    For one whose devices differ in that: the number of the device with the most work.
+    """
+    return jax.named_scope(f"{RUNNING_TIMES}{number}")
 
 
 def sum_dtype(dtype: Any, platform: str) -> Any:

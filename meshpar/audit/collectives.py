@@ -327,9 +327,12 @@ class _Site:
         return list(shape_arrays(shape))
 
     def payload_bytes(self) -> int:
-        if self.kind != "reduce-scatter":
-            return sum(array.bytes for array in self.arrived())
-        return sum(operand.bytes for operand in self._operands())
+        if self.kind == "reduce-scatter":
+            return sum(operand.bytes for operand in self._operands())
+        arrived = sum(array.bytes for array in self.arrived())
+        if self.kind != "ragged-all-to-all":
+            return arrived
+        return min(arrived, self._operands()[0].bytes)
 
     @property
     def has_path(self) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from meshpar.audit.hlo import Computation, HloError, Instruction, Program
+from meshpar.collectives import RUNNING_TIMES
 
 _ASYNC_STARTS = {
     "async-start": "calls",
@@ -21,6 +22,7 @@ _ASYNC_STARTS = {
 """Opcode -> the attribute that names what it runs."""
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_TOLD = re.compile(rf"/{RUNNING_TIMES}(\d+)/while$")
 
 
 @dataclass(frozen=True)
@@ -111,12 +113,13 @@ def trip_count(
 ) -> int | None:
     """Return the iterations of a while loop; None if the text does not say.
 
-    XLA notes the number where it knows it. Otherwise it is read from the loop: its
+    XLA notes the number where it knows it, and our own program in a loop's path
+    (`meshpar.collectives.running_times`). Otherwise it is read from the loop: its
     condition is that a counter is below a constant, and nothing else; the counter
     starts from a constant and goes up in steps of 1. Of a loop that may end early it is
     the most.
     """
-    known = _KNOWN.search(loop.attributes)
+    known = _KNOWN.search(loop.attributes) or _TOLD.search(loop.op_path)
     if known:
         return int(known[1])
     counter, limit = _counter_and_limit(program, loop)

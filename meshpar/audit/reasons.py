@@ -25,7 +25,7 @@ from meshpar.audit.needs import (
     sum_per_operand,
 )
 from meshpar.audit.subject import Subject
-from meshpar.collective_kinds import WRITTEN_AS
+from meshpar.collective_kinds import KINDS, WRITTEN_AS
 from meshpar.collectives import ASKED, ASKED_PREFIX
 from meshpar.layout import TOKEN_AXES
 
@@ -145,11 +145,11 @@ def _reason_by_name(row: Collective, subject: Subject, evidence: Evidence) -> Re
 
 
 def _asked_by_library(row: Collective) -> Reason | None:
-    name = re.search(rf"(?<![\w-]){ASKED_PREFIX}(\w+)", row.op_path)
-    if not name or name[1] not in ASKED:
+    names = re.findall(rf"(?<![\w-]){ASKED_PREFIX}(\w+)", row.op_path)
+    if not names or names[-1] not in ASKED:
         return None
-    kind, words = ASKED[name[1]]
-    if kind == row.kind:
+    kind, words = ASKED[names[-1]]
+    if kind in (row.kind, KINDS[row.kind].takes_as):
         return words, True
     article = "an" if row.kind[0] in "aeiou" else "a"
     return (f"{words}, as {article} {row.kind}", True) if _replaces(row, kind) else None
