@@ -10,6 +10,7 @@ import optax
 from optax import contrib
 
 from meshpar import Model
+from meshpar.optimizers import muon
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.optimizer_options import parse_optimizer
 from meshpar.rules.sharding import path_name
@@ -154,7 +155,7 @@ def _muon(
     def dims_of(params: Any) -> Any:
         return jax.tree.map_with_path(lambda path, _: dims.get(path_name(path)), params)
 
-    return contrib.muon(
+    return muon(
         rate,
         beta=options["momentum"],
         nesterov=options["nesterov"],

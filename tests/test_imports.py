@@ -21,7 +21,10 @@ LAYERS = (
     ("meshpar.model",),
     ("meshpar.parallel", "meshpar.data"),
     ("meshpar.fft", "meshpar.checks"),
-    ("meshpar.planner", "meshpar.audit", "meshpar.train", "meshpar.lint"),
+    (
+        *("meshpar.planner", "meshpar.audit", "meshpar.train", "meshpar.lint"),
+        "meshpar.optimizers",
+    ),
     ("meshpar.calibration",),
     ("meshpar",),
     ("meshpar.cli", "meshpar.testing", "meshpar.__main__"),

@@ -24,6 +24,7 @@ from meshpar.hardware.platforms import compiler_options_for
 from meshpar.layout import BATCH_AXES, Layout
 from meshpar.machine.mesh import absent_mesh, mesh_hosts
 from meshpar.model.contract import Model
+from meshpar.parallel.by_owners import Owners
 from meshpar.parallel.grids.space import space_axes, space_dims
 from meshpar.parallel.pipeline.program import PipelineProgram
 from meshpar.parallel.pipeline.stages import Pipeline, pipeline_for
@@ -146,8 +147,12 @@ class StepPlan:
     @cached_property
     def optimizer(self) -> optax.GradientTransformationExtraArgs:
         """The optimizer of the stacked parameters."""
-        make = unrolled if self.options.unroll_optimizer else by_layer
-        return make(self.options.optimizer, self.model, self.options.layout)
+        options = self.options
+        if options.unroll_optimizer:
+            return unrolled(options.optimizer, self.model, options.layout)
+        replicas = () if options.outer_optimizer is None else REPLICA_AXES
+        owners = Owners.from_placement(self.placement, replicas)
+        return by_layer(options.optimizer, self.model, options.layout, owners)
 
     @cached_property
     def whole(self) -> StepFunctions:

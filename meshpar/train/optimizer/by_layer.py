@@ -24,7 +24,10 @@ from meshpar.errors import InputError
 from meshpar.layout import Layout
 from meshpar.model.contract import Model
 from meshpar.model.parameter import Parameter, is_parameter
+from meshpar.parallel.by_owners import Owners
+from meshpar.parallel.matrices import ON_MATRICES, OnMatrices
 from meshpar.trace.primitives import ELEMENTWISE
+from meshpar.trace.walk import equations
 from meshpar.train.optimizer.flow import (
     REDUCTIONS,
     SUMS,
@@ -49,7 +52,10 @@ _WAY_OUT = (
 
 
 def by_layer(
-    optimizer: optax.GradientTransformation, model: Model, layout: Layout
+    optimizer: optax.GradientTransformation,
+    model: Model,
+    layout: Layout,
+    owners: Owners | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Return the optimizer of stacked parameters; nothing is computed.
 
@@ -62,6 +68,8 @@ def by_layer(
         optimizer: As for a tree in which every parameter is one layer's.
         model: Arranged for its stages.
         layout: The step's layout, for messages.
+        owners: Devices that compute what it does to whole matrices (`on_matrices`);
+            where these lie when absent.
 
     Raises:
         InputError: Its effect on each layer cannot be told, with the reason.
@@ -71,13 +79,15 @@ def by_layer(
     as_given = optax.GradientTransformationExtraArgs(
         optimizer.init, update_with_loss(optimizer)
     )
-    if not stacked:
-        return as_given
     shapes = _shapes(model, lambda one: one.shape)
     try:
         trace = traced(optimizer, shapes)
     except Exception as error:  # whatever it raises: it may be made for stacked arrays
-        _refuse_for_stacked(optimizer, model, layout, stacked, error)
+        if stacked:
+            _refuse_for_stacked(optimizer, model, layout, stacked, error)
+        return as_given
+    operations = (equation.primitive for equation in equations(trace.update))
+    if not stacked and ON_MATRICES not in operations:
         return as_given
     reason = by_layer_refusal(optimizer, shapes, trace, stacked)
     if reason is not None:
@@ -87,7 +97,7 @@ def by_layer(
             key="optimizer.not_by_layer",
         )
     filled = {path: np.asarray(parameters[path].places) >= 0 for path in stacked}
-    return _optimizer(trace, _Layers(filled))
+    return _optimizer(trace, _Layers(filled, owners))
 
 
 def _refuse_for_stacked(
@@ -196,6 +206,7 @@ class _Layers:
     """
 
     filled: Mapping[str, np.ndarray]
+    owners: Owners | None = None
 
     def constant(self, value: Any) -> Any:
         return value
@@ -249,6 +260,25 @@ class _Layers:
             *contents,
         )
         return [Value(*one) for one in zip(owners, arrays, strict=True)]
+
+    def on_matrices(
+        self,
+        operations: Sequence[OnMatrices],
+        arrays: Sequence[Value],
+        shared: Sequence[Value],
+    ) -> list[Any]:
+        others = [jnp.asarray(one.content) for one in shared]
+        owners = [one.owner for one in arrays if one.owner is not None]
+        contents = [one.content for one in arrays]
+        if self.owners is not None and len(owners) == len(arrays):
+            return self.owners.run(owners, operations, contents, others)
+        in_axes = (0, *(None,) * len(others))
+        return [
+            jax.vmap(operation, in_axes)(one.content, *others)
+            if one.owner in self.filled
+            else operation(one.content, *others)
+            for operation, one in zip(operations, arrays, strict=True)
+        ]
 
     def stacked(self, owner: str | None, value: Value) -> jax.Array:
         """Return a value's array, once for each place if its owner has layers."""
@@ -347,6 +377,17 @@ class _Shapes:
             if term.owner in self.stacked and term.content != name:
                 raise NotByLayer(f"it adds up {term.owner} with other parameters")
         return ()
+
+    def on_matrices(
+        self,
+        operations: Sequence[OnMatrices],
+        arrays: Sequence[Value],
+        shared: Sequence[Value],
+    ) -> list[Any]:
+        for one in arrays:
+            if one.owner in self.stacked:
+                raise NotByLayer(f"it takes {one.owner} as matrices")
+        return [one.content for one in arrays]
 
     def choose(
         self, index: Value, inputs: Sequence[Value], branches: Sequence[ClosedJaxpr]

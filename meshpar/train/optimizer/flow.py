@@ -22,6 +22,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from meshpar.errors import InputError
+from meshpar.parallel.matrices import ON_MATRICES, OnMatrices
 from meshpar.rules.sharding import path_name
 from meshpar.trace.primitives import ELEMENTWISE
 from meshpar.trace.walk import called_program, walk
@@ -106,6 +107,14 @@ class Domain(Protocol):
     ) -> list[Value]:
         """Return the results of `cond` by an index that is made of no parameter."""
 
+    def on_matrices(
+        self,
+        operations: Sequence[OnMatrices],
+        arrays: Sequence[Value],
+        shared: Sequence[Value],
+    ) -> list[Any]:
+        """Return the results of `on_matrices`, each of the parameter of its array."""
+
 
 def run(program: ClosedJaxpr, inputs: Sequence[Value], domain: Domain) -> list[Value]:
     """Return the outputs of a traced function in a domain.
@@ -170,8 +179,23 @@ def _results(
         raise NotByLayer(_mixing(name, _owners(wholes)))
     if name == "cond" and values[0].owner is None:
         return domain.choose(values[0], values[1:], equation.params["branches"])
+    if equation.primitive is ON_MATRICES:
+        return _on_matrices(equation, values, domain)
     owner = single_owner(name, values)
     return [Value(owner, content) for content in domain.apply(equation, values)]
+
+
+def _on_matrices(
+    equation: JaxprEqn, values: Sequence[Value], domain: Domain
+) -> list[Value]:
+    operations = equation.params["operations"]
+    arrays, shared = values[: len(operations)], values[len(operations) :]
+    owners = _owners(shared)
+    if owners:
+        raise NotByLayer(f"every matrix takes values of {owners[0]}")
+    contents = domain.on_matrices(operations, arrays, shared)
+    pairs = zip(arrays, contents, strict=True)
+    return [Value(array.owner, content) for array, content in pairs]
 
 
 def _joined(value: _Any, domain: Domain) -> Any:

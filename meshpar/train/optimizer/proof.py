@@ -19,6 +19,7 @@ import optax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.tree_util import DictKey
 
+from meshpar.parallel.matrices import OnMatrices
 from meshpar.rules.sharding import path_name
 from meshpar.train.optimizer.flow import (
     NotByLayer,
@@ -180,6 +181,24 @@ class _Formulas:
             )
             results.append(Value(owner, layers if owner in self.stacked else layers[0]))
         return results
+
+    def on_matrices(
+        self,
+        operations: Sequence[OnMatrices],
+        arrays: Sequence[Value],
+        shared: Sequence[Value],
+    ) -> list[Any]:
+        others = [one.content for one in shared]
+
+        def result(operation: OnMatrices, digest: str) -> str:
+            return _digest("on_matrices", repr(operation), digest, *others)
+
+        return [
+            tuple(result(operation, digest) for digest in one.content)
+            if one.owner in self.stacked
+            else result(operation, one.content)
+            for operation, one in zip(operations, arrays, strict=True)
+        ]
 
 
 def _at(content: Any, layer: int) -> str:

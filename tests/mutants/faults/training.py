@@ -59,6 +59,14 @@ MUTANTS = (
         missed_at_first=True,
     ),
     Mutant(
+        name="owners-send-all-they-have-room-for",
+        effect="an owner of fewer matrices than others overwrites their results",
+        file="meshpar/parallel/by_owners.py",
+        old="sent, received = (counts[self._own], first), (",
+        new="sent, received = (packing.room, first), (",
+        tests=("tests/test_muon.py::test_owners_compute_what_one_device_does",),
+    ),
+    Mutant(
         name="masters-not-averaged",
         effect="local steps go on from masters that were not averaged",
         file="meshpar/train/local_steps.py",
