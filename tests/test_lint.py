@@ -23,6 +23,7 @@ from meshpar import (
     make_train_step,
 )
 from meshpar.models import presets
+from meshpar.optimizers import muon
 from meshpar.rules.presets import PRESETS
 from tests.refusals import check_words, names
 
@@ -132,6 +133,15 @@ FINDINGS = {
         "idle",
         "tensor",
         ("mesh.idle_axis", "'tensor'", 2, "tensor=1"),
+    ),
+    "an optimizer that mixes the rows of split matrices": (
+        lambda: findings_of("fsdp=2,tensor=2", optimizer=optax.contrib.muon(1e-2)),
+        "mixed",
+        "blocks.mlp.down",
+        (
+            *("optimizer.mixes_rows", "blocks.mlp.down", "dot_general"),
+            *("'tensor' and 'fsdp'", "meshpar.optimizers.muon"),
+        ),
     ),
     "a split of the state that no training step makes": (
         lambda: findings_of("tensor=2,zero=1"),
@@ -419,3 +429,12 @@ def test_a_model_that_reads_more_of_the_batch_is_a_finding():
     report = lint(dataclasses.replace(plain, embed=embed), Layout(data=2))
     (finding,) = (row for row in report.findings if row.kind == "rank")
     assert "'positions'" in finding.message
+
+
+def test_an_optimizer_by_owners_or_of_rows_that_no_device_splits_is_no_finding():
+    for optimizer, layout in (
+        (muon(1e-2), "fsdp=2,tensor=2"),
+        (optax.adafactor(1e-2), "fsdp=2,tensor=2"),
+        (optax.contrib.muon(1e-2), "data=4"),
+    ):
+        assert findings_of(layout, optimizer=optimizer) == ()

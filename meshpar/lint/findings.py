@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from meshpar.errors import InputError
 from meshpar.html import table
 from meshpar.layout import BATCH_AXES, Layout
 from meshpar.layout.requirements import layout_errors
@@ -244,8 +245,8 @@ class Finding:
 
     Args:
         kind: `unknown`, `shadowed`, `repeated`, `claimed_twice`, `rank`, `dead`,
-            `indivisible`, `replicated`, `idle`, `names`, `cut` or `unsupported`; of a
-            note, `moved`.
+            `indivisible`, `replicated`, `mixed`, `idle`, `names`, `cut` or
+            `unsupported`; of a note, `moved`.
         path: The parameter, activation, logical axis, mesh axis or key of the layout
             that it is about.
         message: What is wrong and the ways out.
@@ -258,6 +259,15 @@ class Finding:
     message: str
     bytes: int = 0
     key: str = ""
+
+
+def unsupported(path: str, *errors: InputError | None) -> list[Finding]:
+    """Return a finding for each error that is not None."""
+    return [
+        Finding(kind="unsupported", path=path, message=str(error), key=error.key)
+        for error in errors
+        if error is not None
+    ]
 
 
 def findings_html(findings: Sequence[Finding]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
@@ -30,8 +29,9 @@ from meshpar.lint.findings import (
     shadowing_overrides,
     unsplit_axes,
     unsplit_message,
+    unsupported,
 )
-from meshpar.machine.mesh import absent_mesh
+from meshpar.lint.optimizer import optimizer_findings
 from meshpar.model.contract import Model, check_model
 from meshpar.model.parameter_dims import parameter_dims
 from meshpar.model.tracing import Activation, traced_activations
@@ -52,8 +52,7 @@ from meshpar.rules.rules import (
     shadowed_message,
     spec_axes,
 )
-from meshpar.train.make_step import make_train_step
-from meshpar.train.optimizer_state import StateSpec, whole_state_message
+from meshpar.train.optimizer_state import StateSpec
 from meshpar.train.refusals import (
     batch_refusal,
     experts_refusal,
@@ -123,8 +122,9 @@ def lint(
         global_batch: Examples in a step; one per batch shard when absent.
         seq: Tokens of an example, and every other size that the inputs leave open.
         large_bytes: Parameters above this size that no mesh axis splits are findings.
-        optimizer: The optimizer, whose large state that is whole on every device is a
-            finding; None for no check.
+        optimizer: The optimizer. Large state that is whole on every device is a
+            finding, and so is what it does to the rows of split matrices other than by
+            owners (`meshpar.optimizers`); None for no check.
         state_spec: As for `make_train_step`.
 
     Raises:
@@ -175,7 +175,11 @@ def lint(
             *shadowing_overrides(rules),
             *(() if trace_findings else dead_rules(rules, used, names)),
             *large_and_replicated(rows, sized, large_bytes),
-            *_whole_states(model, layout, rules, optimizer, state_spec),
+            *(
+                ()
+                if optimizer is None or layout_errors(layout)
+                else optimizer_findings(model, layout, rules, optimizer, state_spec)
+            ),
             *(() if trace_findings else idle_mesh_axes(rows, axes, sized)),
         ),
         parameters=tuple(rows),
@@ -198,40 +202,6 @@ def _cut(
     return cut_dims(parameter_dims(model, examples, seq), layout, rules)
 
 
-def _whole_states(
-    model: Model,
-    layout: Layout,
-    rules: Rules,
-    optimizer: optax.GradientTransformation | None,
-    state_spec: StateSpec | None,
-) -> list[Finding]:
-    """Return a finding for each large optimizer state that is whole on every device."""
-    if optimizer is None or layout_errors(layout):
-        return []
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            step = make_train_step(
-                model,
-                optimizer,
-                layout,
-                rules=rules,
-                mesh=absent_mesh(layout),
-                state_spec=state_spec,
-            )
-    except InputError as error:
-        return _unsupported("optimizer", error)
-    return [
-        Finding(
-            kind="replicated",
-            path=path,
-            message=whole_state_message(path, num_bytes),
-            bytes=num_bytes,
-            key="optimizer.whole_state",
-        )
-        for path, num_bytes in step.whole_states()
-    ]
-
-
 def _read_rules(
     rules: Rules | Sequence[tuple[str, Target]] | None, layout: Layout
 ) -> tuple[Rules, list[Finding]]:
@@ -251,7 +221,7 @@ def _stored(model: Model, layout: Layout) -> tuple[Model, list[Finding]]:
     try:
         return arranged_for(model, layout), []
     except InputError as error:
-        return model, _unsupported("stage", error)
+        return model, unsupported("stage", error)
 
 
 def _examples(layout: Layout, global_batch: int | None) -> tuple[int, list[Finding]]:
@@ -391,22 +361,13 @@ def _first_rules(
     return Rules(first), findings
 
 
-def _unsupported(path: str, *errors: InputError | None) -> list[Finding]:
-    """Return a finding for each error that is not None."""
-    return [
-        Finding(kind="unsupported", path=path, message=str(error), key=error.key)
-        for error in errors
-        if error is not None
-    ]
-
-
 def _refusals(model: Model, layout: Layout, rules: Rules, seq: int) -> list[Finding]:
     """Return a finding for each reason to refuse the layout, alone or of this model."""
     return [
         *(
             finding
             for key, error in layout_errors(layout).items()
-            for finding in _unsupported(key, error)
+            for finding in unsupported(key, error)
         ),
         *(
             Finding(
@@ -414,11 +375,11 @@ def _refusals(model: Model, layout: Layout, rules: Rules, seq: int) -> list[Find
             )
             for logical_axis, error in rule_refusals(rules, layout)
         ),
-        *_unsupported("expert", experts_refusal(model, layout)),
-        *_unsupported("inputs", inputs_refusal(model, layout)),
+        *unsupported("expert", experts_refusal(model, layout)),
+        *unsupported("inputs", inputs_refusal(model, layout)),
         *_unknown_residuals(model, layout),
-        *_unsupported("context", *context_errors(model, layout, rules, seq)),
-        *_unsupported("space", *space_errors(model, layout, rules)),
+        *unsupported("context", *context_errors(model, layout, rules, seq)),
+        *unsupported("space", *space_errors(model, layout, rules)),
     ]
 
 
