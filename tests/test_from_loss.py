@@ -279,17 +279,42 @@ def scan_readers(params, batch, key):
     return cross_entropy(params, y, batch)
 
 
+def init_u(key):
+    """A coarse level of one kind, between two of another."""
+    params = init_two_kinds(key)
+    return {**params, "up": init_listed(jax.random.fold_in(key, 1), 2)["layers"]}
+
+
+def run_u(params, batch, key):
+    """What the first blocks return is read after the second ones and at the end."""
+    x = params["embed"][batch["x"]]
+    for layer in params["layers"]:
+        x = block(x, layer)
+    fine, x = x, x.reshape(len(x), SEQ // 2, 2, EMBED).mean(axis=2)
+    for layer in params["readers"]:
+        x = block(x, layer)
+    x = fine + jnp.repeat(x, 2, axis=1)
+    for layer in params["up"]:
+        x = block(x, layer)
+    return cross_entropy(params, x + jnp.sin(fine), batch)
+
+
 KINDS = ("layers", "readers")
 TWO_KINDS = [(init_two_kinds, run_readers), (init_two_stacked, scan_readers)]
 
 
 @pytest.mark.parametrize(
-    ("init", "loss"), BOTH + TWO_KINDS, ids=lambda one: getattr(one, "__name__", "")
+    ("init", "loss", "blocks"),
+    [
+        *((*one, "layers") for one in BOTH),
+        *((*one, KINDS) for one in TWO_KINDS),
+        (init_u, run_u, (*KINDS, "up")),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
 )
-def test_embed_block_and_head_of_a_cut_loss_are_the_loss(init, loss):
-    blocks = KINDS if (init, loss) in TWO_KINDS else "layers"
+def test_embed_block_and_head_of_a_cut_loss_are_the_loss(init, loss, blocks):
     model = from_loss(init, loss, names=NAMES, blocks=blocks, inputs=TOKENS)
-    assert [one.num_layers for one in model.groups] == [LAYERS, 2][: len(model.groups)]
+    assert model.groups[0].num_layers == LAYERS
     params, batch = model.init(0), tokens()
 
     def plain(params):
@@ -309,10 +334,15 @@ def test_embed_block_and_head_of_a_cut_loss_are_the_loss(init, loss):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("init", "loss"), TWO_KINDS)
+@pytest.mark.parametrize(
+    ("init", "loss", "blocks"),
+    [*((*one, KINDS) for one in TWO_KINDS), (init_u, run_u, (*KINDS, "up"))],
+)
 @pytest.mark.parametrize("layout", [STAGES, "fsdp=4,tensor=2,remat=full"])
-def test_blocks_of_two_kinds_train_as_their_plain_program(init, loss, layout):
-    model = from_loss(init, loss, names=NAMES, blocks=KINDS, inputs=TOKENS)
+def test_blocks_of_several_kinds_train_as_their_plain_program(
+    init, loss, blocks, layout
+):
+    model = from_loss(init, loss, names=NAMES, blocks=blocks, inputs=TOKENS)
     step, batch = make_train_step(model, optax.sgd(0.1), layout), tokens(8)
 
     @jax.jit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -53,6 +53,28 @@ class Cut:
         after = dict(zip(self.last, stream, strict=True))
         return self.program.run({**known, **after}, self.program.results)
 
+    def carrying(self, numbers: Sequence[int], per_example: Sequence[bool]) -> Cut:
+        """Return the cut with further arrays in its stream, which no block changes."""
+        own = len(self.first)
+
+        def block(
+            params: Sequence[Any],
+            batch: Values,
+            stream: Sequence[Any],
+            make_key: MakeKey,
+            layer: Any,
+        ) -> list[Any]:
+            after = self.block(params, batch, stream[:own], make_key, layer)
+            return [*after, *stream[own:]]
+
+        return replace(
+            self,
+            first=(*self.first, *numbers),
+            last=(*self.last, *numbers),
+            per_example=(*self.per_example, *per_example),
+            block=block,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
@@ -74,6 +96,11 @@ class Arguments:
     stacked: bool
     batch: tuple[int, ...]
     key: int | None
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """Numbers of the batch and of the key."""
+        return self.batch if self.key is None else (*self.batch, self.key)
 
 
 class TraceFacts:

@@ -226,6 +226,7 @@ class TracedLoss:
             parts = cut(program, arguments, group.blocks)
             cuts.append(replace(parts, shared=shared))
             begin = end
+        cuts = _with_carried(program, outside, cuts, numbers[first:last])
         paths = [group.blocks for group in self._groups]
         _check_chain(program, outside, cuts, paths)
         return CutLoss(tuple(cuts), outside, results)
@@ -289,6 +290,39 @@ def cut(program: LossProgram, arguments: Arguments, blocks: str) -> Cut:
     return listed_blocks(facts)
 
 
+def _with_carried(
+    program: LossProgram, outside: Arguments, cuts: list[Cut], leaves: Sequence[int]
+) -> list[Cut]:
+    """Let each group hand on what a later part reads of a stream before it.
+
+    Args:
+        program: The trace.
+        outside: Its arguments outside the blocks.
+        cuts: The loss, cut around each group of blocks.
+        leaves: Parameters in the blocks.
+    """
+    cuts = list(cuts)
+    wanted: Sequence[Any] = program.results
+    from_blocks, from_inputs = program.reached(leaves), program.reached(outside.inputs)
+    known = (*outside.ends, *outside.inputs)
+    for at in reversed(range(1, len(cuts))):
+        own = {number for number in cuts[at].last if number in from_blocks}
+        earlier = {number for one in cuts[:at] for number in one.last}
+        earlier = earlier.intersection(from_blocks) - own
+        try:
+            operations = program.needed(wanted, (*known, *cuts[at].last, *earlier))
+        except LookupError:
+            break  # `_check_chain` says what is missing.
+        read = {atom for atom in wanted if not isinstance(atom, Literal)}
+        read.update(*(operation.read for operation in operations))
+        carried = sorted(earlier & read)
+        cuts[at] = cuts[at].carrying(
+            carried, [number in from_inputs for number in carried]
+        )
+        wanted = cuts[at].first
+    return cuts
+
+
 def _check_chain(
     program: LossProgram, outside: Arguments, cuts: Sequence[Cut], paths: Sequence[str]
 ) -> None:
@@ -300,8 +334,7 @@ def _check_chain(
         cuts: The loss, cut around each group of blocks.
         paths: Path of each group.
     """
-    key = () if outside.key is None else (outside.key,)
-    known = (*outside.ends, *outside.batch, *key)
+    known = (*outside.ends, *outside.inputs)
     befores: list[tuple[int, ...]] = [(), *(one.last for one in cuts)]
     wanted = [*(one.first for one in cuts), program.results]
     for at, (needed, before) in enumerate(zip(wanted, befores, strict=True)):
