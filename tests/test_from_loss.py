@@ -990,6 +990,19 @@ def test_steps_of_examples_have_no_surprises(name, layout, blocks):
     assert_no_surprises(step, (module.batch(),))
 
 
+def test_names_of_residuals_are_checked_on_sequences_that_the_model_takes():
+    model = from_loss(init_u, run_u, names=NAMES, blocks=(*KINDS, "up"), inputs=TOKENS)
+    [found] = lint(model, "data=2,remat=save:mlp_hidden", seq=SEQ).findings
+    assert found.key == "layout.unknown_residual"
+
+
+@pytest.mark.slow
+def test_random_layouts_train_blocks_of_several_kinds_as_one_device():
+    model = from_loss(init_u, run_u, names=NAMES, blocks=(*KINDS, "up"), inputs=TOKENS)
+    report = check_layouts(model, num=4, seed=2, batch=tokens(16))
+    assert "4 of 4 layouts agree" in str(report)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("blocks", [None, "layers"])
 def test_random_layouts_train_as_one_device(blocks):
@@ -1000,10 +1013,17 @@ def test_random_layouts_train_as_one_device(blocks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("blocks", [None, "layers"])
-def test_a_checkpoint_is_resumed_on_another_layout(blocks, tmp_path):
+@pytest.mark.parametrize(
+    ("init", "loss", "blocks"),
+    [
+        (init_listed, run_list, None),
+        (init_listed, run_list, "layers"),
+        (init_u, run_u, (*KINDS, "up")),
+    ],
+)
+def test_a_checkpoint_is_resumed_on_another_layout(init, loss, blocks, tmp_path):
     names = dict(names=NAMES, blocks=blocks, inputs=TOKENS)
-    model, batch = from_loss(init_listed, run_list, **names), tokens(8)
+    model, batch = from_loss(init, loss, **names), tokens(8)
     lines = ("fsdp=4,tensor=2", "data=8" if blocks is None else STAGES)
     one, other = (make_train_step(model, optax.adam(1e-2), line) for line in lines)
     state, _ = one(one.init(seed=0), batch)

@@ -377,15 +377,15 @@ def _refusals(model: Model, layout: Layout, rules: Rules, seq: int) -> list[Find
         ),
         *unsupported("expert", experts_refusal(model, layout)),
         *unsupported("inputs", inputs_refusal(model, layout)),
-        *_unknown_residuals(model, layout),
+        *_unknown_residuals(model, layout, seq),
         *unsupported("context", *context_errors(model, layout, rules, seq)),
         *unsupported("space", *space_errors(model, layout, rules)),
     ]
 
 
-def _unknown_residuals(model: Model, layout: Layout) -> list[Finding]:
+def _unknown_residuals(model: Model, layout: Layout, seq: int) -> list[Finding]:
     try:
-        check_residual_names(model, layout.remat)
+        check_residual_names(model, layout.remat, seq)
     except InputError as error:
         message = str(error)
         return [Finding(kind="unknown", path="remat", message=message, key=error.key)]

@@ -95,32 +95,34 @@ def run_head(
     return run(lambda _: scope, ends, stream, ())
 
 
-def check_residual_names(model: Model, remat: str) -> None:
+def check_residual_names(model: Model, remat: str, seq: int = 1) -> None:
     """Refuse a policy that names residuals which the model's blocks do not give.
 
-    A model that cannot be traced on a batch of one token is checked when it is traced
-    on its own batch (`meshpar.parallel.blocks.check_names`).
+    A model that cannot be traced on one token, or on `seq`, is checked when it is
+    traced on its own batch (`meshpar.parallel.blocks.check_names`).
 
     Raises:
         InputError: A name is unknown; the message has the known ones.
     """
     if not is_named(remat):
         return
-    known = None
-    with contextlib.suppress(InputError):
-        known = model_residual_names(model)
-    if known is not None:
-        refuse_unknown(remat, known)
+    for tokens in dict.fromkeys((1, seq)):
+        with contextlib.suppress(InputError):
+            known = model_residual_names(model, tokens)
+            break
+    else:
+        return
+    refuse_unknown(remat, known)
 
 
-def model_residual_names(model: Model) -> tuple[str, ...]:
+def model_residual_names(model: Model, seq: int = 1) -> tuple[str, ...]:
     """Return the names that a model's blocks give to residuals, in order.
 
     Raises:
-        InputError: The model cannot be traced on a batch of one token.
+        InputError: The model cannot be traced on an example of `seq` tokens.
     """
-    with tracing("no residual's name can be found on a batch of one token"):
-        return names_in(*traced_forward(model, traced_batch(model, 1, 1)))
+    with tracing(f"no residual's name can be found on an example of {seq} tokens"):
+        return names_in(*traced_forward(model, traced_batch(model, 1, seq)))
 
 
 def refuse_unknown(remat: str, known: Sequence[str]) -> None:
