@@ -34,6 +34,7 @@ from meshpar.parallel.zero import parameter_specs
 from meshpar.recipes.optimizers import muon_dims
 from meshpar.rules.sharding import path_name
 from meshpar.testing.batches import random_batch
+from meshpar.train.checkpoint import Checkpoints
 from tests.marks import slow
 from tests.pipelined import batch_of, mlp_of, step_of
 from tests.test_audit_targets import needs_gpu_compiler
@@ -325,4 +326,51 @@ def test_three_steps_are_those_of_optax_on_one_device(name, line):
     np.testing.assert_allclose(losses, wanted_losses, rtol=1e-5)
     assert wanted_losses[2] < wanted_losses[0]
     for one, other in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        assert np.abs(one - other).mean() <= 1e-5 * np.abs(other).mean()
+
+
+@pytest.mark.parametrize(
+    ("make", "first", "second"),
+    [
+        slow(muon, "fsdp=2,tensor=2", "stage=2,microbatches=2"),
+        slow(muon, "stage=2,microbatches=2", "data=4,zero=1"),
+        slow(contrib.muon, "data=1", "fsdp=2,tensor=2"),  # Of a run with optax's.
+    ],
+)
+def test_a_checkpoint_goes_on_under_another_layout(make, first, second, tmp_path):
+    model, batch = mlp_of(3), batch_of()
+    before, after = (
+        step_of(model, line, muon_for(model, one), max_grad_norm=1.0)
+        for line, one in ((first, make), (second, muon))
+    )
+    state = before.init(0)
+    for _ in range(2):
+        state, _ = before(state, batch)
+    with Checkpoints(tmp_path, layer_orders=before.layer_orders) as checkpoints:
+        checkpoints.save(state, {"layout": first})
+    with Checkpoints(tmp_path, layer_orders=after.layer_orders) as checkpoints:
+        state = checkpoints.restore(after.state_shapes, after.shardings)
+    state, metrics = after(state, batch)
+    losses, wanted = trained("mlp", "data=1", contrib.muon)
+    assert float(metrics["loss"]) == pytest.approx(losses[2], rel=1e-5)
+    found = jax.tree.map(np.asarray, after.in_layer_order(state.params))
+    for one, other in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        assert np.abs(one - other).mean() <= 1e-5 * np.abs(other).mean()
+
+
+@pytest.mark.slow
+def test_replicas_and_their_outer_optimizer_have_owners_of_their_own():
+    model, line = mlp_of(3), "data=2,fsdp=2,sync_every=2"
+    states = {}
+    for make in (muon, contrib.muon):
+        inner, outer = muon_for(model, make), muon_for(model, make)
+        step = step_of(model, line, inner, outer_optimizer=outer)
+        state = step.init(0)
+        for _ in range(4):
+            state, _ = step(state, batch_of())
+        states[make] = jax.tree.leaves(jax.device_get(state.params))
+        if make is muon:
+            assert audit(step, batch_of()).surprises == ()
+            assert audit(step.sync_program, batch_of()).surprises == ()
+    for one, other in zip(*states.values(), strict=True):
         assert np.abs(one - other).mean() <= 1e-5 * np.abs(other).mean()

@@ -169,7 +169,10 @@ class StepPlan:
             replica=self._functions(replicas),
             whole=self.whole,
             outer_optimizer=by_layer(
-                self.options.outer_optimizer, self.model, self.options.layout
+                self.options.outer_optimizer,
+                self.model,
+                self.options.layout,
+                Owners.from_placement(self.placement),
             ),
         )
 
