@@ -67,6 +67,14 @@ MUTANTS = (
         tests=("tests/test_muon.py::test_owners_compute_what_one_device_does",),
     ),
     Mutant(
+        name="nesterov-corrected-for-a-step-less",
+        effect="Muon weighs momentum and gradient otherwise than optax's",
+        file="meshpar/optimizers/muon.py",
+        old="tree.tree_bias_correction(mu, beta, optax.safe_increment(count)),",
+        new="tree.tree_bias_correction(mu, beta, count),",
+        tests=("tests/test_muon.py::test_updates_and_state_are_those_of_optax",),
+    ),
+    Mutant(
         name="masters-not-averaged",
         effect="local steps go on from masters that were not averaged",
         file="meshpar/train/local_steps.py",
