@@ -7,7 +7,6 @@ schedule's replay, workspace); it never exceeds the estimate.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -66,15 +65,20 @@ class Bounds:
         Fewest microbatches make the largest matmuls, and most of them keep least; what
         nothing recomputes is fastest, and what recomputes a stage smallest.
         """
+        some = next(choices.variants())
         if choices.is_one:
-            return self.bound(mesh, next(choices.variants()))
+            return self.bound(mesh, some)
+        some = some._replace(schedule=_PLAIN.schedule, splits=())
         fewest = self._fewest(mesh, choices)
         plain = [
             (variant, self._costs.least_step_cost(mesh, variant, choices))
-            for variant in _variants(choices, fewest, chunks=1, remat=choices.remats[0])
+            for count in fewest
+            for variant in choices.with_sequence_parallel(
+                some._replace(microbatches=count, chunks=1, remat=choices.remats[0])
+            )
         ]
         state_bytes = min(shared.state_bytes for _, shared in plain)
-        memory = self._least_memory(mesh, choices, state_bytes)
+        memory = self._least_memory(mesh, choices, some, state_bytes)
         if memory > self._capacity_bytes:
             return Bound(0.0, memory)
         # Filling takes a tick of a chunk for every rank, and ticks are shortest with
@@ -95,8 +99,9 @@ class Bounds:
         return Bound(step_s, memory)
 
     def _least_memory(
-        self, mesh: Layout, choices: MeshChoices, state_bytes: float
+        self, mesh: Layout, choices: MeshChoices, some: Variant, state_bytes: float
     ) -> float:
+        """Return the least memory of these choices; `some` has their other values."""
         many = max(choices.microbatches)
         # A microbatch's way to the last rank, unless a schedule says less.
         lock_step = self._like.execution.lock_step
@@ -108,10 +113,12 @@ class Bounds:
         # What one of them makes again, another may have kept.
         again = len(choices.remats) == 1
         own = min(self._own_blocks(mesh, *one) for one in choices.schedules)
-        chunks, remat = _most_chunks(choices), choices.remats[-1]
+        small = some._replace(
+            microbatches=many, chunks=_most_chunks(choices), remat=choices.remats[-1]
+        )
         return min(
             self._memory(mesh, variant, state_bytes, held, own, again=again)
-            for variant in _variants(choices, (many,), chunks=chunks, remat=remat)
+            for variant in choices.with_sequence_parallel(small)
         )
 
     def _fewest(self, mesh: Layout, choices: MeshChoices) -> tuple[int, ...]:
@@ -227,19 +234,6 @@ class Bounds:
         sizes = stage_sizes(layers, mesh.stage, chunks, splits)
         first = SCHEDULES[schedule].stages_of(0, mesh.stage, chunks)
         return sum(sizes[at] for at in first)
-
-
-def _variants(
-    choices: MeshChoices, microbatches: Iterable[int], *, chunks: int, remat: str
-) -> list[Variant]:
-    some = next(choices.variants())._replace(schedule=_PLAIN.schedule, splits=())
-    return [
-        some._replace(
-            microbatches=count, chunks=chunks, remat=remat, sequence_parallel=sequence
-        )
-        for sequence in choices.sequence_parallel
-        for count in microbatches
-    ]
 
 
 def _most_chunks(choices: MeshChoices) -> int:

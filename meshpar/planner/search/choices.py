@@ -99,6 +99,12 @@ class MeshChoices(NamedTuple):
                 how = (name, chunks, splits, *state)
                 yield Variant(count, *how, sequence, remat)
 
+    def with_sequence_parallel(self, variant: Variant) -> list[Variant]:
+        """Return the variant with each value of `sequence_parallel`."""
+        return [
+            variant._replace(sequence_parallel=one) for one in self.sequence_parallel
+        ]
+
     def with_microbatches(self, count: int) -> MeshChoices:
         """Return the choices that so many microbatches leave."""
         return self._replace(
