@@ -85,11 +85,10 @@ class Layout:
         zero: ZeRO stage, what the devices of a split batch share out: 0 nothing,
             1 optimizer state, 2 gradients too, 3 parameters too. With microbatches 2
             reduce-scatters each one's gradients: so many times the traffic of 1.
-        zero_axes: The mesh axes that they are shared out over, `context` and `expert`
-            among them if they are to: their devices have the same parameters, but for
-            the experts. When empty: `fsdp`
+        zero_axes: The mesh axes that they are shared out over. When empty: `fsdp`
             (replicas across `data`: hybrid), or for `zero` 1 and 2 with `fsdp=1`,
-            `data`.
+            `data`; and `expert`, for all parameters but the experts. `context` only
+            if it is named here.
         fsdp_gather: When split parameters are gathered, where a step runs in
             microbatches: once for the `step`, one reduce-scatter at its end, or for
             each `microbatch` layer by layer, which keeps one layer whole at a time.
@@ -282,7 +281,8 @@ class Layout:
         if self.zero_axes:
             return self.zero_axes
         hybrid = self.zero == 3 or self.mesh_shape["fsdp"] > 1
-        return ("fsdp",) if hybrid else ("data",)
+        axis = "fsdp" if hybrid else "data"
+        return (axis,) if self.mesh_shape["expert"] == 1 else (axis, "expert")
 
     def check_sizes(self, way_out: str = "give every mesh axis a size") -> None:
         """Refuse a mesh axis of -1, if the number of devices is unknown.

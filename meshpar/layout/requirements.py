@@ -100,7 +100,7 @@ class Problem(NamedTuple):
 
 def _zero_shards(layout: Layout) -> int:
     """Return the devices that may share out stored parameters."""
-    axes = {"data", "fsdp", *layout.zero_axes}
+    axes = {"data", "fsdp", *layout.split_axes}
     return math.prod(layout.mesh_shape[axis] for axis in axes)
 
 
@@ -196,8 +196,8 @@ OPTIONS = (
         "zero",
         lambda layout, at: (
             layout.zero in (1, 2)
-            and layout.data * layout.fsdp == 1
             and not layout.zero_axes
+            and _state_shards(layout) == 1
         ),
         lambda layout, at: (
             f"zero={layout.zero} shares nothing out while data=1 and fsdp=1; leave "
