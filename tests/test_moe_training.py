@@ -159,8 +159,8 @@ def in_order(step, state):
 
 CASES = [
     FAST,
-    slow("like DeepSeek-V3", "fsdp=2,expert=2,tensor=2,zero_axes=fsdp/expert"),
-    slow("dropless", "fsdp=2,expert=2,zero_axes=fsdp/expert"),
+    slow("like DeepSeek-V3", "fsdp=2,expert=2,tensor=2,zero_axes=fsdp"),
+    slow("dropless", "fsdp=2,expert=2,zero_axes=fsdp"),
     slow("dropless", "expert=4,zero=1,zero_axes=expert"),
     slow("dropless", "data=2,expert=2,tensor=2,zero=2,zero_axes=data/expert"),
     slow(

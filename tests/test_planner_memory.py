@@ -206,18 +206,20 @@ def test_the_ends_lie_on_the_first_and_last_rank_unless_shared():
     assert apart[0].optimizer_bytes - apart[1].optimizer_bytes == 12 * table
 
 
-def test_experts_are_split_over_their_axis_and_dense_parts_are_not():
+def test_experts_are_split_over_their_axis_and_with_zero_0_nothing_else_is():
     one = of("precision=bf16", preset="mixtral-8x7b", global_batch=8)
-    eight = of("expert=8,precision=bf16", preset="mixtral-8x7b", global_batch=8)
+    line = "expert=8,precision=bf16,zero=0"
+    eight = of(line, preset="mixtral-8x7b", global_batch=8)
     workload = SHAPES["mixtral-8x7b"]
     experts = workload.layers * workload.expert_parameters(moe=True)
     saved = one.optimizer_bytes - eight.optimizer_bytes
     assert saved == 8 * experts * 7 / 8
 
 
-def test_what_is_no_expert_may_be_shared_out_over_the_experts_axis():
-    line = "expert=8,precision=bf16,zero=1"
-    alone = of(f"{line},zero_axes=expert", preset="mixtral-8x7b", global_batch=8)
+@pytest.mark.parametrize("zero", ["zero=3", "zero=1", "zero=1,zero_axes=expert"])
+def test_what_is_no_expert_is_shared_out_over_the_experts_axis(zero):
+    line = f"expert=8,precision=bf16,{zero}"
+    alone = of(line, preset="mixtral-8x7b", global_batch=8)
     workload = SHAPES["mixtral-8x7b"]
     experts = workload.layers * workload.expert_parameters(moe=True)
     dense = workload.num_parameters - experts

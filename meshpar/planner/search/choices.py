@@ -217,8 +217,10 @@ def _states(like: Run, mesh: Layout, constraints: Constraints) -> Iterator[State
     elif mesh.fsdp > 1:
         levels = (3, 2, 1) if mesh.data > 1 else (3,)
     else:  # Replicas that train by themselves share nothing out.
-        shares = mesh.data > 1 and mesh.sync_every == 1
+        shares = mesh.data * mesh.expert > 1 and mesh.sync_every == 1
         levels = (3, 2, 1) if shares else (_PLAIN.zero,)
+        if mesh.expert > 1:
+            levels = (*levels, 0)
     for zero in levels:
         splits = math.prod(
             mesh.mesh_shape[axis] for axis in replace(mesh, zero=zero).split_axes
