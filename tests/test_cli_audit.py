@@ -14,6 +14,7 @@ from meshpar.audit.flops import UncountedCall
 from meshpar.audit.hazards import Hazard
 from meshpar.audit.hlo import parse_program
 from meshpar.audit.memory import Buffer, MemoryUse
+from meshpar.audit.overlap import Overlap
 from meshpar.audit.reasons import Explained
 from meshpar.audit.report import AuditReport
 from meshpar.audit.targets import TargetError
@@ -30,7 +31,7 @@ AUDIT = "meshpar.audit.report"
 STEP = ["audit", "--preset", "test", "--seq", "16"]
 KEYS = {
     *("layout", "target", "fits", "memory", "flops"),
-    *("collectives", "hazards", "compile_s"),
+    *("collectives", "hazards", "compile_s", "exposed_share", "matmul_s"),
 }
 MEMORY_KEYS = {
     *("argument_bytes", "output_bytes", "temp_bytes", "peak_bytes"),
@@ -127,6 +128,53 @@ def test_the_status_is_1_for_hazards_no_fit_and_strictly_for_surprises(
     captured = capsys.readouterr()
     assert captured.out.count("\n") == 1
     assert json.loads(captured.out)["fits"] is report.fits
+
+
+@pytest.mark.parametrize(
+    ("hidden_s", "share", "status"),
+    [(0.5, "0.4", 1), (0.5, "0.6", 0), (1.0, "0.01", 0)],
+)
+def test_the_status_is_1_if_more_of_the_step_is_exposed_than_the_limit(
+    hidden_s, share, status, audit_gives, capsys
+):
+    rows = CLEAN.rows[:1]
+    line, executions = rows[0].collective.line, rows[0].collective.executions
+    overlap = Overlap(line=line, matmul_flops=1, wire_s=1.0, hidden_s=hidden_s)
+    report = replace(
+        CLEAN, rows=rows, overlaps={line: overlap}, matmul_s=0.5 * executions
+    )
+    audit_gives(report)
+    target = ["--target", "gpu:h100:1x4", "--fail-exposed", share]
+    argv = [*STEP, "--layout", "data=2,tensor=2", *target]
+    assert status_of(argv) == status
+    assert f"exposed: {report.exposed_share:.1%} of the step" in capsys.readouterr().out
+    status_of([*argv, "--json"])
+    assert json.loads(capsys.readouterr().out)["exposed_share"] == pytest.approx(
+        (1 - hidden_s) / (1.5 - hidden_s)
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        (["--fail-exposed", "0.1"], "command.option_without_target"),
+        (
+            ["--fail-exposed", "10", "--target", "gpu:h100:1x4"],
+            "command.bad_share",
+        ),
+        (
+            ["--fail-exposed", "0.1", "--target", "gpu:h100:1x4"],
+            "command.unknown_share",
+        ),
+    ],
+)
+def test_a_limit_of_exposed_time_that_cannot_be_checked_is_refused(
+    options, key, audit_gives, capsys
+):
+    audit_gives(CLEAN)
+    argv = [*STEP, "--layout", "data=2,tensor=2", *options, "--json"]
+    assert status_of(argv) == 2
+    assert key in capsys.readouterr().out
 
 
 def test_json_has_the_promised_keys(audit_gives, capsys):

@@ -259,6 +259,10 @@ class Matmuls:
     device: Device | None
     _of_computation: dict[str, Work] = field(default_factory=dict)
 
+    def all_work(self) -> Work:
+        """Return the work of one run of the program."""
+        return self._inside(self.program.entry)
+
     def work(self, computation: Computation, instruction: Instruction) -> Work:
         """Return the work of one instruction, its loops multiplied out."""
         parts = [self._own(computation, instruction)]

@@ -14,7 +14,7 @@ import jax
 
 from meshpar.audit.collectives import Collective, axes_text, find_collectives
 from meshpar.audit.evidence import Evidence
-from meshpar.audit.flops import UncountedCall, program_flops
+from meshpar.audit.flops import Matmuls, UncountedCall, program_flops
 from meshpar.audit.hazards import Hazard, compiled_hazards, traced_hazards
 from meshpar.audit.hlo import parse_program
 from meshpar.audit.memory import Buffer, MemoryUse, largest_buffers
@@ -56,6 +56,7 @@ class AuditReport:
         capacity_bytes: Memory of one device, if known.
         flops: Matmul FLOPs, with those that kernels estimate of themselves.
         uncounted: Custom calls whose FLOPs are not known, and not among them.
+        matmul_s: Seconds of all matmuls; None if no table has the device.
         overlaps: Line of each collective -> the matmuls beside it.
         timelines: Of a block's forward and backward, where the device has a table.
         buffers: The largest arrays written.
@@ -76,6 +77,7 @@ class AuditReport:
     capacity_bytes: int | None = None
     flops: int = 0
     uncounted: tuple[UncountedCall, ...] = ()
+    matmul_s: float | None = None
     overlaps: Mapping[int, Overlap] = field(default_factory=dict)
     timelines: tuple[BlockTimeline, ...] = ()
     buffers: tuple[Buffer, ...] = ()
@@ -159,6 +161,21 @@ class AuditReport:
         """Totals of hidden communication, by kind of collective and mesh axes."""
         return overlap_totals((row.collective for row in self.rows), self.overlaps)
 
+    @property
+    def exposed_share(self) -> float | None:
+        """Share of the step, 0 to 1, that waits for communication; None if unknown.
+
+            share = exposed / (exposed + matmuls)
+
+        in seconds per device. Work that is no matmul neither counts nor hides.
+        """
+        exposed = [total.exposed_s for total in self.overlap()]
+        if self.matmul_s is None or None in exposed:
+            return None
+        exposed_s = sum(filter(None, exposed))
+        total_s = exposed_s + self.matmul_s
+        return exposed_s / total_s if total_s else 0.0
+
     def _check_compiled(self) -> None:
         if self.problem:
             raise TargetError(
@@ -181,6 +198,8 @@ class AuditReport:
             "slow_axes": [one.to_json() for one in self.slow_axes],
             "memory": {**memory, "capacity_bytes": self.capacity_bytes},
             "flops": self.flops,
+            "matmul_s": self.matmul_s,
+            "exposed_share": self.exposed_share,
             "uncounted": [asdict(call) for call in self.uncounted],
             "collectives": [_row_json(row, self.overlaps) for row in self.rows],
             "overlap": [_overlap_json(total) for total in self.overlap()],
@@ -383,14 +402,17 @@ def _read(
     mesh_shape, flops = known.mesh_shape, program_flops(program)
     rows = find_collectives(program, mesh_shape)
     timelines: tuple[BlockTimeline, ...] = ()
+    matmul_s = None
     if cluster is not None:
         timelines = block_timelines(program, rows, mesh_shape, cluster)
+        matmul_s = Matmuls(program, cluster.device).all_work().seconds
     return replace(
         known,
         rows=tuple(map(explained, rows)),
         memory=compiled.memory,
         flops=flops.total,
         uncounted=flops.uncounted,
+        matmul_s=matmul_s,
         overlaps=find_overlaps(program, rows, mesh_shape, cluster),
         timelines=timelines,
         buffers=largest_buffers(program),

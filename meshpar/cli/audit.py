@@ -44,7 +44,10 @@ _GIB = 1 << 30
 
 
 EXAMPLE = "meshpar audit --preset tiny --layout data=2,fsdp=2,tensor=2"
-STATUSES = "0 done, 1 hazards, it does not fit, or --strict and surprises, 2 bad input"
+STATUSES = (
+    "0 done, 1 hazards, it does not fit, --strict and surprises, or more exposed than "
+    "--fail-exposed allows, 2 bad input"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,6 +80,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the platform)",
     )
     add("--strict", action="store_true", help="exit with status 1 on surprises too")
+    share = (
+        "share of the step, such as 0.1: exit with status 1 if more of it waits for "
+    )
+    share += "communication; needs --target (default: no limit)"
+    add_values(parser, above_zero, {"--fail-exposed SHARE": share}, default=None)
     limit = "limit of compiling for an absent target, in"
     timeout = {"--timeout S": f"time {limit} seconds"}
     add_values(parser, above_zero, timeout, default=600.0)
@@ -92,7 +100,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; return 1 on hazards, too much memory, or strict surprises.
+    """Print the report; return 1 if a step breaks one of the limits that were given.
+
+    Hazards and too much memory always do.
 
     The step is AdamW's with gradients clipped to a global norm of 1, unless a recipe
     makes another.
@@ -101,6 +111,7 @@ def run(args: argparse.Namespace) -> int:
         check_picture("--html", args.html, PAGES)
     if args.devices is None and args.target is not None:
         args.devices = args.target.num_devices
+    _check_fail_exposed(args.fail_exposed, args.target)
     layout = chosen_layout(args)
     from meshpar.audit.report import audit
 
@@ -123,7 +134,40 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(report, wide_console())
     bad = report.hazards or report.fits is False
-    return 1 if bad or (args.strict and report.surprises) else 0
+    if bad or (args.strict and report.surprises):
+        return 1
+    if args.fail_exposed is None or report.problem:
+        return 0
+    return 1 if _exposed_share(report) > args.fail_exposed else 0
+
+
+def _check_fail_exposed(share: float | None, target: Target | None) -> None:
+    if share is None:
+        return
+    from meshpar.audit.overlap import target_cluster
+
+    if share >= 1:
+        raise InputError(
+            f"--fail-exposed {share:g}: a share of the step is below 1; write 0.1 for "
+            "a tenth",
+            key="command.bad_share",
+        )
+    if target_cluster(target) is None:
+        raise InputError(
+            f"--fail-exposed {share:g} needs times of a device, which "
+            f"{target or 'a virtual CPU'} has not; give --target, such as gpu:h100:8x8",
+            key="command.option_without_target",
+        )
+
+
+def _exposed_share(report: AuditReport) -> float:
+    if report.exposed_share is None:
+        raise InputError(
+            "--fail-exposed: the time of a collective is not known, so the exposed "
+            "share is not; leave the option out, and read the report",
+            key="command.unknown_share",
+        )
+    return report.exposed_share
 
 
 def _compiler_option(text: str) -> tuple[str, str | int | bool | None]:
@@ -276,6 +320,11 @@ def _memory_lines(report: AuditReport) -> Iterator[str]:
     for call in report.uncounted:
         where = call.source or "no line"
         yield f"FLOPs not counted: {call.name}, {where}, runs {call.executions:,} times"
+    if report.exposed_share is not None:
+        yield (
+            f"exposed: {report.exposed_share:.1%} of the step, beside "
+            f"{report.matmul_s:.4g} s of matmuls"
+        )
     if report.capacity_bytes is not None:
         verdict = "fits" if report.fits else "does not fit"
         peak, capacity = memory.peak_bytes / _GIB, report.capacity_bytes / _GIB
