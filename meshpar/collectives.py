@@ -14,6 +14,7 @@ from meshpar.hardware.platforms import platform_named
 ASKED = {
     "parameter_gather": ("all-gather", "FSDP gather of parameters before their use"),
     "gradient_scatter": ("reduce-scatter", "FSDP reduce-scatter of gradients"),
+    "gradient_gather": ("all-gather", "summed gradients, of the devices' shares"),
     "gradient_reduction": ("all-reduce", "gradient reduction over the batch axes"),
     "host_scatter": ("reduce-scatter", "gradients summed inside a host, a share each"),
     "host_gather": ("all-gather", "summed gradients, of the host's shares"),

@@ -87,14 +87,13 @@ def test_what_is_scattered_along_the_layers_is_reduced_whole(monkeypatch):
         sizes.append([len(x) for x in gradients])
         return [2 * x for x in gradients]
 
-    def stored(state_spec):
+    def stored(spec):
         whole = PartitionSpec(None)
         return Stored(
-            spec=whole,
+            spec=spec,
             used_spec=whole,
             loop_spec=whole,
             gradient_spec=whole,
-            state_spec=state_spec,
             compute_dtype=jnp.float32,
         )
 

@@ -367,8 +367,9 @@ def test_parameters_of_16_bits_are_tried_where_they_lie_whole():
         states = mesh_choices(request().run, mesh, Constraints()).states
         return {state[:3] for state in states}
 
-    assert (1, "step", "bf16") in dtypes(data=8)
-    assert {dtype for *_, dtype in dtypes(fsdp=8)} == {"fp32"}
+    assert (3, "step", "bf16") in dtypes(tensor=8)
+    for axis in ("data", "fsdp"):
+        assert {dtype for *_, dtype in dtypes(**{axis: 8})} == {"fp32"}
 
 
 def test_where_layers_do_not_divide_the_shorter_stages_may_come_first():

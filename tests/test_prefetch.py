@@ -10,11 +10,11 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from meshpar import absent_mesh, audit, batch_shapes, make_mesh, make_train_step
+from meshpar import Layout, absent_mesh, audit, batch_shapes, make_mesh, make_train_step
 from meshpar.models.presets import build
 from meshpar.parallel import zero
 from meshpar.parallel.prefetch import prefetch_notes
-from meshpar.parallel.zero import Stored, gradient_in_loop, reduce_scatter
+from meshpar.parallel.zero import Stored, reduce_in_loop
 from meshpar.testing.assertions import assert_overlapped
 from tests.pipelined import assert_equal_to_plain, mlp_of, model_of, step_of
 from tests.test_audit_targets import needs_gpu_compiler, needs_tpu_compiler
@@ -26,6 +26,9 @@ from tests.test_audit_targets import needs_gpu_compiler, needs_tpu_compiler
         (3, "fsdp=4,remat=full"),
         (1, "fsdp=2"),
         (3, "data=2,fsdp=2,tensor=2,sequence_parallel=true,remat=save:hidden"),
+        (3, "data=2,fsdp=2,tensor=2,zero=1,remat=full"),
+        (3, "data=2,tensor=2,zero=0"),
+        (1, "data=4,zero=2"),
     ],
 )
 def test_small_blocks_have_the_loss_and_gradients_of_the_model_alone(layers, line):
@@ -76,11 +79,19 @@ def totals(line):
     return report.totals()
 
 
-def test_the_bytes_on_the_wire_are_those_without():
-    ahead, plain = (totals(f"fsdp=4,fsdp_prefetch={key}") for key in ("on", "off"))
-    for kind in ("all-gather", "reduce-scatter"):
-        wire = [of["fsdp", kind]["wire_bytes"] for of in (ahead, plain)]
-        assert wire[0] == wire[1] > 0
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_the_bytes_on_the_wire_are_those_without(zero):
+    ahead, plain = (
+        totals(f"fsdp=4,zero={zero},fsdp_prefetch={key}") for key in ("on", "off")
+    )
+    kinds = ("all-gather", "reduce-scatter")
+    wire = [ahead["fsdp", kind]["wire_bytes"] for kind in kinds]
+    if zero:
+        assert wire == [plain["fsdp", kind]["wire_bytes"] for kind in kinds]
+    else:  # All that is left to all-reduce are the loss's few numbers.
+        few = ahead["fsdp", "all-reduce"]["wire_bytes"]
+        assert sum(wire) + few == plain["fsdp", "all-reduce"]["wire_bytes"]
+        assert few < 0.01 * sum(wire)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +110,7 @@ def test_a_loop_that_does_not_prefetch_is_noted(line, words):
 
 
 @pytest.mark.parametrize(
-    "line", ["data=2", "fsdp=2,zero=1", "fsdp=2,microbatches=2", "fsdp=2,stage=2"]
+    "line", ["tensor=2", "fsdp=2,microbatches=2", "fsdp=2,stage=2"]
 )
 def test_a_key_without_effect_is_refused(line, refuses):
     with refuses("layout.fsdp_prefetch_without_effect", "fsdp_prefetch=on"):
@@ -120,7 +131,6 @@ def test_gradients_joined_to_one_padded_matrix_keep_their_values(
             used_spec=P(*(None for _ in axes)),
             loop_spec=spec,
             gradient_spec=spec,
-            state_spec=spec,
             compute_dtype=jnp.float32,
             scatter_columns=8,
         )
@@ -134,7 +144,7 @@ def test_gradients_joined_to_one_padded_matrix_keep_their_values(
         for key, shape in zip(keys, shapes, strict=True)
     ]
     scatter = jax.shard_map(
-        lambda *of: reduce_scatter(layouts, [x[0] for x in of], gradient_in_loop),
+        lambda *of: reduce_in_loop(layouts, [x[0] for x in of]),
         mesh=make_mesh("fsdp=4", jax.devices()[:4]),
         in_specs=P("fsdp"),
         out_specs=[layout.gradient_spec for layout in layouts[:-1]] + [P("fsdp")],
@@ -146,6 +156,36 @@ def test_gradients_joined_to_one_padded_matrix_keep_their_values(
     for x, wanted in zip(scattered, found, strict=False):
         np.testing.assert_allclose(x, wanted.sum(0), rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(own, found[-1].reshape(-1))
+
+
+def test_gradients_summed_in_a_loop_are_summed_whatever_their_dims():
+    """In halves along a dim that divides, or by an all-reduce: 3 x 8, 3 x 5 and 7."""
+    whole = Stored(
+        spec=P(None, None),
+        used_spec=P(None, None),
+        loop_spec=P(None, None),
+        gradient_spec=P(None, None),
+        compute_dtype=jnp.float32,
+        loop_sums=("fsdp",),
+    )
+    layouts = [whole, whole, dataclasses.replace(whole, spec=P(None))]
+    shapes = [(3, 8), (3, 5), (7,)]
+    found = [
+        jnp.arange(4.0 * size).reshape(4, *shape)
+        for shape, size in zip(shapes, (24, 15, 7), strict=True)
+    ]
+    summed = jax.shard_map(
+        lambda *of: reduce_in_loop(layouts, [x[0] for x in of]),
+        mesh=make_mesh("fsdp=4", jax.devices()[:4]),
+        in_specs=P("fsdp"),
+        out_specs=P(),
+        check_vma=False,
+    )
+    text = str(jax.make_jaxpr(summed)(*found))
+    kinds = ("reduce_scatter[", "all_gather[", " psum")
+    assert [text.count(kind) for kind in kinds] == [1, 1, 2]
+    for x, wanted in zip(jax.jit(summed)(*found), found, strict=True):
+        np.testing.assert_array_equal(x, wanted.sum(0))
 
 
 # Llama 3 8B on 64 devices, four sequences of 2048 tokens each.
@@ -189,7 +229,28 @@ def test_tpus_hide_nine_tenths_of_the_bytes_and_gather_and_scatter_them():
     assert sent["all-reduce"] < 0.001 * min(sent["all-gather"], sent["reduce-scatter"])
 
 
-@pytest.mark.parametrize(("key", "count"), [("on", 2), ("off", 0)])
+@pytest.mark.slow
+@needs_gpu_compiler
+@pytest.mark.parametrize(
+    "line", ["data=8,tensor=8,sequence_parallel=true,zero=1", "data=64,zero=1"]
+)
+def test_gpus_hide_what_zero_1_sends_over_data(line):
+    layout = Layout.parse(f"{line},remat=full,precision=bf16")
+    step = make_train_step(
+        build("llama3-8b"),
+        optax.adamw(1e-3),
+        layout,
+        mesh=absent_mesh(layout),
+        max_grad_norm=1.0,
+    )
+    batch, target = batch_shapes(64, 4096), "gpu:h100:8x8"
+    report = assert_overlapped(
+        step, batch, {"data": 0.85}, target=target, timeout_s=3000
+    )
+    assert not report.surprises
+
+
+@pytest.mark.parametrize(("key", "count"), [("on", 3), ("off", 0)])
 def test_gpus_join_a_blocks_gathers_where_they_prefetch(key, count):
     step = make_train_step(
         mlp_of(2),
@@ -198,4 +259,4 @@ def test_gpus_join_a_blocks_gathers_where_they_prefetch(key, count):
         mesh=absent_mesh("fsdp=2"),
     )
     options = step.audit_subject(batch_shapes(8, 16), platform="gpu").compiler_options
-    assert sum("combine" in name for name in options) == count
+    assert sum("combine" in name or "limit" in name for name in options) == count

@@ -237,6 +237,13 @@ COMPILER_OPTIONS: tuple[CompilerOption, ...] = (
         False,
         "also those that are split along different dims",
     ),
+    _prefetching_gpu(
+        "xla_gpu_experimental_parallel_collective_overlap_limit",
+        2,
+        "two collectives under way, such as one over the batch axes and one over "
+        "`tensor`, whose links are others: one after another, matmuls had passed "
+        "before half of them began",
+    ),
     _tpu(
         "xla_jf_spmd_threshold_for_windowed_einsum_mib",
         1_000_000,

@@ -83,8 +83,10 @@ class Layout:
         execution: How the ranks of a pipeline run: "uniform", all the same instructions
             in every tick.
         zero: ZeRO stage, what the devices of a split batch share out: 0 nothing,
-            1 optimizer state, 2 gradients too, 3 parameters too. With microbatches 2
-            reduce-scatters each one's gradients: so many times the traffic of 1.
+            1 optimizer state, 2 gradients too, 3 parameters too. With 1 and 2
+            parameters are whole from a step's forward to its backward, and shared out
+            between steps. With microbatches 2 reduce-scatters each one's gradients: so
+            many times the traffic of 1.
         zero_axes: The mesh axes that they are shared out over. When empty: `fsdp`
             (replicas across `data`: hybrid), or for `zero` 1 and 2 with `fsdp=1`,
             `data`; and `expert`, for all parameters but the experts. `context` only
@@ -93,9 +95,9 @@ class Layout:
             microbatches: once for the `step`, one reduce-scatter at its end, or for
             each `microbatch` layer by layer, which keeps one layer whole at a time.
         fsdp_prefetch: Whether a step without stages and microbatches gathers a block's
-            split parameters while the block before computes, and reduce-scatters its
-            gradients while the next one does, which keeps two layers whole at a time:
-            `auto` does on GPUs and TPUs; CPUs start no communication ahead.
+            split parameters while the block before computes, and sums its gradients
+            while the next one does, whatever `zero` is; of 3 it keeps two layers whole
+            at a time: `auto` does on GPUs and TPUs; CPUs start no communication ahead.
         optimizer_memory: Where optimizer state and master copy lie between updates: the
             `host`'s memory costs moving them there and back in every step.
         sequence_parallel: Split the residual stream's sequence over `tensor`.

@@ -232,11 +232,11 @@ OPTIONS = (
         "fsdp_prefetch",
         lambda layout, at: (
             layout.fsdp_prefetch != PLAIN.fsdp_prefetch
-            and (layout.zero < 2 or layout.runs_in_ticks or _zero_shards(layout) == 1)
+            and (layout.runs_in_ticks or layout.batch_shards * layout.context == 1)
         ),
         lambda layout, at: (
             f"fsdp_prefetch={layout.fsdp_prefetch} changes nothing with stages or "
-            "microbatches, nor without zero=2 or 3 and a size for 'fsdp' or 'data'; "
+            "microbatches, nor while 'data', 'fsdp', 'context' and 'expert' are 1; "
             "leave it out"
         ),
     ),

@@ -211,7 +211,7 @@ def parameter_shards(
     found = []
     for path, parameter in stored.items():
         row = parameter_row(path, parameter, layout, rules)
-        state = parameter_specs(path, parameter, layout, rules)["state_spec"]
+        state = parameter_specs(path, parameter, layout, rules)["spec"]
         entries = [entry_axes(entry) for entry in row.mesh_axes]
         shape = layout.mesh_shape
         found.append(

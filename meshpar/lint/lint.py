@@ -270,7 +270,7 @@ def _states(
     notes: list[Finding] = []
     for path, parameter in model.flat_parameters().items():
         try:
-            spec = parameter_specs(path, parameter, layout, rules)["state_spec"]
+            spec = parameter_specs(path, parameter, layout, rules)["spec"]
         except RuleError:
             continue  # a finding of its own
         size = replicated_row(path, parameter, "fp32").bytes  # as states are

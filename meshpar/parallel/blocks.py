@@ -19,13 +19,7 @@ from meshpar.layout.layout import is_named
 from meshpar.model.block_run import Sums
 from meshpar.model.contract import BlockGroup, Stream
 from meshpar.parallel.remat import names_in, refuse_unknown, rematerialised
-from meshpar.parallel.zero import (
-    Stored,
-    gather,
-    gradient_in_loop,
-    in_loop,
-    reduce_scatter,
-)
+from meshpar.parallel.zero import Stored, gather, in_loop, reduce_in_loop
 
 
 class ScopeArrays(NamedTuple):
@@ -103,7 +97,7 @@ def restore_vjp(residuals: Residuals, known: Any) -> Callable[..., tuple]:
 class Block:
     """One layer, as the loops call it.
 
-    Only `gather` and `scatter` communicate over the batch axes. Collectives over the
+    Only `gather` and `reduce` communicate over the batch axes. Collectives over the
     mesh axes of GSPMD, such as `tensor`, are in the model's functions
     (`parallel.tensor`).
 
@@ -138,9 +132,9 @@ class Block:
         return any(map(in_loop, jax.tree.leaves(self._stored)))
 
     @property
-    def scatters(self) -> bool:
-        """True if `scatter` communicates."""
-        return any(map(gradient_in_loop, jax.tree.leaves(self._stored)))
+    def reduces(self) -> bool:
+        """True if `reduce` communicates."""
+        return any(stored.reduces_in_loop for stored in jax.tree.leaves(self._stored))
 
     def gather(self, shard: Any) -> Any:
         """Gather one layer's parameters in the compute dtype from this device's shards.
@@ -148,17 +142,33 @@ class Block:
         One all-gather over the batch axes for each parameter that is split there while
         the blocks run: of its P values a device receives the P (n-1)/n that it lacks.
         """
-        return gather(self._stored, shard, in_loop)
+        return self.joined(self.gather_split(shard), shard)
 
-    def scatter(self, gradients: Any) -> Any:
-        """Reduce-scatter one layer's gradients, to be added up.
+    def gather_split(self, shard: Any) -> list[jax.Array]:
+        """Gather those of one layer's parameters that `gather` communicates."""
+        layouts, treedef = jax.tree.flatten(self._stored)
+        pairs = zip(layouts, treedef.flatten_up_to(shard), strict=True)
+        split = [(layout, x) for layout, x in pairs if in_loop(layout)]
+        return gather([of for of, _ in split], [x for _, x in split], in_loop)
+
+    def joined(self, gathered: Sequence[jax.Array], shard: Any) -> Any:
+        """Join parameters from `gather_split` and the whole ones of a layer's shard."""
+        layouts, treedef = jax.tree.flatten(self._stored)
+        leaves, split = treedef.flatten_up_to(shard), iter(gathered)
+        return treedef.unflatten(
+            next(split) if in_loop(layout) else x.astype(layout.compute_dtype)
+            for layout, x in zip(layouts, leaves, strict=True)
+        )
+
+    def reduce(self, gradients: Any) -> Any:
+        """Sum one layer's gradients over batch axes, to be added up.
 
         One reduce-scatter over the batch axes for each parameter whose gradient is
         split in the loop (`gradient_in_loop`): of its P values each device sends
-        P (n-1)/n, in `Stored.sum_dtype`. Other gradients stay this device's own until
-        the loop is done.
+        P (n-1)/n, in `Stored.sum_dtype`; over `Stored.loop_sums` one all-reduce of all,
+        2 P (n-1)/n. Other gradients stay this device's own until the loop is done.
         """
-        return reduce_scatter(self._stored, gradients, gradient_in_loop)
+        return reduce_in_loop(self._stored, gradients)
 
     def forward(
         self, weights: Any, x: Stream, layer: jax.Array, arrays: ScopeArrays
@@ -213,7 +223,7 @@ class Block:
         layer: jax.Array,
         arrays: ScopeArrays,
     ) -> tuple[Any, Stream]:
-        """Return gradients of one layer's parameters, for `scatter`, and of its `x`.
+        """Return gradients of one layer's parameters, for `reduce`, and of its `x`.
 
         At a place without a layer these are zeros and `dx` itself.
 
@@ -280,7 +290,8 @@ class Stack:
         shards: This device's shards of the stacked parameters, as the loop takes them.
         state: Stacked state of the model.
         layers: int32, the layer at each place of the stack.
-        prefetch: Use the loops of `meshpar.parallel.prefetch` if a parameter is split.
+        prefetch: Use the loops of `meshpar.parallel.prefetch` if layers communicate.
+        keep: Gathered parameters stay whole from a layer's forward to its backward.
     """
 
     block: Block
@@ -288,6 +299,7 @@ class Stack:
     state: Any
     layers: jax.Array
     prefetch: bool = False
+    keep: bool = False
 
     @property
     def xs(self) -> tuple:
@@ -297,7 +309,7 @@ class Stack:
     @property
     def prefetches(self) -> bool:
         """True if the loops communicate one layer ahead."""
-        return self.prefetch and (self.block.gathers or self.block.scatters)
+        return self.prefetch and (self.block.gathers or self.block.reduces)
 
 
 def run_blocks(stack: Stack, x: Stream, arrays: ScopeArrays) -> tuple[Stream, Sums]:
@@ -350,8 +362,8 @@ def run_backward(
 ) -> tuple[Stream, Any]:
     """Run the backward of `run_keeping`, adding gradients up layer by layer.
 
-    Each layer's parameters are gathered once more, and its gradients reduce-scattered
-    (`Block.scatter`).
+    Each layer's parameters are gathered once more, and its gradients reduced
+    (`Block.reduce`).
 
     Args:
         stack: The blocks.
@@ -377,7 +389,7 @@ def run_backward(
             layer,
             arrays._replace(state=state),
         )
-        return (dx, add(totals, stack.block.scatter(gradients), place)), None
+        return (dx, add(totals, stack.block.reduce(gradients), place)), None
 
     xs = (stack.xs, residuals, jnp.arange(len(stack.layers)))
     with jax.named_scope(BACKWARD):

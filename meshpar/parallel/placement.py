@@ -33,15 +33,13 @@ from meshpar.parallel.reduction import reduce_gradients, sum_by_host
 from meshpar.parallel.tensor import shard_index
 from meshpar.parallel.zero import (
     Stored,
-    after_update,
     before_loop,
     gather,
-    gather_shards,
-    gradient_after_loop,
     gradient_in_loop,
     in_loop,
     manual_spec,
-    reduce_scatter,
+    reduce_in_loop,
+    scatter_after_loop,
     stored_parameters,
     whole_spec,
 )
@@ -108,7 +106,7 @@ class Placement:
         have a leading dim of replicas.
         """
         model_state = self.manual_model_state_specs
-        out = REPLICATED, REPLICATED, self.manual_state_specs, model_state, BATCH
+        out = REPLICATED, REPLICATED, self.manual_specs, model_state, BATCH
         if not self.replica_axes:
             return self.on_state(local, out)
 
@@ -168,22 +166,6 @@ class Placement:
             return groups
         return gather(self.model.split(self.stored)[1], groups, before_loop)
 
-    def at_rest(self, values: Params) -> Params:
-        """Lay parameters out as between steps, from arrays laid out as states.
-
-        Args:
-            values: Global arrays in their dtype at rest.
-        """
-        if not any(map(after_update, jax.tree.leaves(self.stored))):
-            return values
-
-        def local(values: Params) -> Params:
-            return gather_shards(self.stored, values, after_update)
-
-        return self.on_shards(local, (self.manual_state_specs,), self.manual_specs)(
-            values
-        )
-
     def scatter_ends(self, gradients: Params) -> Params:
         """Reduce-scatter the ends' gradients before they are added up.
 
@@ -194,9 +176,7 @@ class Placement:
         Args:
             gradients: Shaped as the ends' parameters for use.
         """
-        return reduce_scatter(
-            self.model.split(self.stored)[0], gradients, gradient_in_loop
-        )
+        return reduce_in_loop(self.model.split(self.stored)[0], gradients)
 
     def gradient_shapes(
         self, weights: Params, groups: list[Params]
@@ -230,17 +210,18 @@ class Placement:
     ) -> Params:
         """Sum gradients over the batch axes and `stage`, laid out as states.
 
-        Each gradient crosses each mesh axis once, after the loop. Over the batch axes
-        that split its state and not yet the gradient: one reduce-scatter for each
-        gradient; of P values a device sends P (n-1)/n. Over the other batch axes, and
-        `stage` for the ends: one all-reduce of all such gradients, 2 P (n-1)/n.
+        Each gradient crosses each mesh axis once; what the loop has summed does not
+        again. Over the batch axes that split its state and not yet the gradient: one
+        reduce-scatter for each gradient; of P values a device sends P (n-1)/n. Over the
+        other batch axes, and `stage` for the ends: one all-reduce of all such
+        gradients, 2 P (n-1)/n.
 
         Args:
             end_gradients: Gradients of the ends, from `scatter_ends`.
             group_gradients: Gradients of each group of blocks, as the loop sums them.
         """
         gradients = self.model.join(end_gradients, group_gradients)
-        scattered = reduce_scatter(self.stored, gradients, gradient_after_loop)
+        scattered = scatter_after_loop(self.stored, gradients)
         axes = self.large(self.manual_axes)
         summed = reduce_gradients(self.stored, scattered, axes, **self.sum_options)
         return jax.tree.map(
@@ -302,16 +283,21 @@ class Placement:
     def communicates_in_loop(self) -> bool:
         """True if a block's parameters or gradients cross batch axes in the loop."""
         blocks = jax.tree.leaves(self.model.split(self.stored)[1])
-        return any(in_loop(stored) or gradient_in_loop(stored) for stored in blocks)
+        return any(in_loop(stored) or stored.reduces_in_loop for stored in blocks)
 
     @property
     def prefetches(self) -> bool:
         """True if the blocks prefetch (`parallel.prefetch`), as they communicate."""
+        return bool(self.loop_axes) and self.communicates_in_loop
+
+    @property
+    def loop_axes(self) -> tuple[str, ...]:
+        """Return the batch axes that one block's parameters cross beside another."""
         choice = self.layout.fsdp_prefetch
-        if self.layout.runs_in_ticks or choice == "off":
-            return False
         overlaps = platform_named(self.platform).overlaps_collectives
-        return (choice == "on" or overlaps) and self.communicates_in_loop
+        if self.layout.runs_in_ticks or not (choice == "on" or overlaps):
+            return ()
+        return () if choice == "off" else self.large(self.manual_axes)
 
     @property
     def manual_axes(self) -> tuple[str, ...]:
@@ -336,17 +322,13 @@ class Placement:
             gradient_dtype=self.gradient_dtype,
             sum_dtype=sum_dtype(self.gradient_dtype, self.platform),
             scatter_columns=platform_named(self.platform).scatter_columns,
+            loop_axes=self.loop_axes,
         )
 
     @cached_property
     def manual_specs(self) -> Any:
-        """Return specs of the parameters at rest over the manual mesh axes."""
+        """Return specs of parameters, gradients and states over the manual axes."""
         return self.specs(lambda stored: manual_spec(stored.spec))
-
-    @cached_property
-    def manual_state_specs(self) -> Any:
-        """Return specs of gradients and optimizer states over the manual mesh axes."""
-        return self.specs(lambda stored: manual_spec(stored.state_spec))
 
     @cached_property
     def model_state_specs(self) -> Any:

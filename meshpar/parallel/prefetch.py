@@ -1,24 +1,27 @@
-"""FSDP's prefetch: loops over blocks whose communication overlaps with another block.
+"""Prefetch: loops over blocks whose communication overlaps with another block.
 
 A layer's weights are gathered while the layer before it in the pass computes, and its
-gradients are reduce-scattered while the layer after it does; for L layers
+gradients are reduced while the layer after it does; for L layers of FSDP
 
     forward   gather 0 | run 0, gather 1 | ... | run L-1
-    backward  run L-1, gather L-2 | run L-2, gather L-3, scatter L-1 | ...
-              | run 0, scatter 1 | scatter 0
+    backward  run L-1, gather L-2 | run L-2, gather L-3, reduce L-1 | ...
+              | run 0, reduce 1 | reduce 0
+
+`zero=1` and `2` keep what the forward gathered, and the backward gathers nothing;
+`zero=0` gathers nothing at all.
 
 Every collective is issued before its result is needed, because XLA only moves
-collectives beside work of the same iteration of a loop. Two layers' weights are whole
-at a time, and one layer's gradients. The last layer's weights stay from its forward to
-its backward; in turn the backward's loop gathers layer 0 twice, so as many bytes are
-sent as without prefetch.
+collectives beside work of the same iteration of a loop. Of FSDP two layers' weights
+are whole at a time, and one layer's gradients. The last layer's weights stay from its
+forward to its backward; in turn the backward's loop gathers layer 0 twice, so as many
+bytes are sent as without prefetch.
 Reference: Zhao et al. 2023, "PyTorch FSDP", section 3.3.2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -40,11 +43,13 @@ class Kept:
         others: Stacked residuals of all layers but the last; None for a single layer.
         last: Residuals of the last layer, kept separately because joining would copy.
         weights: Gathered weights of the last layer.
+        other_weights: Stacked ones of the others, if the stack keeps them.
     """
 
     others: Any
     last: Any
     weights: Any
+    other_weights: Any
 
 
 def run_blocks(
@@ -66,8 +71,10 @@ def run_blocks(
     def run(weights: Any, x: Stream, place: Any, _: bool) -> tuple[Stream, Sums]:
         return stack.block.forward(weights, x, *_layer(stack, place, arrays))
 
-    x, others, last, _, overlapped = _forward(stack, run, x, overlapped)
-    return x, over_layers(stack.block, _joined(others, last)), overlapped
+    stack = replace(stack, keep=False)
+    x, others, (last, _), overlapped = _forward(stack, run, x, overlapped)
+    sums = _joined(others and others[0], last)
+    return x, over_layers(stack.block, sums), overlapped
 
 
 def run_keeping(
@@ -88,10 +95,12 @@ def run_keeping(
         return x, (sums, residuals)
 
     with jax.named_scope(FORWARD):
-        x, others, last, weights, overlapped = _forward(stack, run, x, overlapped)
-    sums, residuals = zip(others or (None, None), last, strict=True)
-    kept = Kept(*residuals, weights)
-    return x, over_layers(stack.block, _joined(*sums)), kept, overlapped
+        x, others, last, overlapped = _forward(stack, run, x, overlapped)
+    (other_sums, residuals), gathered = others or ((None, None), None)
+    (last_sums, last_residuals), last_gathered = last
+    kept = Kept(residuals, last_residuals, last_gathered, gathered)
+    sums = _joined(other_sums, last_sums)
+    return x, over_layers(stack.block, sums), kept, overlapped
 
 
 def run_backward(
@@ -114,30 +123,36 @@ def run_backward(
     """
     block = stack.block
 
-    def run(weights: Any, residuals: Any, dx: Stream, place: Any) -> tuple:
+    def run(gathered: Any, residuals: Any, dx: Stream, place: Any) -> tuple:
         layer = _layer(stack, place, arrays)
+        weights = _weights(stack, gathered, place)
         return block.backward(weights, residuals, dx, of_loss, *layer)
 
     def body(carry: tuple, place: jax.Array) -> tuple[tuple, None]:
-        dx, totals, weights, late = carry
-        following = _gather(stack, jnp.maximum(place - 1, 0))
-        totals = add(totals, block.scatter(late), place + 1)
-        late, dx = run(weights, _at(kept.others, place), dx, place)
+        dx, totals, gathered, late = carry
+        following = []
+        if stack.keep:
+            gathered = _at(kept.other_weights, place)
+        else:
+            following = _gather(stack, jnp.maximum(place - 1, 0))
+        totals = add(totals, block.reduce(late), place + 1)
+        late, dx = run(gathered, _at(kept.others, place), dx, place)
         return (dx, totals, following, late), None
 
     last = len(stack.layers) - 1
     with jax.named_scope(BACKWARD):
-        if last:
+        following = []
+        if last and not stack.keep:
             # The barrier delays the gather until there is work to overlap with it.
             dx, shard = lax.optimization_barrier((dx, _at(stack.shards, last - 1)))
-            following = block.gather(shard)
+            following = block.gather_split(shard)
         late, dx = run(kept.weights, kept.last, dx, last)
         dx, overlapped = lax.optimization_barrier((dx, overlapped))
         if last:
             carry = (dx, totals, following, late)
             carry, _ = lax.scan(body, carry, jnp.arange(last), reverse=True)
             dx, totals, _, late = carry
-        return dx, add(totals, block.scatter(late), 0), overlapped
+        return dx, add(totals, block.reduce(late), 0), overlapped
 
 
 def _forward(
@@ -145,7 +160,7 @@ def _forward(
     run: Callable[[Any, Stream, Any, bool], tuple[Stream, Any]],
     x: Stream,
     overlapped: Any,
-) -> tuple[Stream, Any, Any, Any, Any]:
+) -> tuple[Stream, Any, Any, Any]:
     """Run a forward over the layers.
 
     Args:
@@ -155,26 +170,31 @@ def _forward(
         overlapped: As for `run_blocks`.
 
     Returns:
-        The last layer's `x`; stacked outputs of the other layers; the last layer's
-        output and weights; `overlapped`.
+        The last layer's `x`; pairs of output and gathered weights, stacked of the
+        other layers, whose weights are None unless the stack keeps them, and of the
+        last; `overlapped`.
     """
 
     def body(carry: tuple, place: jax.Array) -> tuple[tuple, Any]:
-        x, weights = carry
+        x, gathered = carry
         following = _gather(stack, place + 1)
-        x, output = run(weights, x, place, True)
-        return (x, following), output
+        x, output = run(_weights(stack, gathered, place), x, place, True)
+        return (x, following), (output, gathered if stack.keep else None)
 
-    last, weights, others = len(stack.layers) - 1, _gather(stack, 0), None
+    last, gathered, others = len(stack.layers) - 1, _gather(stack, 0), None
     if last:
-        (x, weights), others = lax.scan(body, (x, weights), jnp.arange(last))
+        (x, gathered), others = lax.scan(body, (x, gathered), jnp.arange(last))
     x, overlapped = lax.optimization_barrier((x, overlapped))
-    x, output = run(weights, x, last, False)
-    return x, others, output, weights, overlapped
+    x, output = run(_weights(stack, gathered, last), x, last, False)
+    return x, others, (output, gathered), overlapped
 
 
-def _gather(stack: Stack, place: Any) -> Any:
-    return stack.block.gather(_at(stack.shards, place))
+def _gather(stack: Stack, place: Any) -> list[jax.Array]:
+    return stack.block.gather_split(_at(stack.shards, place))
+
+
+def _weights(stack: Stack, gathered: Any, place: Any) -> Any:
+    return stack.block.joined(gathered, _at(stack.shards, place))
 
 
 def _layer(

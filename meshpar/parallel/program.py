@@ -45,8 +45,7 @@ from meshpar.parallel.zero import (
     Stored,
     before_loop,
     gather,
-    gradient_in_loop,
-    reduce_scatter,
+    reduce_in_loop,
 )
 from meshpar.trace.dependence import arguments_read
 
@@ -64,8 +63,8 @@ class LocalProgram:
     """The functions of a model under a layout, to be called inside `jax.jit`.
 
     Over the batch axes move: parameters to where they are used (`Ends`,
-    `Placement.blocks_before_loop`, `Block.gather`), gradients (`Ends.scattered`,
-    `Block.scatter`, `Placement.reduce`), and one all-reduce of two fp32 scalars, of
+    `Placement.blocks_before_loop`, `Block.gather`), gradients (`Ends.reduced`,
+    `Block.reduce`, `Placement.reduce`), and one all-reduce of two fp32 scalars, of
     auxiliary losses and of what the model's state is made of.
 
     Args:
@@ -186,22 +185,22 @@ class Ends:
         parts = {False: iter(early), True: iter(late)}
         return self.treedef.unflatten([next(parts[key]) for key in self.is_late])
 
-    def scatter_late(self, gradients: Params) -> Leaves:
-        """Reduce-scatter the late part of all gradients (`zero.reduce_scatter`)."""
-        return self._scattered(gradients, True)
+    def reduce_late(self, gradients: Params) -> Leaves:
+        """Reduce the late part of all gradients (`zero.reduce_in_loop`)."""
+        return self._reduced(gradients, True)
 
-    def scattered(self, gradients: Params, late: Leaves) -> Params:
-        """Reduce-scatter the early part of all gradients and join it with the late one.
+    def reduced(self, gradients: Params, late: Leaves) -> Params:
+        """Reduce the early part of all gradients and join it with the late one.
 
         Args:
             gradients: Shaped as the gathered parameters.
-            late: From `scatter_late`.
+            late: From `reduce_late`.
         """
-        return self.joined(self._scattered(gradients, False), late)
+        return self.joined(self._reduced(gradients, False), late)
 
-    def _scattered(self, gradients: Params, late: bool) -> Leaves:
+    def _reduced(self, gradients: Params, late: bool) -> Leaves:
         leaves = self._chosen(self.treedef.flatten_up_to(gradients), late)
-        return reduce_scatter(self._chosen(self.stored, late), leaves, gradient_in_loop)
+        return reduce_in_loop(self._chosen(self.stored, late), leaves)
 
     def _chosen(self, leaves: list, late: bool) -> list:
         pairs = zip(leaves, self.is_late, strict=True)
@@ -301,7 +300,7 @@ class _Pass:
             loss_sum += stack.block.group.weighted(group_losses)
         share = safe_inverse(weight_sum)
         ends, dx = head_vjp((share, -loss_sum * share * share))
-        overlapped = self.ends.scatter_late(ends)
+        overlapped = self.ends.reduce_late(ends)
         shapes = placement.gradient_shapes(weights, self.groups)[1]
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         blocks: list[Any] = []
@@ -314,7 +313,7 @@ class _Pass:
             more, dx = vjp(dx)
             ends = jax.tree.map(jnp.add, ends, more)
             blocks.insert(0, total)
-        gradients = placement.reduce(self.ends.scattered(ends, overlapped), blocks)
+        gradients = placement.reduce(self.ends.reduced(ends, overlapped), blocks)
         state = self.state
         if placement.model.changes_state:
             pairs = zip(stacks, sums, strict=True)
@@ -411,6 +410,7 @@ class _Pass:
                 state=state[at],
                 layers=first + jnp.arange(group.num_layers, dtype=jnp.int32),
                 prefetch=self.placement.prefetches,
+                keep=self.placement.layout.zero < 3,
             )
             for at, (group, first) in enumerate(
                 zip(model.groups, model.first_layers, strict=True)

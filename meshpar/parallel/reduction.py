@@ -62,7 +62,11 @@ def reduce_gradients(
     layouts, treedef = jax.tree.flatten(stored)
     leaves = treedef.flatten_up_to(gradients)
     remaining = [
-        tuple(axis for axis in mesh_axes if axis not in spec_axes(layout.state_spec))
+        tuple(
+            axis
+            for axis in mesh_axes
+            if axis not in (*spec_axes(layout.spec), *layout.loop_sums)
+        )
         for layout in layouts
     ]
     for axes in sorted(set(remaining) - {()}):

@@ -39,19 +39,28 @@ _JOINED_VALUES = 2**28
 """Most values of gradients that are joined for one scatter, 1 GiB in fp32: the scatter
 holds three more copies."""
 
+_PART_BYTES, _MOST_PARTS = 2**26, 4
+"""Least bytes of the parts in which a gradient is scattered, about 1.3 ms between eight
+hosts of H100, and most parts."""
+
+_HALVED_VALUES = 2**25
+"""Least bytes of a gradient that is summed in two halves."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
     """Layout of one parameter at every point of a step; specs differ in batch axes.
 
     Args:
-        spec: The parameter at rest.
+        spec: The parameter between steps, its final gradient, its optimizer state and
+            its master copy.
         used_spec: The parameter as matmuls take it: whole over the axes of ZeRO, and
             experts split over theirs.
         loop_spec: The parameter while a step's blocks run, which gather it layer by
             layer; whole if it is outside the blocks.
         gradient_spec: Its gradient while the blocks run and add it up.
-        state_spec: Its final gradient, its optimizer state and its master copy.
+        loop_sums: Mesh axes over which the blocks sum its gradient layer by layer,
+            beside those that scatter it.
         compute_dtype: Dtype of the parameter in use.
         gradient_dtype: Dtype in which its gradient is kept.
         sum_dtype: Dtype in which its gradient is summed over devices.
@@ -63,11 +72,16 @@ class Stored:
     used_spec: PartitionSpec
     loop_spec: PartitionSpec
     gradient_spec: PartitionSpec
-    state_spec: PartitionSpec
     compute_dtype: Any
     gradient_dtype: Any = jnp.float32
     sum_dtype: Any = jnp.float32
     scatter_columns: int = 1
+    loop_sums: tuple[str, ...] = ()
+
+    @property
+    def reduces_in_loop(self) -> bool:
+        """True if its gradient crosses batch axes before it is added up."""
+        return bool(gradient_in_loop(self) or self.loop_sums)
 
     @property
     def automatic_spec(self) -> PartitionSpec:
@@ -81,7 +95,7 @@ class Stored:
 
     def without_layers(self) -> Stored:
         """Return the layout of one layer, without the leading dim."""
-        names = ("spec", "used_spec", "loop_spec", "gradient_spec", "state_spec")
+        names = ("spec", "used_spec", "loop_spec", "gradient_spec")
         specs: dict[str, Any] = {
             name: PartitionSpec(*getattr(self, name)[1:]) for name in names
         }
@@ -115,12 +129,7 @@ def gradient_in_loop(stored: Stored) -> Dims:
 
 def gradient_after_loop(stored: Stored) -> Dims:
     """Return the dims of a gradient to reduce-scatter after it was added up."""
-    return _moved(stored.state_spec, stored.gradient_spec)
-
-
-def after_update(stored: Stored) -> Dims:
-    """Return the dims of an updated parameter to gather."""
-    return _moved(stored.state_spec, stored.spec)
+    return _moved(stored.spec, stored.gradient_spec)
 
 
 def gather(stored: Any, shards: Any, dims: Callable[[Stored], Dims]) -> Any:
@@ -149,14 +158,56 @@ def gather_shards(stored: Any, shards: Any, dims: Callable[[Stored], Dims]) -> A
     return _each(gather_one, stored, shards, dims)
 
 
-def reduce_scatter(stored: Any, gradients: Any, dims: Callable[[Stored], Dims]) -> Any:
-    """Sum gradients over batch axes and return this device's shards of the sums.
+def reduce_in_loop(stored: Any, gradients: Any) -> Any:
+    """Sum one layer's gradients over batch axes, as far as the loop does.
 
-    One reduce-scatter for each split gradient; the others are left for
-    `reduction.reduce_gradients`. Arguments as for `gather`.
+    One reduce-scatter for each that is split while it is added up; over
+    `Stored.loop_sums` one more, and an all-gather of the sums.
     """
-    if dims is gradient_in_loop:
-        return _scatter_layer(stored, gradients)
+    return jax.tree.map(_sum_in_loop, stored, _scatter_layer(stored, gradients))
+
+
+def _sum_in_loop(layout: Stored, gradient: jax.Array) -> jax.Array:
+    """Sum one gradient over `Stored.loop_sums`: P values send 2 P (n-1)/n.
+
+    As a reduce-scatter and an all-gather, each half as long as an all-reduce. XLA:GPU
+    joins those of a layer where they lie; it copied what it all-reduced together, and
+    left small all-reduces beside nothing. A gradient without a dim that divides is
+    all-reduced.
+    """
+    axes = layout.loop_sums
+    if not axes:
+        return gradient
+    members = math.prod(lax.axis_size(axis) for axis in axes)
+    dims = [
+        dim
+        for dim, entry in enumerate(layout.automatic_spec)
+        if not entry and gradient.shape[dim] % members == 0
+    ]
+
+    def summed(x: jax.Array) -> jax.Array:
+        x = x.astype(layout.sum_dtype)
+        if not dims or gradient.size < _HALVED_VALUES:
+            with asked("gradient_reduction"):
+                return lax.psum(x, axes)
+        x = _scatter_rows(layout, x, [(dims[0], axes)])
+        with asked("gradient_gather"):
+            return lax.all_gather(x, axes, axis=dims[0], tiled=True)
+
+    return on_parts(
+        summed,
+        gradient,
+        specs=(layout.automatic_spec,),
+        out_specs=layout.automatic_spec,
+        mesh_axes=layout.automatic_axes,
+    )
+
+
+def scatter_after_loop(stored: Any, gradients: Any) -> Any:
+    """Reduce-scatter the gradients that were added up whole, and are split at last.
+
+    One reduce-scatter for each; the others are left for `reduction.reduce_gradients`.
+    """
 
     def scatter_one(layout: Stored, gradient: jax.Array, moved: Dims) -> jax.Array:
         x = gradient.astype(layout.sum_dtype)
@@ -165,7 +216,7 @@ def reduce_scatter(stored: Any, gradients: Any, dims: Callable[[Stored], Dims]) 
                 x = lax.psum_scatter(x, mesh_axes, scatter_dimension=dim, tiled=True)
         return x
 
-    return _each(scatter_one, stored, gradients, dims)
+    return _each(scatter_one, stored, gradients, gradient_after_loop)
 
 
 def _each(
@@ -236,8 +287,7 @@ def _scatter_joined(layouts: list[Stored], leaves: list[jax.Array]) -> list[jax.
     columns = whole.shape[1]
     if columns > layouts[0].scatter_columns:
         whole = jnp.pad(whole, ((0, 0), (0, -columns % layouts[0].scatter_columns)))
-    with asked("gradient_scatter"):
-        whole = lax.psum_scatter(whole, dims[0][1], scatter_dimension=0, tiled=True)
+    whole = _scattered(whole, dims[0][1])
     ends = np.cumsum([matrix.shape[1] for matrix in matrices])
     parts = jnp.split(whole[:, :columns], ends[:-1], axis=1)
     return [
@@ -250,19 +300,35 @@ def _scatter_rows(layout: Stored, gradient: jax.Array, moved: Dims) -> jax.Array
     """Scatter one gradient as the rows of a matrix, on every platform.
 
     XLA:TPU does not replace this form by an all-reduce. Stacked gradients keep their
-    shape (`reduce_scatter`), because transposing them would copy them.
+    shape (`scatter_after_loop`), because transposing them would copy them.
     """
     x = gradient.astype(layout.sum_dtype)
     for dim, mesh_axes in moved:
         x = jnp.moveaxis(x, dim, 0)
         others = x.shape[1:]
         matrix = x.reshape(len(x), -1) if others else x
-        with asked("gradient_scatter"):
-            matrix = lax.psum_scatter(
-                matrix, mesh_axes, scatter_dimension=0, tiled=True
-            )
+        parts = [_scattered(part, mesh_axes) for part in _parts(matrix)]
+        matrix = jnp.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
         x = jnp.moveaxis(matrix.reshape(len(matrix), *others), 0, dim)
     return x
+
+
+def _scattered(matrix: jax.Array, mesh_axes: tuple[str, ...]) -> jax.Array:
+    with asked("gradient_scatter"):
+        return lax.psum_scatter(matrix, mesh_axes, scatter_dimension=0, tiled=True)
+
+
+def _parts(matrix: jax.Array) -> list[jax.Array]:
+    """Cut a large matrix into sets of columns, each scattered by itself.
+
+    XLA:GPU starts a scatter shortly before it waits for it, whatever its size: of one
+    over all of a last layer's backward it left half exposed. It joins the parts again
+    where it joins collectives at all.
+    """
+    if matrix.ndim < 2:
+        return [matrix]
+    number = min(matrix.nbytes // _PART_BYTES, _MOST_PARTS, matrix.shape[1])
+    return jnp.array_split(matrix, max(number, 1), axis=1)
 
 
 def _moved(split: PartitionSpec, whole: PartitionSpec) -> Dims:
@@ -292,6 +358,7 @@ def stored_parameters(
     gradient_dtype: Any,
     sum_dtype: Any,
     scatter_columns: int = 1,
+    loop_axes: tuple[str, ...] = (),
 ) -> Any:
     """Return the tree of `Stored` of a model's parameters.
 
@@ -303,13 +370,19 @@ def stored_parameters(
         gradient_dtype: As in `Stored`.
         sum_dtype: As in `Stored`.
         scatter_columns: As in `Stored`.
+        loop_axes: Batch axes that a layer's parameters and gradients cross beside other
+            layers; empty if they cross them before and after all layers.
 
     Raises:
         RuleError: A parameter cannot be laid out; its path is in the message.
     """
 
     def place(path: tuple, parameter: Parameter) -> Stored:
-        specs = parameter_specs(path_name(path), parameter, layout, rules)
+        specs = parameter_specs(
+            path_name(path), parameter, layout, rules, ahead=bool(loop_axes)
+        )
+        sums = [axis for axis in loop_axes if axis not in spec_axes(specs["spec"])]
+        after = _moved(specs["spec"], specs["gradient_spec"])
         # Complex numbers have no half precision.
         own = None if jnp.issubdtype(parameter.dtype, jnp.floating) else parameter.dtype
         used = jnp.float32 if parameter.in_full else compute_dtype
@@ -319,15 +392,28 @@ def stored_parameters(
             gradient_dtype=own or gradient_dtype,
             sum_dtype=own or sum_dtype,
             scatter_columns=scatter_columns,
+            loop_sums=() if after else tuple(sums),
         )
 
     return jax.tree.map_with_path(place, model.parameters)
 
 
 def parameter_specs(
-    path: str, parameter: Parameter, layout: Layout, rules: Rules
+    path: str,
+    parameter: Parameter,
+    layout: Layout,
+    rules: Rules,
+    *,
+    ahead: bool = False,
 ) -> dict[str, PartitionSpec]:
     """Return each spec of `Stored` of one parameter, by name.
+
+    Args:
+        path: Of the parameter.
+        parameter: The parameter.
+        layout: Sizes of the mesh axes, and ZeRO.
+        rules: Logical axis -> mesh axes.
+        ahead: Whether each layer crosses the batch axes beside another.
 
     Raises:
         RuleError: The parameter cannot be laid out.
@@ -337,15 +423,14 @@ def parameter_specs(
     # Blocks take their parameters layer by layer: layers are split at rest only.
     by_layer = parameter.num_layers is None or split[0] == whole[0]
     once = layout.runs_in_ticks and layout.fsdp_gather == "step"
-    layerwise = layout.zero == 3 and not once
+    layerwise = (layout.zero == 3 and not once or ahead) and by_layer
     return {
-        "spec": split if layout.zero == 3 else whole,
+        "spec": split,
         "used_spec": whole,
         "loop_spec": split if layerwise and parameter.num_layers else whole,
         "gradient_spec": split
         if layerwise or (layout.zero == 2 and by_layer)
         else whole,
-        "state_spec": split,
     }
 
 

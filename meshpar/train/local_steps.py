@@ -289,7 +289,7 @@ class LocalStepFunctions:
                 arrays[place] = mean.astype(arrays[place].dtype)
             return means, treedef.unflatten(arrays)
 
-        specs = placement.manual_state_specs
+        specs = placement.manual_specs
         of_state = placement.replica_specs(placement.manual_model_state_specs)
         in_specs = specs, placement.replica_specs(specs), of_state
         averaged = placement.on_shards(local, in_specs, (specs, of_state))

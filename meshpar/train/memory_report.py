@@ -296,7 +296,7 @@ def _parameters(step: TrainStep) -> Part:
         name="parameters",
         formula_bytes=_by_formula(step, lambda stored: stored.spec, value_bytes),
         compiled_bytes=local_bytes(shapes, step.shardings.params),
-        how=f"{value_bytes} bytes a value, split with zero=3",
+        how=f"{value_bytes} bytes a value, split with zero=1, 2, 3",
     )
 
 
@@ -337,7 +337,7 @@ def _master_copy(step: TrainStep, shapes: Any, shardings: Any) -> Part:
 
 def _fp32_bytes(step: TrainStep) -> int:
     """Return the bytes of one fp32 value a parameter, split as optimizer state."""
-    return _by_formula(step, lambda stored: stored.state_spec, 4)
+    return _by_formula(step, lambda stored: stored.spec, 4)
 
 
 def _by_formula(

@@ -303,16 +303,14 @@ def _unused_zero_keys(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleE
             key="layout.zero_axes_without_effect",
         )
         yield "zero_axes", error
-    for key in ("fsdp_gather", "fsdp_prefetch"):
-        value = getattr(layout, key)
-        if value != getattr(PLAIN, key) and not split:
-            error = RuleError(
-                "dead",
-                f"layout {text}: {key}={value} changes nothing, as the rules split "
-                "no stored parameter; leave it out, or give 'fsdp' a size",
-                key=f"layout.{key}_without_effect",
-            )
-            yield key, error
+    if layout.fsdp_gather != PLAIN.fsdp_gather and not split:
+        error = RuleError(
+            "dead",
+            f"layout {text}: fsdp_gather={layout.fsdp_gather} changes nothing, as the "
+            "rules split no stored parameter; leave it out, or give 'fsdp' a size",
+            key="layout.fsdp_gather_without_effect",
+        )
+        yield "fsdp_gather", error
 
 
 def _split_replicas(rules: Rules, layout: Layout) -> Iterator[tuple[str, RuleError]]:

@@ -168,7 +168,7 @@ class StepFunctions:
             step=whole,
             seed=whole,
             skipped=whole,
-            params=self._shardings(self.placement.specs(attrgetter("spec"))),
+            params=gradients,
             opt_state=in_memory(layout.optimizer_memory, opt_state),
             model_state=self._shardings(self.placement.model_state_specs),
         )
@@ -176,8 +176,8 @@ class StepFunctions:
 
     @cached_property
     def gradient_shardings(self) -> Params:
-        """The sharding of each parameter's gradient and optimizer state."""
-        return self._shardings(self.placement.specs(attrgetter("state_spec")))
+        """The sharding of each parameter, its gradient and its optimizer state."""
+        return self._shardings(self.placement.specs(attrgetter("spec")))
 
     def whole_states(self) -> Iterator[tuple[str, int]]:
         """Yield path and bytes of large optimizer state that no device shares."""
@@ -199,7 +199,7 @@ class StepFunctions:
             given: Parameters and state in place of those that would be drawn.
         """
         placement = self.placement
-        specs = placement.specs(attrgetter("state_spec")), placement.model_state_specs
+        specs = placement.specs(attrgetter("spec")), placement.model_state_specs
         state = self._initial(seed, specs=specs, given=given)
         return join_constants(self.model, state)
 
@@ -329,15 +329,12 @@ class StepFunctions:
             state: Random rounding derives from its seed and step.
             values: fp32, sharded as states.
         """
-        placement = self.placement
         key = jax.random.fold_in(jax.random.key(state.seed), jnp.uint32(_ROUNDING))
-        return placement.at_rest(
-            stored(
-                values,
-                placement.layout.param_dtype,
-                placement.model,
-                jax.random.fold_in(key, state.step),
-            )
+        return stored(
+            values,
+            self.placement.layout.param_dtype,
+            self.model,
+            jax.random.fold_in(key, state.step),
         )
 
     @cached_property

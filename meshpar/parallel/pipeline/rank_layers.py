@@ -196,7 +196,7 @@ def backward_layers(
         gradients, dx = stack.block.backward(
             weights, residuals, dx, of_loss, layer, of_layer
         )
-        return dx, add(totals, stack.block.scatter(gradients), place)
+        return dx, add(totals, stack.block.reduce(gradients), place)
 
     with jax.named_scope(BACKWARD):
         return _for_places(stack, num_layers, one, (dx, totals))
@@ -303,7 +303,7 @@ def layers_hindrance(stack: Stack, x: Any, arrays: ScopeArrays) -> str | None:
         block, weights = stack.block, stack.block.gather(shard)
         forward, residuals = block.forward_keeping(weights, x, layer, layer_arrays)
         gradients, dx = block.backward(weights, residuals, dx, 1.0, layer, layer_arrays)
-        return forward, block.scatter(gradients), dx
+        return forward, block.reduce(gradients), dx
 
     for equation in equations(jax.make_jaxpr(one_layer)(x, x).jaxpr):
         name, axes = equation.primitive.name, collective_axes(equation)

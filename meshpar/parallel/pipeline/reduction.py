@@ -20,7 +20,7 @@ from meshpar.model.parameter import Params
 from meshpar.parallel.pipeline.crossing import STAGE
 from meshpar.parallel.placement import Placement
 from meshpar.parallel.reduction import in_fp32, reduce_gradients
-from meshpar.parallel.zero import gradient_after_loop, reduce_scatter
+from meshpar.parallel.zero import gradient_after_loop, scatter_after_loop
 
 SLICE_BYTES = 2**28
 """Most bytes that are reduced at once if gradients have more than one layer: large
@@ -67,7 +67,7 @@ def reduced_in_fp32(
 
     Communicates as `Placement.reduce`; `how` is as of `reduce_gradients`.
     """
-    scattered = reduce_scatter(stored, gradients, gradient_after_loop)
+    scattered = scatter_after_loop(stored, gradients)
     summed = reduce_gradients(stored, scattered, mesh_axes, **how)
     return in_fp32(summed)
 

@@ -342,7 +342,6 @@ def _stored(tree: Any, manual: tuple, automatic: Any) -> Any:
             used_spec=everywhere,
             loop_spec=everywhere,
             gradient_spec=everywhere,
-            state_spec=everywhere,
             compute_dtype=value.dtype,
             gradient_dtype=wide,
             sum_dtype=wide,

@@ -165,7 +165,7 @@ def rank_memory(run: Run, rank: int, chunks_held: float) -> Memory:
     share = shared_out(run, rank) / parameters
     shares = {
         name: share if layout.zero >= level else 1.0
-        for name, level in (("state", 1), ("gradient", 2), ("weight", 3))
+        for name, level in run.split_from.items()
     }
     in_flight = chunks_held / layout.chunks
     layers = [layer for chunk in run.rank_blocks(rank) for layer in chunk]
@@ -230,7 +230,7 @@ def _gathered_bytes(run: Run, rank: int) -> float:
     compiler casts a layer at a time.
     """
     layout, execution = run.layout, run.execution
-    split = layout.zero == 3 and run.state_shards > 1
+    split = run.splits_parameters
     wide = layout.param_dtype == "fp32"
     cast = not execution.eager and layout.precision == "bf16" and wide
     if not split and not cast:
@@ -313,14 +313,12 @@ def _workspace_bytes(run: Run, rank: int, layers: list[int], kept: float) -> flo
 
 
 def _late_gradient_bytes(run: Run, layers: list[int]) -> float:
-    """Bytes of a block's gradients that are scattered while the next block runs.
+    """Bytes of a block's gradients that are reduced while the next block runs.
 
-    By FSDP's prefetch (`meshpar.parallel.prefetch`); the next block's parameters are
-    among those gathered.
+    By `meshpar.parallel.prefetch`; the next block's parameters are among those
+    gathered.
     """
-    split = run.state_shards > 1 and run.layout.zero >= 2
-    late = run.execution.measured_overlap or run.layout.fsdp_prefetch == "on"
-    if not split or not late or run.layout.fsdp_prefetch == "off":
+    if not run.prefetches or run.replicas * run.layout.context == 1:
         return 0.0
     moe = bool(layers) and run.workload.is_moe(layers[-1])
     return block_parameters(run, moe=moe) * run.dtype_bytes

@@ -119,8 +119,32 @@ class Run:
     def gathers_once(self) -> bool:
         """True if split parameters are gathered once for the whole step."""
         layout = self.layout
+        if layout.zero < 3:
+            return self.execution.splits_stored
         once = layout.runs_in_ticks and layout.fsdp_gather == "step"
         return self.execution.lock_step and once
+
+    @property
+    def prefetches(self) -> bool:
+        """True if what a block sends over batch axes stands beside another block."""
+        choice = self.layout.fsdp_prefetch
+        if self.layout.runs_in_ticks or choice == "off":
+            return False
+        return self.execution.measured_overlap or choice == "on"
+
+    @property
+    def split_from(self) -> dict[str, int]:
+        """Least ZeRO stage that splits optimizer states, gradients and parameters."""
+        return {
+            "state": 1,
+            "gradient": 1 if self.prefetches else 2,
+            "weight": 1 if self.execution.splits_stored else 3,
+        }
+
+    @property
+    def splits_parameters(self) -> bool:
+        """True if a device has a part of each parameter between steps."""
+        return self.state_shards > 1 and self.layout.zero >= self.split_from["weight"]
 
     @property
     def dtype_bytes(self) -> int:

@@ -147,9 +147,9 @@ def _once(run: Run, stages: tuple[StageTime, ...]) -> Cost:
     """
     hiding_s = {BLOCKS: math.inf}
     first = [stages[at] for at in run.rank_stages(0)]
-    if run.execution.reduction_overlap:
+    if run.execution.reduction_overlap or run.prefetches:
         hiding_s[LAST_BACKWARD] = sum(stage.backward.total_s for stage in first)
-    if run.execution.update_overlap:
+    if run.execution.update_overlap or run.prefetches:
         hiding_s[NEXT_FORWARD] = sum(stage.forward.total_s for stage in first)
     return exposed(run, step_rows(run, range(run.layout.stage)), hiding_s)
 

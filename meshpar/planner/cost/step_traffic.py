@@ -54,8 +54,9 @@ def step_rows(run: Run, ranks: Iterable[int]) -> Rows:
         rows += _gathered_once(run, most, ends, most - dense)
     elif run.state_shards > 1:
         # ZeRO-1 and 2 gather what each device has updated.
+        each = run.dtype_bytes if run.splits_parameters else stored_bytes(run)[0]
         for axes, values in by_axes(run, most, most - dense):
-            updated = values * stored_bytes(run)[0]
+            updated = values * each
             gather = Row(axes, "all-gather", updated, "updated parameters", "once")
             rows.append(gather._replace(hidden_by=NEXT_FORWARD))
     return between_devices(run, rows)

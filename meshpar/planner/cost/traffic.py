@@ -17,8 +17,10 @@ from meshpar.planner.cost.seconds import (
     ATTENTION_AGAIN,
     BYTES,
     HALVES,
+    LAST_BACKWARD,
     LAYER,
     MATMULS,
+    NEXT_FORWARD,
     SECONDS,
     Row,
     Rows,
@@ -247,16 +249,23 @@ def between_devices(run: Run, rows: Iterable[Row]) -> Rows:
 
 def _as_measured(run: Run, row: Row) -> Row:
     """Row with the share that compiled programs hide, if the execution uses it."""
-    if not run.execution.measured_overlap or row.passes == "once":
+    once = row.passes == "once"
+    ahead = row.hidden_by in (LAYER, LAST_BACKWARD, NEXT_FORWARD)
+    if not run.execution.measured_overlap or (once and not ahead):
         return row
-    layout = run.layout
-    if row.hidden_by == LAYER and (
-        layout.runs_in_ticks or layout.fsdp_prefetch == "off"
-    ):
-        return row._replace(share=0.0)  # nothing is prefetched
-    platform, in_parts = run.cluster.device.platform, run.num_parts > 1
-    share = hidden_share(
-        platform, row.mesh_axes, row.kind, run.active_axes, in_parts=in_parts
+    if ahead and not run.prefetches:
+        return row._replace(share=0.0)
+    # Blocks that prefetch sum gradients in two halves (`parallel.zero`).
+    halved = once and row.kind == "all-reduce"
+    share = min(
+        hidden_share(
+            run.cluster.device.platform,
+            row.mesh_axes,
+            kind,
+            run.active_axes,
+            in_parts=run.num_parts > 1,
+        )
+        for kind in (("reduce-scatter", "all-gather") if halved else (row.kind,))
     )
     return row._replace(hidden_by=row.hidden_by or MATMULS, share=share)
 

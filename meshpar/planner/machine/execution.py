@@ -40,6 +40,8 @@ class Execution:
         update_overlap: True if updated parameters are gathered beside the next forward.
         gather_overlap: True if weights split over `fsdp` are gathered one layer ahead.
         gathers_again: True if they are gathered once more for what a block recomputes.
+        splits_stored: True if ZeRO-1 and 2 split parameters between steps too, and
+            gather them in the forward, not after the update.
         measured_overlap: True if the hidden share of a step's collectives is measured
             in compiled programs (`hidden_share`), not a yes or no of the options above.
         rails: Network ports of a host that one collective uses at once; 0 for all.
@@ -100,6 +102,7 @@ class Execution:
     tensor_ring: bool = False
     update_overlap: bool = False
     gathers_again: bool = False
+    splits_stored: bool = False
     measured_overlap: bool = False
     rails: int = 0
     hop_wait_s: float = 0.0
@@ -194,8 +197,9 @@ MESHPAR = Execution(
     lock_step=True,
     shared_ends=True,
     tensor_overlap=False,
-    reduction_overlap=False,  # one reduction after the loop
+    reduction_overlap=False,  # but where a run prefetches
     gather_overlap=False,
+    splits_stored=True,
     measured_overlap=True,  # what XLA hides is read from what it compiles
     hop_overlap=False,
     hop_split=False,
@@ -353,6 +357,7 @@ MAXTEXT = replace(
     tensor_overlap=True,
     tensor_ring=True,
     gather_overlap=True,
+    splits_stored=False,
     measured_overlap=False,
 )
 """MaxText on TPUs: splash attention, and XLA's asynchronous collective fusion and

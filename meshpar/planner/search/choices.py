@@ -56,6 +56,8 @@ class MeshChoices(NamedTuple):
 
     Args:
         ranks: Ranks of the pipeline.
+        one_is_two: True if ZeRO-1 is ZeRO-2 in a step without ticks, whose blocks
+            scatter their gradients either way.
         microbatches: Numbers of microbatches.
         schedules: Schedules, each with chunks and splits; not every one exists for
             every number of microbatches.
@@ -65,6 +67,7 @@ class MeshChoices(NamedTuple):
     """
 
     ranks: int
+    one_is_two: bool
     microbatches: tuple[int, ...]
     schedules: tuple[Scheduled, ...]
     states: tuple[State, ...]
@@ -84,7 +87,7 @@ class MeshChoices(NamedTuple):
     @property
     def is_one(self) -> bool:
         """True if there is at most one value for every key."""
-        return max(map(len, self[1:])) == 1
+        return max(map(len, self[2:])) == 1
 
     def variants(self) -> Iterator[Variant]:
         """Yield every way to run the mesh shape."""
@@ -114,8 +117,11 @@ class MeshChoices(NamedTuple):
         )
 
     def _has_state(self, state: State, count: int) -> bool:
-        """True unless a single microbatch's gather is the step's."""
-        return self.ranks > 1 or count > 1 or state[1] == _PLAIN.fsdp_gather
+        """True unless a single microbatch's gather or scatter is the step's."""
+        zero, gather, *_ = state
+        in_ticks = self.ranks > 1 or count > 1
+        repeats = gather != _PLAIN.fsdp_gather or (zero == 2 and self.one_is_two)
+        return in_ticks or not repeats
 
     def _has_remat(self, remat: str, count: int) -> bool:
         # In ticks residuals wait in slots on the device (`layout_errors`).
@@ -164,11 +170,14 @@ def mesh_choices(like: Run, mesh: Layout, constraints: Constraints) -> MeshChoic
     compiled = not like.execution.eager
     is_host = platform_named(like.cluster.device.platform).is_host
     has_host = compiled and not is_host
+    states = tuple(_states(like, mesh, constraints))
+    ahead = like.execution.measured_overlap and mesh.fsdp_prefetch != "off"
     choices = MeshChoices(
         ranks=mesh.stage,
+        one_is_two=ahead and {1, 2} <= {zero for zero, *_ in states},
         microbatches=tuple(count for count in counts if each % count == 0),
         schedules=tuple(_schedules(like, mesh, constraints)),
-        states=tuple(_states(like, mesh, constraints)),
+        states=states,
         sequence_parallel=constraints.choices(
             "sequence_parallel", (False, True) if splits else (False,)
         ),
@@ -228,7 +237,7 @@ def _states(like: Run, mesh: Layout, constraints: Constraints) -> Iterator[State
         if workload.hidden % splits:
             continue  # our parameters are split along it, evenly
         gathers = ("step", "microbatch") if zero == 3 and splits > 1 else ("step",)
-        whole = zero < 3 or splits == 1
+        whole = splits == 1 or (zero < 3 and not like.execution.splits_stored)
         half = mesh.precision == "bf16" and whole and not like.execution.eager
         yield from product(
             (zero,),

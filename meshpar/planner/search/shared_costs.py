@@ -240,16 +240,19 @@ def _step_cost(run: Run, kinds: list[bool]) -> StepCost:
     state = sum(
         each * (own if layout.zero >= level else parameters)
         for each, level in (
-            (weight_bytes, 3),
-            (run.execution.gradient_bytes, 4 if whole else 2),
-            (state_bytes, 1),
+            (weight_bytes, run.split_from["weight"]),
+            (
+                run.execution.gradient_bytes,
+                4 if whole else run.split_from["gradient"],
+            ),
+            (state_bytes, run.split_from["state"]),
         )
     )
     state += least_working_bytes(run, 0)
     hides = {BLOCKS: math.inf}
-    if run.execution.reduction_overlap:
+    if run.execution.reduction_overlap or run.prefetches:
         hides[LAST_BACKWARD] = math.inf
-    if run.execution.update_overlap:
+    if run.execution.update_overlap or run.prefetches:
         hides[NEXT_FORWARD] = math.inf
     waits_s = exposed(run, step_rows(run, ranks=(0,)), hides).exposed_s
     once_s = memory_s(run, own * update_bytes(run)) + sum(waits_s.values())

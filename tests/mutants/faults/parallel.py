@@ -42,8 +42,8 @@ MUTANTS = (
         name="scattered-gradient-summed-again",
         effect="a gradient that ZeRO has scattered is summed twice",
         file="meshpar/parallel/reduction.py",
-        old="if axis not in spec_axes(layout.state_spec)",
-        new="if axis not in spec_axes(layout.spec)",
+        old="if axis not in (*spec_axes(layout.spec), *layout.loop_sums)",
+        new="if axis not in layout.loop_sums",
         tests=(
             "tests/test_zero_stages.py::test_five_steps_are_those_of_zero_0[fsdp-1-4]",
         ),
