@@ -111,7 +111,7 @@ def test_the_command_prints_a_table_and_where_it_bends(capsys):
 
 
 def test_json_has_points_and_the_bend(capsys):
-    words = ["--curve", "weak", "--forbid", "stage", "--json"]
+    words = ["--curve", "weak", "--forbid", "stage", "--keep", "zero=0", "--json"]
     assert main([*FEW, *words]) == 0
     curve = json.loads(capsys.readouterr().out)["curve"]
     assert curve["batch"] == "weak" and len(curve["points"]) == 5

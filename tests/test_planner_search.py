@@ -218,7 +218,7 @@ def test_every_rejected_layout_has_a_reason_with_both_numbers():
     too_slow = [reason for reason in reasons.values() if "a step takes" in reason]
     assert too_large and too_slow
     assert all(" s > " in reason or " ms > " in reason for reason in too_slow)
-    reason = reasons["fsdp=4,tensor=2,precision=bf16"]
+    reason = reasons["data=4,tensor=2,precision=bf16"]
     assert reason.startswith("activations ")
     assert reason.endswith(" > 78.1 GB: 1 microbatch of 4 in flight with remat=none")
     assert len(reasons) == len(found.rejected) > 10
@@ -369,7 +369,9 @@ def test_parameters_of_16_bits_are_tried_where_they_lie_whole():
 
     assert (3, "step", "bf16") in dtypes(tensor=8)
     for axis in ("data", "fsdp"):
-        assert {dtype for *_, dtype in dtypes(**{axis: 8})} == {"fp32"}
+        states = dtypes(**{axis: 8})  # ZeRO-3 does not split over `data`
+        split = {dtype for zero, _, dtype in states if (axis, zero) != ("data", 3)}
+        assert split == {"fp32"}
 
 
 def test_where_layers_do_not_divide_the_shorter_stages_may_come_first():

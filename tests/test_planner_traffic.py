@@ -318,7 +318,10 @@ def test_rows_beside_the_same_work_share_it():
 @pytest.mark.parametrize("zero", [0, 1, 3])
 @pytest.mark.parametrize("attention", ["ring", "allgather", "ulysses"])
 def test_a_bound_sums_gradients_over_context_too(attention, zero):
-    """Over `data` alone they would leave every host, and the bound be too high."""
+    """Over `data` alone they would leave every host, and the bound be too high.
+
+    A bound lets a step's matmuls hide all that ZeRO-1 sends over `data`.
+    """
     found = estimate(
         SHAPES["llama3-8b"],
         cluster_of("h100-80gb", devices=16),
@@ -328,7 +331,8 @@ def test_a_bound_sums_gradients_over_context_too(attention, zero):
     )
     layout = found.run.layout
     bound = Bounds(found.run).bound(layout, layout_variant(layout))
-    assert 0.9 * found.step_s < bound.step_s <= found.step_s
+    least = 0.5 if zero == 1 else 0.9
+    assert least * found.step_s < bound.step_s <= found.step_s
 
 
 @pytest.mark.parametrize(
