@@ -281,7 +281,7 @@ def test_sizes_that_do_not_divide_the_devices_are_refused(refuses):
 
 
 def test_expert_is_used_for_models_with_experts_alone():
-    constraints = Constraints.parse(keep=["stage=1,context=1"])
+    constraints = Constraints.parse(keep=["stage=1,context=1,zero=3"])
     found = search(request(workload=MOE, seq=1024, constraints=constraints))
     assert any(plan.run.layout.expert > 1 for plan in found.plans)
     assert all(plan.run.layout.expert == 1 for plan in default_search().plans)

@@ -66,7 +66,7 @@ class Owners:
         parameters = placement.model.flat_parameters()
         return cls(
             mesh=placement.mesh,
-            specs={path_name(path): stored.state_spec for path, stored in leaves},
+            specs={path_name(path): stored.spec for path, stored in leaves},
             filled={
                 path: tuple(place >= 0 for place in one.places)
                 for path, one in parameters.items()
