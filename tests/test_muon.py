@@ -65,6 +65,7 @@ def test_updates_and_state_are_those_of_optax(options):
     keys = jax.random.split(jax.random.key(0), len(SHAPES))
     pairs = zip(SHAPES.items(), keys, strict=True)
     params = {name: jax.random.normal(key, shape) for (name, shape), key in pairs}
+    params["experts"] = params["experts"].astype(jnp.bfloat16)
 
     def two_updates(optimizer):
         gradients = jax.tree.map(lambda x: jnp.sin(3 * x), params)

@@ -131,7 +131,7 @@ class NewtonSchulz:
         scale = contrib.scale_by_muon(
             ns_steps=self.steps,
             beta=0.0,
-            eps=eps,
+            eps=eps.astype(matrix.real.dtype),
             nesterov=False,
             preconditioning=self.preconditioning,
             weight_dimension_numbers=self.dims,
