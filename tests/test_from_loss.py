@@ -378,7 +378,7 @@ def test_groups_of_blocks_have_names_of_their_own(refuses):
     with refuses("model.no_such_blocks", "blocks=()"):
         from_loss(init_listed, run_list, blocks=())
     late = from_loss(init_two_kinds, run_readers, blocks=KINDS[::-1], inputs=TOKENS)
-    with refuses("model.blocks_leak", "readers"):
+    with refuses("model.blocks_leak", "readers", "order in which they run"):
         jax.eval_shape(
             lambda params: tracing.loss(late, params, tokens()), _shapes(late)
         )

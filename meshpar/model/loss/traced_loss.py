@@ -342,11 +342,12 @@ def _check_chain(
             program.needed(needed, (*known, *before))
         except LookupError:
             part = "the loss" if at == len(cuts) else "what the first block reads"
+            order = "give the paths in the order in which they run, "
             raise InputError(
                 f"blocks={paths[min(at, len(cuts) - 1)]!r}: {part} depends on what a "
                 "block keeps to itself, besides the stream that the last one returns; "
-                "return it in the stream of every block, or write the model with "
-                "meshpar.from_nnx",
+                f"{order if len(cuts) > 1 else ''}return it in the stream of every "
+                "block, or write the model with meshpar.from_nnx",
                 key="model.blocks_leak",
             ) from None
 
