@@ -128,6 +128,14 @@ FINDINGS = {
             *(("layers", "embed", None, "mlp"), 1572864, 1500000, "'fsdp'"),
         ),
     ),
+    "a parameter that ZeRO could split over the devices of experts": (
+        lambda: findings_of(
+            "expert=4", DATA_PARALLEL, preset="tiny-moe", large_bytes=100_000
+        ),
+        "replicated",
+        "token_embed",
+        ("rules.replicated", "'expert'"),
+    ),
     "a mesh axis that shards nothing": (
         lambda: findings_of("tensor=2", DATA_PARALLEL),
         "idle",

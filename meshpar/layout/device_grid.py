@@ -18,7 +18,7 @@ _SPLITS = {
     "fsdp": "the batch; with zero=3 the stored parameters too",
     "stage": "the layers",
     "context": "the sequence",
-    "expert": "the experts; the batch everywhere else",
+    "expert": "the experts; the batch, and by zero= the parameters, everywhere else",
     "tensor": "each matmul",
 }
 

@@ -324,9 +324,9 @@ def dead_rules(
 def large_and_replicated(
     rows: list[ParameterRow], layout: Layout, large_bytes: int
 ) -> list[Finding]:
-    # Only routed experts can be split over `expert`.
-    of_batch = ("data", "expert") if layout.zero == 3 else BATCH_AXES
-    whole = (*of_batch, "context")
+    whole = {*BATCH_AXES, "context"}
+    if layout.zero == 3:
+        whole.difference_update(layout.split_axes)
     splitting = [axis for axis in _axes_at_work(layout) if axis not in whole]
     if not splitting:
         return []
