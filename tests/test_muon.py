@@ -90,7 +90,7 @@ def assignment_of(model, layout):
     owners = Owners(
         mesh=absent_mesh(layout),
         specs={
-            path: parameter_specs(path, one, layout, rules)["state_spec"]
+            path: parameter_specs(path, one, layout, rules)["spec"]
             for path, one in parameters.items()
         },
         filled={

@@ -189,7 +189,8 @@ def test_context_and_expert_traffic_is_counted_on_their_axes():
         for way in ("ring", "allgather")
     )
     assert ring.time.exposed_s.get("context", 0) <= gather.time.exposed_s["context"]
-    experts = of("expert=8,precision=bf16", preset="mixtral-8x7b", global_batch=8)
+    line = "expert=8,zero=0,precision=bf16"
+    experts = of(line, preset="mixtral-8x7b", global_batch=8)
     assert experts.time.exposed_s["expert"] > 0
     sent = collections.Counter()
     for collective in experts.collectives:
