@@ -211,6 +211,7 @@ OPTIONS = (
         lambda layout, at: (
             f"zero_axes={'/'.join(layout.zero_axes)} changes nothing while "
             f"{_zero_axes_idle(layout)}; leave it out"
+            + (", or write zero=0 to split experts only" if layout.expert > 1 else "")
         ),
     ),
     Requirement(

@@ -59,11 +59,11 @@ def muon(
         nesterov: Whether the momentum is Nesterov's.
         adaptive: Whether updates are scaled by the dual norm of the momentum.
         preconditioning: What is done before the iteration.
-        adam_b1: Of AdamW.
-        adam_b2: Of AdamW.
-        adam_eps_root: Of AdamW.
-        adam_weight_decay: Of AdamW.
-        adam_learning_rate: Of AdamW; the same when absent.
+        adam_b1: AdamW's decay of the first moment.
+        adam_b2: AdamW's decay of the second moment.
+        adam_eps_root: Added to AdamW's second moment before its root.
+        adam_weight_decay: Weight decay of AdamW.
+        adam_learning_rate: Learning rate of AdamW; that of Muon when absent.
         muon_weight_dimension_numbers: Inputs and outputs of each matrix, in a tree or a
             function of the parameters; None for all parameters of two dims.
         consistent_rms: Scale of an update whose size does not depend on the shape.
