@@ -6,9 +6,9 @@ MUTANTS = (
     Mutant(
         name="zero-2-plans-whole-gradients",
         effect="the plan of ZeRO-2 counts whole gradients",
-        file="meshpar/planner/cost/memory.py",
-        old='("gradient", 2)',
-        new='("gradient", 3)',
+        file="meshpar/planner/cost/run.py",
+        old='"gradient": 1 if self.prefetches else 2,',
+        new='"gradient": 1 if self.prefetches else 3,',
         tests=(
             "tests/test_planner_memory.py::test_zero_splits_one_thing_after_another",
         ),
