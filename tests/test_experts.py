@@ -344,12 +344,16 @@ def test_a_block_that_keeps_its_tokens_from_other_devices_experts_is_refused(ref
         step()
 
 
-def test_the_batch_and_experts_alone_may_be_split_over_expert(refuses):
+def test_the_batch_and_experts_alone_may_be_split_over_expert_with_zero_0(refuses):
     rules = replace(default_rules("expert=2"), parameters={"mlp": ("expert",)})
     model = build("tiny-moe", layers=1, embed=16, heads=2, kv_heads=2, expert_ffn=8)
     with refuses("rules.claimed_twice", "'mlp'", "'expert'", kind=RuleError):
         make_train_step(
-            model, optax.sgd(0.1), "expert=2", rules=rules, devices=jax.devices()[:2]
+            model,
+            optax.sgd(0.1),
+            "expert=2,zero=0",
+            rules=rules,
+            devices=jax.devices()[:2],
         )
 
 

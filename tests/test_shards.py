@@ -43,9 +43,9 @@ def test_rows_are_those_of_the_lint(line):
     assert rows == lint(model, line).parameters
 
 
-def test_zero_1_splits_states_and_not_parameters():
+def test_zero_1_splits_states_and_parameters_between_steps():
     for shards in parameter_shards(build("tiny"), Layout(data=8, zero=1)):
-        assert shards.number == 1
+        assert shards.number == 8
         assert "data" in shards.state_mesh_axes
 
 

@@ -38,7 +38,7 @@ def device_grid(layout: Layout) -> list[str]:
     shape = {axis: size for axis, size in layout.mesh_shape.items() if size > 1}
     shape = shape or {"data": 1}
     # Mesh axes whose devices hold other parts of the parameters.
-    split = layout.split_axes if layout.zero == 3 else ()
+    split = layout.split_axes if layout.zero else ()
     holding = [a for a in shape if a in ("stage", "expert", "tensor", *split)]
     columns = min(list(shape.values())[-1], _MOST_COLUMNS)
     num_rows = min(layout.num_devices // columns, _MOST_ROWS)

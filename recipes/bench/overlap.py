@@ -59,7 +59,7 @@ CASES = (
     # One example a device: no block is taken in parts of the batch.
     Case("llama3-8b", "fsdp=8,tensor=8,sequence_parallel=true,remat=full", 8),
     Case("llama3-8b", "data=8,tensor=8,sequence_parallel=true,remat=full", 32),
-    Case("llama3-8b", "data=8,tensor=8,sequence_parallel=true,zero=1,remat=full", 64),
+    Case("llama3-8b", "data=8,tensor=8,zero=1,sequence_parallel=true,remat=full", 64),
     Case("llama3-8b", "data=64,zero=1,remat=full", 64),
     Case("llama3-8b", "data=2,stage=4,tensor=8,microbatches=8,remat=full", 64),
     Case("llama3-8b", "data=16,stage=4,microbatches=8,remat=full", 128),
