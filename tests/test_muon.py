@@ -28,9 +28,9 @@ from meshpar.optimizers import muon
 from meshpar.optimizers.muon import NewtonSchulz
 from meshpar.parallel.by_owners import Exchange, Owners
 from meshpar.parallel.matrices import OnMatrices
-from meshpar.parallel.owners import Operand, assigned
+from meshpar.parallel.owners import Operand, assign_owners
+from meshpar.parallel.parameter_specs import parameter_specs
 from meshpar.parallel.pipeline.stages import arranged_for
-from meshpar.parallel.zero import parameter_specs
 from meshpar.recipes.optimizers import muon_dims
 from meshpar.rules.sharding import path_name
 from meshpar.testing.batches import random_batch
@@ -83,7 +83,7 @@ def test_updates_and_state_are_those_of_optax(options):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
 
 
-def assignment_of(model, layout):
+def owners_by_layout(model, layout):
     """Who owns which matrix of a model, and the arrays of all matrices."""
     model, rules = arranged_for(model, layout), default_rules(layout)
     parameters = {path: model.flat_parameters()[path] for path in muon_dims(model)}
@@ -122,13 +122,13 @@ LARGE = [
 def test_devices_have_equal_flops_and_each_matrix_goes_there_and_back(
     preset, line, bound
 ):
-    found, shapes = assignment_of(build(preset), Layout.parse(line))
+    found, shapes = owners_by_layout(build(preset), Layout.parse(line))
     assert found.flops.max() <= 1.05 * found.ideal_flops
     sent = 0
     for group in found.groups:
         packing = Exchange(found, group, has_ragged=True).packing
         assert packing.counts.sum() == group.filled.sum(), "each has one owner"
-        shard = math.prod(group.lying.shard)
+        shard = math.prod(group.sharding.shard)
         sent += 2 * packing.counts.sum() * shard * (packing.num_owners - 1)
         if (copies := packing.num_copies) > 1:
             num_devices = found.flops.size
@@ -142,7 +142,7 @@ def test_work_is_even_over_shapes_where_no_shape_divides():
         Operand(OnMatrices(name, (), flops), shape, P(None, "fsdp"), (True,) * shape[0])
         for flops, (name, shape) in zip((30, 50), matrices.items(), strict=True)
     ]
-    assigned_flops = assigned(operands, {"fsdp": 8}).flops
+    assigned_flops = assign_owners(operands, {"fsdp": 8}).flops
     assert assigned_flops.sum() == 12 * 30 + 9 * 50
     assert assigned_flops.max() == 110, "the shapes by themselves: 2 x 30 + 2 x 50"
 
@@ -279,7 +279,7 @@ def test_on_gpus_shards_are_sent_without_padding():
     num_bytes = sum(4 * math.prod(one.stacked_shape) for one in matrices)
     assert {row.kind for row in rows} == {"ragged-all-to-all"}
     assert 8 * sum(row.wire_bytes for row in rows) == num_bytes * 2 * 7 // 8
-    assigned_flops = assignment_of(model, layout)[0].flops
+    assigned_flops = owners_by_layout(model, layout)[0].flops
     assert with_muon.flops - with_adamw.flops == assigned_flops.max()
 
 

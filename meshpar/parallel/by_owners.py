@@ -29,7 +29,7 @@ from meshpar.parallel.owners import (
     Group,
     Operand,
     Packing,
-    assigned,
+    assign_owners,
     packing,
 )
 from meshpar.parallel.placement import Placement
@@ -88,7 +88,7 @@ class Owners:
         ]
         sizes = self.mesh.shape.items()
         grid = {axis: n for axis, n in sizes if axis not in self.replica_axes}
-        return assigned(operands, grid)
+        return assign_owners(operands, grid)
 
     def run(
         self,
@@ -205,9 +205,9 @@ class Exchange:
         """
         packing = self.packing
         with asked("owner_dispatch"):
-            packed = _taken(rows, packing.order, self._block, self._copy)
+            packed = _take_rows(rows, packing.order, self._block, self._copy)
             if packing.num_owners > 1:
-                packed = self._sent(packed, to_owners=True)
+                packed = self._send(packed, to_owners=True)
         return packed.reshape(packing.num_owners, packing.room, *rows.shape[1:])
 
     def computed(self, chunks: jax.Array, shared: Sequence[jax.Array]) -> jax.Array:
@@ -215,17 +215,19 @@ class Exchange:
 
         def one(at: jax.Array, chunks: jax.Array) -> jax.Array:
             shards = lax.dynamic_index_in_dim(chunks, at, 1, keepdims=False)
-            result = self.group.operation.function(self._joined(shards), *shared)
+            result = self.group.operation.function(self._join(shards), *shared)
             cut = self._cut(result)
             return lax.dynamic_update_index_in_dim(chunks, cut, at, 1)
 
         packing = self.packing
         if packing.is_even:
             return lax.fori_loop(0, packing.room, one, chunks)
-        devices = self.assignment.devices(self.group.lying)
+        devices = self.assignment.devices(self.group.sharding)
         busiest = packing.counts.ravel()[devices.ravel() == self.assignment.busiest]
         with running_times(int(busiest[0])):
-            return lax.fori_loop(0, self._here(packing.counts)[self._own], one, chunks)
+            return lax.fori_loop(
+                0, self._on_device(packing.counts)[self._own], one, chunks
+            )
 
     def from_owners(self, chunks: jax.Array) -> jax.Array:
         """Return this device's shard of every result; zeros for a row without one.
@@ -237,19 +239,22 @@ class Exchange:
         packed = lax.collapse(chunks, 0, 2)
         if packing.num_owners > 1:
             with asked("owner_return"):
-                packed = self._sent(packed, to_owners=False)
+                packed = self._send(packed, to_owners=False)
         if packing.num_copies > 1:
             with asked("owner_gather"):
-                axes = self.group.lying.copy_axes
+                axes = self.group.sharding.copy_axes
                 packed = lax.all_gather(packed, axes, tiled=True)
-        return _taken(packed, packing.places, self._block)
+        return _take_rows(packed, packing.places, self._block)
 
-    def _sent(self, rows: jax.Array, *, to_owners: bool) -> jax.Array:
+    def _send(self, rows: jax.Array, *, to_owners: bool) -> jax.Array:
         """Send packed rows to their owners, or the rows of an owner back."""
-        axes, packing = self.group.lying.shard_axes, self.packing
+        axes, packing = self.group.sharding.shard_axes, self.packing
         if not self.is_ragged:
             return lax.all_to_all(rows, axes, split_axis=0, concat_axis=0, tiled=True)
-        counts, starts = self._here(packing.counts), self._here(packing.starts)
+        counts, starts = (
+            self._on_device(packing.counts),
+            self._on_device(packing.starts),
+        )
         first = jnp.arange(packing.num_owners, dtype=jnp.int32) * packing.room
         # Sizes and places on this device, and sizes and places of its rows on others.
         sent, received = (counts, starts), (counts[self._own], first[self._own])
@@ -266,21 +271,21 @@ class Exchange:
 
     @property
     def _block(self) -> jax.Array | int:
-        return shard_index(self.group.lying.block_axes)
+        return shard_index(self.group.sharding.block_axes)
 
     @property
     def _copy(self) -> jax.Array | int:
-        return shard_index(self.group.lying.copy_axes)
+        return shard_index(self.group.sharding.copy_axes)
 
     @property
     def _own(self) -> jax.Array | int:
-        return shard_index(self.group.lying.shard_axes)
+        return shard_index(self.group.sharding.shard_axes)
 
-    def _here(self, table: np.ndarray) -> jax.Array:
+    def _on_device(self, table: np.ndarray) -> jax.Array:
         """Return the entry of this device's block and place among the copies."""
         return jnp.asarray(table, jnp.int32)[self._block, self._copy]
 
-    def _joined(self, shards: jax.Array) -> jax.Array:
+    def _join(self, shards: jax.Array) -> jax.Array:
         """Return a matrix from the shards of all devices along the shard axes."""
         parts, order = self._parts
         x = shards.reshape(*parts, *shards.shape[1:]).transpose(order)
@@ -290,26 +295,28 @@ class Exchange:
     def _cut(self, matrix: jax.Array) -> jax.Array:
         """Return the shards of a matrix."""
         parts, order = self._parts
-        whole = (*parts, *self.group.lying.shard)
+        whole = (*parts, *self.group.sharding.shard)
         x = matrix.reshape([whole[at] for at in order]).transpose(np.argsort(order))
         return lax.collapse(x[None], 0, 1 + len(parts))
 
     @property
     def _degrees(self) -> list[int]:
         """Number of shards along each dim of a matrix."""
-        return list(map(self.assignment.degree, self.group.lying.dim_axes))
+        return list(map(self.assignment.degree, self.group.sharding.dim_axes))
 
     @property
     def _parts(self) -> tuple[list[int], list[int]]:
         """Sizes of the shard axes, and the order of these and the dims in a matrix."""
-        axes = self.group.lying.shard_axes
+        axes = self.group.sharding.shard_axes
         order = []
-        for dim, own in enumerate(self.group.lying.dim_axes):
+        for dim, own in enumerate(self.group.sharding.dim_axes):
             order += [*map(axes.index, own), len(axes) + dim]
         return [self.assignment.grid[axis] for axis in axes], order
 
 
-def _taken(rows: jax.Array, table: np.ndarray, *device: jax.Array | int) -> jax.Array:
+def _take_rows(
+    rows: jax.Array, table: np.ndarray, *device: jax.Array | int
+) -> jax.Array:
     """Return the rows that a device's entry of a table names; zeros past the last."""
     num_rows = len(rows)
     if table.shape[-1] == num_rows and (table == np.arange(num_rows)).all():

@@ -44,8 +44,8 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Lying:
-    """How matrices of one shape lie on a mesh; axes of size 1 are left out.
+class MatrixSharding:
+    """Sharding of matrices of one shape on a mesh; axes of size 1 are left out.
 
     Args:
         shard: Shape of a device's part of a matrix.
@@ -62,8 +62,8 @@ class Lying:
     copy_axes: tuple[str, ...]
 
     @classmethod
-    def on_grid(cls, operand: Operand, grid: Mapping[str, int]) -> Lying:
-        """Return how the matrices of an array lie.
+    def on_grid(cls, operand: Operand, grid: Mapping[str, int]) -> MatrixSharding:
+        """Return the sharding of the matrices of an array.
 
         Args:
             operand: The array.
@@ -105,7 +105,7 @@ class Group:
     Args:
         members: Indices of the arrays.
         operation: Operation on each matrix.
-        lying: How they lie.
+        sharding: How their values are split over the devices.
         filled: (blocks, rows), whether each row of a device along the block axes holds
             a matrix; its rows are the matrices of all members, one after another.
         owner: (blocks, rows), the owner of each row among the devices with this block:
@@ -114,7 +114,7 @@ class Group:
 
     members: tuple[int, ...]
     operation: OnMatrices
-    lying: Lying
+    sharding: MatrixSharding
     filled: np.ndarray
     owner: np.ndarray
 
@@ -149,12 +149,12 @@ class Assignment:
         """Return the number of devices along some mesh axes."""
         return _degree(axes, self.grid)
 
-    def devices(self, lying: Lying) -> np.ndarray:
+    def devices(self, sharding: MatrixSharding) -> np.ndarray:
         """Return (blocks, owners), the device that is each owner of a block."""
-        return _devices(lying, self.grid)
+        return _devices(sharding, self.grid)
 
 
-def assigned(operands: Sequence[Operand], grid: Mapping[str, int]) -> Assignment:
+def assign_owners(operands: Sequence[Operand], grid: Mapping[str, int]) -> Assignment:
     """Return an owner for each matrix of some arrays.
 
     Args:
@@ -165,24 +165,28 @@ def assigned(operands: Sequence[Operand], grid: Mapping[str, int]) -> Assignment
         >>> operation = OnMatrices(abs, (), flops=10)
         >>> spec = PartitionSpec(None, "fsdp")
         >>> array = Operand(operation, (3, 4, 4), spec, filled=(True, True, True))
-        >>> found = assigned([array], {"fsdp": 2})
+        >>> found = assign_owners([array], {"fsdp": 2})
         >>> found.groups[0].owner.tolist(), found.flops.tolist()
         ([[0, 1, 0]], [20, 10])
     """
     members: dict[Any, list[int]] = {}
     for at, one in enumerate(operands):
-        key = one.operation.function, one.operation.flops, Lying.on_grid(one, grid)
+        key = (
+            one.operation.function,
+            one.operation.flops,
+            MatrixSharding.on_grid(one, grid),
+        )
         members.setdefault(key, []).append(at)
     rows = [
         np.concatenate([_filled(operands[at], grid) for at in group], axis=1)
         for group in members.values()
     ]
-    lyings = [lying for *_, lying in members]
+    shardings = [sharding for *_, sharding in members]
     costs = [flops for _, flops, _ in members]
-    owners, flops = _shared_out(rows, lyings, costs, grid)
+    owners, flops = _balance(rows, shardings, costs, grid)
     groups = (
         Group(tuple(group), operands[group[0]].operation, *rest)
-        for group, *rest in zip(members.values(), lyings, rows, owners, strict=True)
+        for group, *rest in zip(members.values(), shardings, rows, owners, strict=True)
     )
     return Assignment(tuple(operands), grid, tuple(groups), flops)
 
@@ -200,18 +204,18 @@ def _filled(operand: Operand, grid: Mapping[str, int]) -> np.ndarray:
     return cut.transpose(order).reshape(math.prod(parts), -1)
 
 
-def _devices(lying: Lying, grid: Mapping[str, int]) -> np.ndarray:
-    axes = (*lying.block_axes, *lying.copy_axes, *lying.shard_axes)
+def _devices(sharding: MatrixSharding, grid: Mapping[str, int]) -> np.ndarray:
+    axes = (*sharding.block_axes, *sharding.copy_axes, *sharding.shard_axes)
     order = [*axes, *(axis for axis in grid if axis not in axes)]
     ids = np.arange(math.prod(grid.values())).reshape(tuple(grid.values()))
     names = list(grid)
     moved = ids.transpose([names.index(axis) for axis in order])
-    return moved.reshape(_degree(lying.block_axes, grid), -1)
+    return moved.reshape(_degree(sharding.block_axes, grid), -1)
 
 
-def _shared_out(
+def _balance(
     rows: Sequence[np.ndarray],
-    lyings: Sequence[Lying],
+    shardings: Sequence[MatrixSharding],
     costs: Sequence[int],
     grid: Mapping[str, int],
 ) -> tuple[list[np.ndarray], np.ndarray]:
@@ -223,11 +227,11 @@ def _shared_out(
     work = np.zeros(math.prod(grid.values()), np.int64)
     owners = [np.full(one.shape, -1) for one in rows]
     for at in sorted(range(len(rows)), key=lambda at: -costs[at]):
-        devices = _devices(lyings[at], grid)
+        devices = _devices(shardings[at], grid)
         for block, filled in enumerate(rows[at]):
             own = devices[block]
             counts = np.zeros(len(own), np.int64)
-            copy = np.arange(len(own)) // _degree(lyings[at].shard_axes, grid)
+            copy = np.arange(len(own)) // _degree(shardings[at].shard_axes, grid)
             for row in np.flatnonzero(filled):
                 of_copy = np.bincount(copy, counts)[copy]
                 owner = np.lexsort((of_copy, counts, work[own]))[0]
@@ -281,8 +285,10 @@ def packing(assignment: Assignment, group: Group, *, is_padded: bool) -> Packing
         group: The group.
         is_padded: Whether every owner is sent as many rows as the one with the most.
     """
-    lying, owner = group.lying, group.owner
-    num_copies, num_owners = map(assignment.degree, (lying.copy_axes, lying.shard_axes))
+    sharding, owner = group.sharding, group.owner
+    num_copies, num_owners = map(
+        assignment.degree, (sharding.copy_axes, sharding.shard_axes)
+    )
     every = np.arange(num_copies * num_owners)
     owned = owner[:, :, None] == every
     counts = owned.sum(1).reshape(len(owner), num_copies, num_owners)

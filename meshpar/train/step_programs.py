@@ -151,8 +151,8 @@ class StepPlan:
         if options.unroll_optimizer:
             return unrolled(options.optimizer, self.model, options.layout)
         replicas = () if options.outer_optimizer is None else REPLICA_AXES
-        owners = Owners.from_placement(self.placement, replicas)
-        return by_layer(options.optimizer, self.model, options.layout, owners)
+        make_owners = partial(Owners.from_placement, self.placement, replicas)
+        return by_layer(options.optimizer, self.model, options.layout, make_owners)
 
     @cached_property
     def whole(self) -> StepFunctions:
@@ -172,7 +172,7 @@ class StepPlan:
                 self.options.outer_optimizer,
                 self.model,
                 self.options.layout,
-                Owners.from_placement(self.placement),
+                partial(Owners.from_placement, self.placement),
             ),
         )
 

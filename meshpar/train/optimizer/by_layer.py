@@ -55,7 +55,7 @@ def by_layer(
     optimizer: optax.GradientTransformation,
     model: Model,
     layout: Layout,
-    owners: Owners | None = None,
+    make_owners: Callable[[], Owners] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Return the optimizer of stacked parameters; nothing is computed.
 
@@ -68,8 +68,8 @@ def by_layer(
         optimizer: As for a tree in which every parameter is one layer's.
         model: Arranged for its stages.
         layout: The step's layout, for messages.
-        owners: Devices that compute what it does to whole matrices (`on_matrices`);
-            where these lie when absent.
+        make_owners: Makes the devices that compute what it does to whole matrices
+            (`on_matrices`); each device with a shard computes them when absent.
 
     Raises:
         InputError: Its effect on each layer cannot be told, with the reason.
@@ -97,7 +97,7 @@ def by_layer(
             key="optimizer.not_by_layer",
         )
     filled = {path: np.asarray(parameters[path].places) >= 0 for path in stacked}
-    return _optimizer(trace, _Layers(filled, owners))
+    return _optimizer(trace, _Layers(filled, make_owners))
 
 
 def _refuse_for_stacked(
@@ -206,7 +206,7 @@ class _Layers:
     """
 
     filled: Mapping[str, np.ndarray]
-    owners: Owners | None = None
+    make_owners: Callable[[], Owners] | None = None
 
     def constant(self, value: Any) -> Any:
         return value
@@ -270,8 +270,8 @@ class _Layers:
         others = [jnp.asarray(one.content) for one in shared]
         owners = [one.owner for one in arrays if one.owner is not None]
         contents = [one.content for one in arrays]
-        if self.owners is not None and len(owners) == len(arrays):
-            return self.owners.run(owners, operations, contents, others)
+        if self.make_owners is not None and len(owners) == len(arrays):
+            return self.make_owners().run(owners, operations, contents, others)
         in_axes = (0, *(None,) * len(others))
         return [
             jax.vmap(operation, in_axes)(one.content, *others)
