@@ -286,7 +286,7 @@ def init_u(key):
 
 
 def run_u(params, batch, key):
-    """What the first blocks return is read after the second ones and at the end."""
+    """Return a loss whose second blocks and end read the result of its first blocks."""
     x = params["embed"][batch["x"]]
     for layer in params["layers"]:
         x = block(x, layer)

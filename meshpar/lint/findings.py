@@ -17,14 +17,14 @@ from meshpar.layout.requirements import layout_errors
 from meshpar.model.contract import Model
 from meshpar.model.parameter import Parameter
 from meshpar.model.parameter_dims import ParameterDims, cuts_in_words
-from meshpar.parallel.pipeline.stages import arranged_for
-from meshpar.parallel.placement import PARAM_DTYPES
-from meshpar.parallel.zero import (
+from meshpar.parallel.parameter_specs import (
     parameter_specs,
     ruled_dims,
     zero_axes_in,
     zero_split_axes,
 )
+from meshpar.parallel.pipeline.stages import arranged_for
+from meshpar.parallel.placement import PARAM_DTYPES
 from meshpar.planner.plan import gigabytes
 from meshpar.rules.presets import default_rules
 from meshpar.rules.rules import LogicalAxes, Rules, entry_axes, spec_axes

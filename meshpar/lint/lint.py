@@ -36,10 +36,10 @@ from meshpar.model.contract import Model, check_model
 from meshpar.model.parameter_dims import parameter_dims
 from meshpar.model.tracing import Activation, traced_activations
 from meshpar.parallel.grids.space import space_errors, splits_tokens
+from meshpar.parallel.parameter_specs import parameter_specs
 from meshpar.parallel.pipeline.stages import arranged_for
 from meshpar.parallel.remat import check_residual_names
 from meshpar.parallel.sequence import token_order
-from meshpar.parallel.zero import parameter_specs
 from meshpar.planner.plan import gigabytes
 from meshpar.rules.presets import default_rules
 from meshpar.rules.rules import (

@@ -29,6 +29,7 @@ from meshpar.model.scope import Scope
 from meshpar.model.token_order import TokenOrder
 from meshpar.parallel.blocks import ScopeArrays
 from meshpar.parallel.grids.space import input_spec, space_degree, splits_tokens
+from meshpar.parallel.parameter_specs import stored_parameters, whole_spec
 from meshpar.parallel.reduction import reduce_gradients, sum_by_host
 from meshpar.parallel.tensor import shard_index
 from meshpar.parallel.zero import (
@@ -40,8 +41,6 @@ from meshpar.parallel.zero import (
     manual_spec,
     reduce_in_loop,
     scatter_after_loop,
-    stored_parameters,
-    whole_spec,
 )
 from meshpar.rules.rules import Rules
 from meshpar.rules.sharding import path_name

@@ -41,12 +41,7 @@ from meshpar.parallel.placement import REPLICATED, Placement, Scopes
 from meshpar.parallel.reduction import loss_metrics, random_key, safe_inverse
 from meshpar.parallel.remat import run_head
 from meshpar.parallel.sequence import outputs_in_order, own_tokens
-from meshpar.parallel.zero import (
-    Stored,
-    before_loop,
-    gather,
-    reduce_in_loop,
-)
+from meshpar.parallel.zero import Stored, before_loop, gather, reduce_in_loop
 from meshpar.trace.dependence import arguments_read
 
 LossAndGradients = tuple[

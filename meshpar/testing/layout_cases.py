@@ -30,8 +30,8 @@ from meshpar.errors import InputError, nearest, whole_number
 from meshpar.machine.emulate import DEFAULT_DEVICES
 from meshpar.model.inputs import input_shapes
 from meshpar.parallel.grids.space import has_pairs, has_space, space_errors
+from meshpar.parallel.parameter_specs import parameter_specs
 from meshpar.parallel.pipeline.stages import arranged_for
-from meshpar.parallel.zero import parameter_specs
 from meshpar.rules.rules import MeshAxes
 from meshpar.rules.spatial import SPATIAL
 from meshpar.testing.draws import (

@@ -37,10 +37,10 @@ from meshpar.model.tracing import (
     tracing,
 )
 from meshpar.parallel.expert.rounds import SENT_ROWS
+from meshpar.parallel.parameter_specs import zero_split_axes
 from meshpar.parallel.placement import Placement
 from meshpar.parallel.reduction import host_groups
 from meshpar.parallel.remat import HOST_MEMORY
-from meshpar.parallel.zero import zero_split_axes
 from meshpar.rules.rules import RuleError, Rules, spec_axes
 from meshpar.rules.spatial import SPATIAL
 from meshpar.trace.walk import equations

@@ -18,7 +18,7 @@ from meshpar.errors import InputError
 from meshpar.layout import BATCH_AXES, Layout
 from meshpar.model.contract import Model
 from meshpar.model.inputs import Input
-from meshpar.parallel.zero import zero_split_axes
+from meshpar.parallel.parameter_specs import zero_split_axes
 from meshpar.rules.rules import Rules, spec_axes
 from meshpar.rules.spatial import SPATIAL
 
