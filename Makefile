@@ -8,7 +8,8 @@ VENV := .venv
 DRAW := 0
 NEWEST_VENV := .venv-newest
 # All tests of a file run on one worker, which makes their fixtures and programs once.
-PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# A worker that crashes is not replaced: its successor runs the same test again, or hangs.
+PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 PIP := -m pip --disable-pip-version-check install --quiet --editable
 
 export PYTHONPATH := .
