@@ -106,6 +106,7 @@ def running_times(number: int) -> AbstractContextManager:
     """Tell `meshpar.audit` how often a loop made inside runs.
 
     For one whose devices differ in that: the number of the device with the most work.
+    For one that only uneven data runs: 0.
     """
     return jax.named_scope(f"{RUNNING_TIMES}{number}")
 

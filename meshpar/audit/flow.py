@@ -22,7 +22,8 @@ _ASYNC_STARTS = {
 """Opcode -> the attribute that names what it runs."""
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_TOLD = re.compile(rf"/{RUNNING_TIMES}(\d+)/while$")
+# JAX wraps a name in the transform of what it stands in: `jvp(running-times-2)/while`.
+_TOLD = re.compile(rf"[/(]{RUNNING_TIMES}(\d+)\)*/while$")
 
 
 @dataclass(frozen=True)
