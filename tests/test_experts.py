@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshpar import Layout, RuleError, Scope, default_rules, make_mesh, make_train_step
 from meshpar.layout import BATCH_AXES
-from meshpar.machine.mesh import use_mesh
+from meshpar.machine.mesh import absent_mesh, use_mesh
 from meshpar.model.contract import BlockGroup
 from meshpar.model.parameter import Parameter
 from meshpar.model.tracing import traced_batch
@@ -23,7 +23,9 @@ from meshpar.models.presets import build, configure
 from meshpar.parallel.expert import tiles
 from meshpar.parallel.expert.experts import routed_mlp
 from meshpar.parallel.expert.rounds import make_routes, most_for_one, sent, slots
+from meshpar.parallel.remat import rematerialised
 from meshpar.parallel.tensor import vocab_lookup
+from meshpar.trace.walk import equations, programs_in, steps
 from meshpar.train.refusals import experts_refusal
 from tests.marks import slow
 from tests.refusals import names
@@ -129,6 +131,42 @@ def _compiled(line):
             return jax.jit(mapped)(*arrays)
 
     return run
+
+
+@pytest.mark.parametrize(
+    ("remat", "again"), [("full", 0), ("dots", 0), ("save:block_input", 2)]
+)
+def test_rows_are_sent_again_only_if_a_policy_leaves_them_out(remat, again):
+    layout = Layout.parse("data=2,expert=4")
+    mesh, shard = absent_mesh(layout), P(BATCH_AXES)
+
+    def block(params, x, scope):
+        chosen = jnp.argmax(x[..., :EXPERTS] * params, axis=-1)[..., None]
+        weights = x[..., :1] * params
+        kernels = jnp.asarray(GATE_UP[:2]), jnp.asarray(DOWN[:2])
+        return routed_mlp(x, chosen, weights, *kernels, scope, num_experts=EXPERTS)
+
+    def make_scope(_):
+        return Scope(rules=default_rules(layout), batch_axes=("data", "expert"))
+
+    def local(params, x):
+        run = rematerialised(block, remat)
+        return jax.grad(lambda *of: run(make_scope, *of, ()).sum())(params, x)
+
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=(P(), shard), out_specs=P(), check_vma=False
+    )
+    traced = jax.make_jaxpr(mapped)(jnp.float32(1), X)
+    (shard_map,) = steps(traced)
+    (body,) = programs_in(shard_map)
+    loops = [one for one in equations(body) if one.primitive.name == "while"]
+    in_loops = sum(_num_sent(inner) for one in loops for inner in programs_in(one))
+    # Rows, their weights and the results; gradients of the three.
+    assert _num_sent(body) - in_loops == 6 + again
+
+
+def _num_sent(program):
+    return sum(one.primitive.name == "all_to_all" for one in equations(program))
 
 
 @pytest.mark.parametrize("load", LOADS)

@@ -158,6 +158,7 @@ def test_bytes_of_sequence_parallelism_are_those_of_the_compiled_step(layout):
         "expert=8,remat=save:experts_in",
         "data=2,expert=4",
         "data=2,expert=4,remat=full",
+        "data=2,expert=4,remat=save:block_input",
         "expert=4,tensor=2,remat=dots",
         "expert=4,tensor=2,remat=save:experts_in",
     ],

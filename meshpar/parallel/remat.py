@@ -29,6 +29,7 @@ from meshpar.model.contract import Model
 from meshpar.model.scope import SAVED_PREFIX, Scope
 from meshpar.model.tracing import traced_batch, traced_forward, tracing
 from meshpar.parallel import sizes
+from meshpar.parallel.expert.rounds import RECEIVED
 from meshpar.rules.rules import LogicalAxes, array_split, degree, ruled_degree
 from meshpar.trace.walk import equations
 
@@ -44,7 +45,8 @@ def rematerialised(
     `make_scope` makes a scope from `arrays`. Unless `looped` says that a loop
     contains the block, XLA is kept from merging recomputation with the forward.
 
-    - `none` keeps every residual, `full` only the block's input.
+    - `none` keeps every residual, `full` only the block's input and the rows that
+      experts received from other devices, `save:block_input` not even those.
     - `selective` also keeps what the block names with `Scope.save` (Korthikanti et al.
       2022, section 5: all but the inside of attention).
     - `dots` keeps the output of every matmul without batch dims.
@@ -145,7 +147,7 @@ def keeps_stage_input(remat: str) -> bool:
     return remat in STAGE_REMATS
 
 
-def _policy(remat: str) -> Callable[..., Any] | None:
+def _policy(remat: str) -> Callable[..., Any]:
     if is_named(remat):
         names = ResidualNames.parse(remat)
         return jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -158,9 +160,11 @@ def _policy(remat: str) -> Callable[..., Any] | None:
         )
     if remat == "selective":
         return _is_saved
+    received = jax.checkpoint_policies.save_only_these_names(RECEIVED)
     if remat == "dots":
-        return jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    return None
+        dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        return jax.checkpoint_policies.save_from_both_policies(dots, received)
+    return received
 
 
 def _is_saved(primitive: Any, *_: Any, **params: Any) -> bool:

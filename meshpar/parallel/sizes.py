@@ -11,7 +11,8 @@ payload of all-to-alls:
     backward  n room embed b        gradients of results there
               n room (embed b + 4)  gradients of rows and of weights back
 
-A recomputed block sends its rows once more.
+`remat=full` keeps the rows that a device received; a policy of other names, such as
+`save:block_input`, sends rows there once more.
 """
 
 from __future__ import annotations

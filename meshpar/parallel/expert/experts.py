@@ -23,14 +23,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from meshpar.collectives import asked, on_parts, sum_dtype
+from meshpar.collectives import asked, on_parts, running_times, sum_dtype
 from meshpar.errors import InputError
 from meshpar.model.scope import Scope
 from meshpar.parallel.expert.functions import Arrays, ExpertFunction, Function, GatedMLP
 from meshpar.parallel.expert.rounds import (
+    RECEIVED,
     Kept,
     Round,
     Routes,
@@ -210,6 +212,9 @@ def _route(
     rows = [array.reshape(-1, array.shape[-1]) for array in (x, experts, weights)]
     static = call.static(scope, *rows[1].shape)
     num_devices = static.first.num_devices
+    if num_devices > 1:
+        # The backward sends gradients before what leads to the choice is recomputed.
+        rows[1] = checkpoint_name(rows[1], RECEIVED)
     for own in (array.shape[0] for array in arrays):
         if own * num_devices != call.num_experts:
             raise InputError(
@@ -312,7 +317,9 @@ def _further(
         first, carry = state
         return first + sizes.room, more(sizes, static.first.room + first, carry)
 
-    return lax.while_loop(lambda state: state[0] < left, one, (jnp.int32(0), carry))[1]
+    with running_times(0):
+        state = jnp.int32(0), carry
+        return lax.while_loop(lambda state: state[0] < left, one, state)[1]
 
 
 def _sum_out(static: _Static, values: jax.Array) -> jax.Array:

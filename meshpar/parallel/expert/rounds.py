@@ -25,6 +25,11 @@ from meshpar.parallel.expert.tiles import Tiles, tile_size
 SENT_ROWS = SAVED_PREFIX + "experts_in"
 """Name in a trace of the rows that experts multiply."""
 
+RECEIVED = "received"
+"""Name of rows from other devices and of what tells their order.
+
+`remat=full` and `dots` keep them too: what was sent is not sent again."""
+
 _PRODUCTS = SAVED_PREFIX + "experts_gate_up"
 
 
@@ -113,9 +118,12 @@ def run(
     if static.num_devices > 1:
         order = jnp.argsort(own, stable=True)
         rows, weight = rows[order], weight[order]
-    # Named before it is used: a policy that keeps it must not send it again for `both`.
-    rows = checkpoint_name(rows, SENT_ROWS)
     counts = jnp.sum(own[:, None] == jnp.arange(static.num_experts), axis=0)
+    # Named before they are used: a policy that keeps them sends nothing again.
+    received = checkpoint_name((rows, weight, counts, order), SENT_ROWS)
+    if static.num_devices > 1:
+        received = checkpoint_name(received, RECEIVED)
+    rows, weight, counts, order = received
     tiles = tiles_of_rows.cut(counts.astype(jnp.int32), static.num_rows, static.tile)
     out, products = tiles_of_rows.forward(
         rows, weight, experts, tiles, static.tile, static.function
@@ -220,8 +228,9 @@ def make_routes(experts: jax.Array, num_experts: int, num_devices: int) -> Route
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=jnp.int32))
     device = flat // (num_experts // num_devices)
+    # Not `jnp.searchsorted`, which is a loop of small kernels.
     bounds = jnp.arange(num_devices + 1, dtype=jnp.int32)
-    ends = jnp.searchsorted(device[order], bounds).astype(jnp.int32)
+    ends = jnp.sum(device[:, None] < bounds, axis=0, dtype=jnp.int32)
     return Routes(order=order, place=place, device=device, ends=ends)
 
 

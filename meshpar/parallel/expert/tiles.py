@@ -68,7 +68,7 @@ def cut(rows_per_expert: jax.Array, num_rows: int, tile: int) -> Tiles:
     tiles = -(-rows_per_expert // tile)
     ends = jnp.cumsum(tiles)
     at = jnp.arange(most, dtype=jnp.int32)
-    expert = jnp.searchsorted(ends, at, side="right").astype(jnp.int32)
+    expert = jnp.sum(ends <= at[:, None], axis=1, dtype=jnp.int32)
     expert = jnp.minimum(expert, num_experts - 1)
     before = (at - (ends - tiles)[expert]) * tile
     first = (jnp.cumsum(rows_per_expert) - rows_per_expert)[expert] + before

@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 from meshpar.layout import STAGE_REMATS
 from meshpar.layout.layout import BLOCK_INPUT, ResidualNames
+from meshpar.parallel.sizes import first_room
 from meshpar.planner.cost.run import Run
 
 
@@ -163,7 +164,16 @@ def _residual_bytes(run: Run, remat: str, moe: bool) -> float:
         # Tokens in the order of their experts, in and out, and the router's scores.
         routed = 2 * run.workload.top_k * run.workload.hidden * run.dtype_bytes
         total += tokens * (routed + 4 * run.workload.experts) / tensor
+    elif moe and remat in ("full", "dots") and run.layout.expert > 1 and not eager:
+        total += room_rows(run) * run.workload.hidden * run.dtype_bytes
     return total
+
+
+def room_rows(run: Run) -> int:
+    """Return the rows that a device has room for in the first round of its experts."""
+    devices, top_k = run.layout.expert, run.workload.top_k
+    own = run.workload.experts // devices
+    return devices * first_room(run.tokens, top_k, own, devices)
 
 
 @lru_cache(maxsize=1024)
@@ -287,9 +297,9 @@ def recomputation(run: Run, *, moe: bool) -> Again:
         # In a loop over the stage's blocks, which reads the output of each.
         return _WHOLE
     if remat == "full":
-        return _WHOLE if eager else _named(run, (), moe)
+        return _WHOLE if eager else _named(run, _RECEIVED, moe)
     if remat == "stage_full":
-        last = _WHOLE if eager else _named(run, (), moe)
+        last = _WHOLE if eager else _named(run, _RECEIVED, moe)
         return Again(*map(sum, zip(_WHOLE, last, strict=True)))
     if remat == "selective" and eager:
         return Again(attention=0 if run.fused_attention else 1)
@@ -302,7 +312,7 @@ def kept_names(run: Run) -> tuple[str, ...]:
     if names is not None:
         return names.every
     if run.layout.remat == "dots":
-        return OF_MATMULS
+        return (*OF_MATMULS, *_RECEIVED)
     return (*NAMED, *OF_EXPERTS) if run.layout.remat == "selective" else ()
 
 
@@ -330,6 +340,9 @@ OF_EXPERTS = ("experts_in", "experts_gate_up")
 
 They are made in a loop over tiles, none of whose matmuls `dots` keeps.
 """
+
+_RECEIVED = OF_EXPERTS[:1]
+"""Residuals that compiled programs keep under `full` and `dots` too."""
 
 
 def _named(run: Run, kept: tuple[str, ...], moe: bool) -> Again:

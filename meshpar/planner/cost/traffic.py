@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from meshpar.parallel.sizes import ROUTE_BYTES, WEIGHT_BYTES, first_room, head_copies
-from meshpar.planner.cost.activations import Again, recomputation
+from meshpar.parallel.sizes import ROUTE_BYTES, WEIGHT_BYTES, head_copies
+from meshpar.planner.cost.activations import Again, recomputation, room_rows
 from meshpar.planner.cost.run import Run, block_parameters
 from meshpar.planner.cost.seconds import (
     ATTENTION,
@@ -88,14 +88,12 @@ def _expert(run: Run, again: Again) -> Iterator[Row]:
     An eager program sends the tokens that there are, each device of `tensor` its part;
     a compiled one sends rooms of fixed size, filled or not (`expert_rooms`).
     """
-    workload, tokens = run.workload, run.tokens
+    workload = run.workload
     if run.execution.eager:
         there = run.residual_bytes * workload.top_k / run.layout.tensor
         results = back = there
     else:
-        devices = run.layout.expert
-        own = workload.experts // devices
-        rows = devices * first_room(tokens, workload.top_k, own, devices)
+        rows = room_rows(run)
         results = rows * workload.hidden * run.dtype_bytes
         there, back = results + rows * ROUTE_BYTES, results + rows * WEIGHT_BYTES
 

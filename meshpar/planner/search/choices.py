@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from meshpar.hardware.platforms import platform_named
 from meshpar.layout import BY_COST, STAGE_REMATS, Layout
 from meshpar.layout.context_method import CONTEXT_METHODS, ContextAttention
+from meshpar.layout.layout import BLOCK_INPUT
 from meshpar.planner.cost.activations import OF_MATMULS
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.seconds import (
@@ -211,7 +212,8 @@ def _remats(like: Run, mesh: Layout, *, has_host: bool) -> tuple[str, ...]:
         # All saved is `dots`, and none is `full`.
         if text and len(names["save"]) < len(spared):
             named.append(text)
-    return (*_WORDS, *named, "full", *stage)
+    resends = (f"save:{BLOCK_INPUT}",) if mesh.expert > 1 else ()
+    return (*_WORDS, *named, "full", *resends, *stage)
 
 
 def _states(like: Run, mesh: Layout, constraints: Constraints) -> Iterator[State]:
