@@ -10,13 +10,16 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from meshpar import Layout, Scope, default_rules, make_train_step
+from meshpar.audit.collectives import find_collectives
 from meshpar.audit.flops import instruction_flops
 from meshpar.audit.flow import places
 from meshpar.audit.hlo import parse_program
+from meshpar.audit.overlap import find_overlaps
 from meshpar.audit.report import audit
 from meshpar.audit.subject import make_subject
 from meshpar.audit.target import Target
 from meshpar.audit.targets import compile_for
+from meshpar.hardware.platforms import compiler_options_for
 from meshpar.layout import BATCH_AXES
 from meshpar.machine.mesh import absent_mesh
 from meshpar.model.tracing import traced_batch
@@ -32,6 +35,7 @@ from tests.test_audit_targets import needs_gpu_compiler, needs_tpu_compiler
 EMBED, HIDDEN, EXPERTS, TOP_K, TOKENS = 512, 1024, 8, 2, 4096
 
 
+@functools.cache
 def program_of(line, target, dtype):
     """The compiled experts and their gradients, `TOKENS` tokens on each device."""
     layout = Layout.parse(line)
@@ -69,6 +73,8 @@ def program_of(line, target, dtype):
         array((batch, TOKENS, EMBED), dtype),
     )
     subject = make_subject(mapped, arguments, mesh=mesh, platform=chosen.platform)
+    options = compiler_options_for(chosen.platform, prefetching=True)
+    subject = subject.with_options(options)
     found = compile_for(chosen, subject, timeout_s=580, memory_bytes=16 << 30)
     return parse_program(found.text)
 
@@ -105,11 +111,30 @@ def test_at_balanced_load_a_ninth_of_the_flops_or_less_is_in_vain(line, target, 
     own, rows = EXPERTS // degree, TOKENS * TOP_K
     room = rows if degree == 1 else math.ceil(SPARE * rows / degree) * degree
     tile = tiles.tile_size(room, own)
-    balanced = tiles.cut(jnp.full((own,), rows // own, jnp.int32), room, tile)
+    counts = jnp.full((own,), rows // own, jnp.int32)
+    balanced = tiles.cut(counts, jnp.cumsum(counts) - counts, room, tile)
     most = balanced.expert.shape[0]
     executed = first_round_flops(program) / most * int(balanced.number)
     ideal = 3 * 2 * rows * 3 * EMBED * HIDDEN
     assert 1 <= executed / ideal <= 1.15
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+def test_rows_of_a_part_are_sent_beside_the_matmuls_of_another():
+    line = "fsdp=8,expert=8"
+    program = program_of(line, "gpu:h100:8x8", jnp.bfloat16)
+    shape = absent_mesh(Layout.parse(line)).shape
+    rows = find_collectives(program, shape)
+    overlaps = find_overlaps(program, rows, shape, None)
+    parts = [
+        overlaps[row.line].is_hidden
+        for row in rows
+        if "asked-expert_dispatch)" in row.op_path
+        and row.executions
+        and row.payload_bytes > 1e6
+    ]
+    assert len(parts) == 4 and sum(parts) == 3  # Nothing precedes the first.
 
 
 # What a training step sends.

@@ -20,7 +20,8 @@ from meshpar.model.parameter import Parameter
 from meshpar.model.tracing import traced_batch
 from meshpar.models.layers.router import Router, RouterConfig
 from meshpar.models.presets import build, configure
-from meshpar.parallel.expert import tiles
+from meshpar.parallel import sizes
+from meshpar.parallel.expert import rounds, tiles
 from meshpar.parallel.expert.experts import routed_mlp
 from meshpar.parallel.expert.rounds import make_routes, most_for_one, sent, slots
 from meshpar.parallel.remat import rematerialised
@@ -97,19 +98,19 @@ def program():
     """`program(line)`: routed experts and their gradients under a layout, compiled."""
     known = {}
 
-    def compiled(line):
-        if line not in known:
-            known[line] = _compiled(line)
-        return known[line]
+    def compiled(line, platform="cpu"):
+        if (line, platform) not in known:
+            known[line, platform] = _compiled(line, platform)
+        return known[line, platform]
 
     return compiled
 
 
-def _compiled(line):
+def _compiled(line, platform):
     layout = Layout.parse(line)
     mesh = make_mesh(layout, jax.devices()[: layout.num_devices])
     axes = tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1)
-    scope = Scope(rules=default_rules(layout), batch_axes=axes)
+    scope = Scope(rules=default_rules(layout), batch_axes=axes, platform=platform)
 
     def local(*arrays):
         y, dx, dweights, *of_experts = routed(scope, *arrays)
@@ -190,6 +191,24 @@ def test_values_and_gradients_are_those_of_all_experts_of_all_tokens(
         np.testing.assert_allclose(value, wanted, rtol=0, atol=1e-5)
 
 
+def test_rows_that_are_sent_in_parts_give_the_same(program, monkeypatch):
+    monkeypatch.setattr(sizes, "LEAST_ROWS", 4)
+    monkeypatch.setattr(sizes, "LEAST_BACKWARD_ROWS", 8)
+    seen, by_parts = set(), rounds._by_parts
+
+    def recorded(static, rows, order, num_parts, *others):
+        seen.add(num_parts)
+        return by_parts(static, rows, order, num_parts, *others)
+
+    monkeypatch.setattr(rounds, "_by_parts", recorded)
+    for load in LOADS.values():
+        arrays = X, WEIGHTS, GATE_UP, DOWN, load, DY
+        found = program("data=2,expert=4", "gpu")(*arrays)
+        for value, wanted in zip(found, plain(*arrays), strict=True):
+            np.testing.assert_allclose(value, wanted, rtol=0, atol=1e-5)
+    assert seen == {4, 2, 1}  # Forward, backward, further rounds.
+
+
 def test_rounds_send_every_assignment_once_to_the_device_of_its_expert():
     experts = jnp.asarray(LOADS["all to two experts, none to the others"][0])
     room = 3
@@ -225,16 +244,16 @@ def test_what_a_round_has_no_room_for_has_no_slot_of_the_next_device():
     assert slots_of(2).tolist() == [none, 0, none, none, none]
 
 
-cut = jax.jit(tiles.cut, static_argnums=(1, 2))
+cut = jax.jit(tiles.cut, static_argnums=(2, 3))
 
 
 @pytest.mark.parametrize("counts", [(5, 0, 11, 16), (0, 0, 0, 0), (0, 0, 0, 32)])
 def test_tiles_cover_each_experts_rows_and_at_most_one_each_is_not_full(counts):
     tile = 4
-    found = jax.device_get(cut(np.array(counts, np.int32), 32, tile))
+    starts = np.cumsum((0, *counts))
+    found = jax.device_get(cut(np.array(counts, np.int32), starts[:-1], 32, tile))
     assert found.number == sum(math.ceil(count / tile) for count in counts)
     rows = {expert: 0 for expert in range(len(counts))}
-    starts = np.cumsum((0, *counts))
     for at in range(int(found.number)):
         expert, own = int(found.expert[at]), min(int(found.rows[at]), tile)
         assert found.first[at] == starts[expert] + rows[expert]

@@ -30,6 +30,8 @@ class Platform:
             devices share the cores, and one process can emulate several.
         overlaps_collectives: True if its compiler starts collectives ahead of their
             use, beside other kernels.
+        overlaps_all_to_alls: True if these are among them. XLA:TPU waits for each one
+            where it stands (libtpu of jax 0.10.2).
         sums_16_bits: True if its compiler adds up 16-bit values in partly manual
             regions and in loops.
         has_ragged_all_to_all: True if its compiler has that collective.
@@ -60,6 +62,7 @@ class Platform:
     name: str
     is_host: bool = False
     overlaps_collectives: bool = True
+    overlaps_all_to_alls: bool = False
     sums_16_bits: bool = True
     has_ragged_all_to_all: bool = True
     has_torus: bool = False
@@ -107,6 +110,7 @@ def _is_importable(module: str) -> bool:
 
 _GPU = Platform(
     name="gpu",
+    overlaps_all_to_alls=True,
     fused_attention="cudnn",
     max_batch_parts=4,
     probe_size=8192,

@@ -182,6 +182,37 @@ def further_room(room: int) -> int:
     return padded(math.ceil(MORE * room))
 
 
+LEAST_ROWS = 2048
+"""Least rows of an expert in a part of a round. Below them its matmuls no longer fill
+the device."""
+
+LEAST_BACKWARD_ROWS = 8192
+"""The same of the backward: each of its tiles, an eighth of them, adds to the fp32
+gradients of the expert's weights."""
+
+_MOST_PARTS = 4
+
+
+def expert_parts(rows: int, room: int, least_rows: int) -> int:
+    """Return the number of parts in which rows are sent and multiplied.
+
+    While one part is multiplied, others are sent: of `n` parts one n-th is exposed.
+
+    Args:
+        rows: Rows of one expert.
+        room: Rows from each device, which the parts divide.
+        least_rows: Least rows of an expert in a part.
+
+    Example:
+        >>> expert_parts(10_240, 1280, LEAST_ROWS), expert_parts(3000, 1280, LEAST_ROWS)
+        (4, 1)
+    """
+    parts = _MOST_PARTS
+    while parts > 1 and (rows < parts * least_rows or room % parts):
+        parts //= 2
+    return parts
+
+
 def padded(rows: int) -> int:
     """Round rows up to a multiple of eight."""
     return -(-rows // _MULTIPLE) * _MULTIPLE

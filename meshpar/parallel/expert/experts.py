@@ -4,7 +4,7 @@ The first round has room for a quarter more rows than each device gets on averag
 that do not fit go in further rounds, of a quarter of that room each, as many as the
 fullest device needs; all devices that share the experts run equally many. Residuals are
 kept for the first round only; further rounds, which few steps need, are recomputed in
-the backward.
+the backward. The first round goes in parts, each sent beside the matmuls of another.
 
 Gated MLPs may be split along `mlp` too: each device multiplies its part of the hidden
 values, and one all-reduce of tokens * embed values sums the results, another one the
@@ -29,7 +29,9 @@ from jaxtyping import Array, Float, Int
 
 from meshpar.collectives import asked, on_parts, running_times, sum_dtype
 from meshpar.errors import InputError
+from meshpar.hardware.platforms import platform_named
 from meshpar.model.scope import Scope
+from meshpar.parallel import sizes
 from meshpar.parallel.expert.functions import Arrays, ExpertFunction, Function, GatedMLP
 from meshpar.parallel.expert.rounds import (
     RECEIVED,
@@ -41,7 +43,7 @@ from meshpar.parallel.expert.rounds import (
     run,
     run_backward,
 )
-from meshpar.parallel.sizes import first_room, further_room, most_room
+from meshpar.parallel.sizes import expert_parts, first_room, further_room, most_room
 from meshpar.parallel.tensor import refuse_split_embed
 from meshpar.rules.rules import array_split, spec_axes
 
@@ -181,19 +183,27 @@ class _ExpertSpec:
         axes = scope.expert_axes
         num_devices = math.prod(lax.axis_size(axis) for axis in axes)
         own = self.num_experts // num_devices
-        sizes = tokens, choices, own if self.distinct else max(own, choices)
-        room = first_room(*sizes, num_devices, self.most_rows)
+        most = tokens, choices, own if self.distinct else max(own, choices)
+        room = first_room(*most, num_devices, self.most_rows)
+        parts, backward_parts = 1, 1
+        if num_devices > 1 and platform_named(scope.platform).overlaps_all_to_alls:
+            rows = num_devices * room // own
+            parts = expert_parts(rows, room, sizes.LEAST_ROWS)
+            backward_parts = expert_parts(rows, room, sizes.LEAST_BACKWARD_ROWS)
         first = Round(
             mesh_axes=axes,
             num_devices=num_devices,
             num_experts=own,
             room=room,
             function=self.function,
+            parts=parts,
+            backward_parts=backward_parts,
         )
-        fits = room >= most_room(*sizes, self.most_rows)
+        fits = room >= most_room(*most, self.most_rows)
+        more = replace(first, room=further_room(room), parts=1, backward_parts=1)
         return _Static(
             first=first,
-            more=None if fits else replace(first, room=further_room(room)),
+            more=None if fits else more,
             split=self.split,
             wide=sum_dtype(jnp.float32, scope.platform),
         )
@@ -334,7 +344,7 @@ def _kept_specs(static: _Static) -> Any:
     products = (PartitionSpec(None, *gate_up[2:]),)
     order = whole if static.first.num_devices > 1 else None
     make: Callable[..., Any] = Kept  # with specs in place of arrays
-    return make(x=whole, products=products, weight=whole, order=order, tiles=whole)
+    return make(x=whole, products=products, weight=whole, order=order, counts=whole)
 
 
 def _on_parts(

@@ -9,7 +9,10 @@ sends nothing.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +23,7 @@ from meshpar.collectives import asked
 from meshpar.model.scope import SAVED_PREFIX
 from meshpar.parallel.expert import tiles as tiles_of_rows
 from meshpar.parallel.expert.functions import Arrays, Function
-from meshpar.parallel.expert.tiles import Tiles, tile_size
+from meshpar.parallel.expert.tiles import Tiles, reader, rows_of, tile_size
 
 SENT_ROWS = SAVED_PREFIX + "experts_in"
 """Name in a trace of the rows that experts multiply."""
@@ -43,6 +46,8 @@ class Round:
         num_experts: Experts of one device.
         room: Rows to each device.
         function: Function of one expert.
+        parts: Parts of the room that the forward sends one after another.
+        backward_parts: The same of the backward, a divisor of `parts`.
     """
 
     mesh_axes: tuple[str, ...]
@@ -50,16 +55,40 @@ class Round:
     num_experts: int
     room: int
     function: Function
+    parts: int = 1
+    backward_parts: int = 1
 
     @property
     def num_rows(self) -> int:
         """Return the rows that one device receives."""
         return self.num_devices * self.room
 
-    @property
-    def tile(self) -> int:
-        """Return the rows of a tile."""
-        return tile_size(self.num_rows, self.num_experts)
+    def tile(self, parts: int) -> int:
+        """Return the rows of a tile if the round is taken in so many parts."""
+        return tile_size(self.num_rows // parts, self.num_experts)
+
+    def part(self, rows: jax.Array, part: int, parts: int) -> jax.Array:
+        """Return one of equal parts of the room of (devices, room, ...)."""
+        room = self.room // parts
+        return rows[:, part * room : (part + 1) * room]
+
+    def in_part(self, index: jax.Array, part: int, parts: int) -> jax.Array:
+        """Convert an index of (devices, room) to one of a part, (devices, room of it).
+
+        An index of another part becomes any number.
+        """
+        room = self.room // parts
+        return index // self.room * room + index % self.room - part * room
+
+    def in_parts(self, index: jax.Array, parts: int) -> jax.Array:
+        """Convert an index of (devices, room) to one of all parts after one another.
+
+        An index past the end stays there.
+        """
+        room = self.room // parts
+        device, rank = index // self.room, index % self.room
+        moved = (rank // room * self.num_devices + device) * room + rank % room
+        return jnp.where(index < self.num_rows, moved, index)
 
 
 @jax.tree_util.register_dataclass
@@ -67,19 +96,22 @@ class Round:
 class Kept:
     """Residuals of a round.
 
+    Places are those in the order of the experts, and of parts within an expert.
+
     Args:
-        x: Received rows in the order of their experts.
-        products: What the experts' function keeps of each row.
-        weight: fp32 weight of each row.
-        order: The received row at each place; None if they came in that order.
-        tiles: Tiles of the rows.
+        x: Received rows of each part.
+        products: What the experts' function keeps of the row at each place, padded.
+        weight: fp32 weight of each received row, (devices * room,).
+        order: Index in (devices, room) of the row at each place; None if rows came in
+            their places.
+        counts: (parts, experts) int32, rows of each expert in each part.
     """
 
-    x: jax.Array
+    x: tuple[jax.Array, ...]
     products: Arrays
     weight: jax.Array
     order: jax.Array | None
-    tiles: Tiles
+    counts: jax.Array
 
 
 def run(
@@ -104,35 +136,43 @@ def run(
     """
     tokens, choices = expert_NK.shape
     assignment, valid = sent(routes, first, static.room)
+    weight, order, counts = _received(
+        static, _places(static, weight_NK, expert_NK, assignment, valid)
+    )
+    read_weight = reader(weight, order, static.tile(static.parts))
+    xs: list[jax.Array] = []
+
+    def multiply(part: int, rows: jax.Array, results: tuple) -> tuple:
+        # Named before it is used: a policy that keeps it sends nothing again.
+        x = _received(static, lax.collapse(rows, 0, 2))
+        xs.append(x)
+        tiles = _tiles(static, counts, part, static.parts)
+        at = None if order is None else static.in_part(order, part, static.parts)
+        read_x = reader(x, at, tiles.tile)
+        results = tiles_of_rows.forward(
+            lambda first: (read_x(first), read_weight(first)),
+            experts,
+            tiles,
+            static.function,
+            results,
+        )
+        return results, results[0]
+
     rows = _taken(x_ND, assignment // choices, valid)
-    weight = jnp.where(valid, weight_NK.reshape(-1)[assignment], 0.0)
-    own = expert_NK.reshape(-1)[assignment] % static.num_experts
-    own = jnp.where(valid, own, static.num_experts)
-    if static.num_devices > 1:
-        rows = _exchange(rows, static.mesh_axes, "expert_dispatch")
-        beside = jnp.stack([own.astype(jnp.float32), weight], axis=-1)
-        beside = _exchange(beside, static.mesh_axes, "expert_dispatch")
-        own, weight = beside[..., 0].astype(jnp.int32), beside[..., 1]
-    rows, weight, own = (lax.collapse(array, 0, 2) for array in (rows, weight, own))
-    order = None
-    if static.num_devices > 1:
-        order = jnp.argsort(own, stable=True)
-        rows, weight = rows[order], weight[order]
-    counts = jnp.sum(own[:, None] == jnp.arange(static.num_experts), axis=0)
-    # Named before they are used: a policy that keeps them sends nothing again.
-    received = checkpoint_name((rows, weight, counts, order), SENT_ROWS)
-    if static.num_devices > 1:
-        received = checkpoint_name(received, RECEIVED)
-    rows, weight, counts, order = received
-    tiles = tiles_of_rows.cut(counts.astype(jnp.int32), static.num_rows, static.tile)
-    out, products = tiles_of_rows.forward(
-        rows, weight, experts, tiles, static.tile, static.function
+    empty = tiles_of_rows.empty_results(
+        rows, experts, static.num_rows, static.tile(1), static.function
+    )
+    names = "expert_dispatch", "expert_combine"
+    (_, products), back = _by_parts(
+        static, rows, order, static.parts, names, multiply, empty
     )
     products = tuple(checkpoint_name(array, _PRODUCTS) for array in products)
-    kept = Kept(x=rows, products=products, weight=weight, order=order, tiles=tiles)
-    back = _returned(static, out, order, "expert_combine")
-    results = _at_slots(back, slots(routes, first, static.room))
+    at = static.in_parts(slots(routes, first, static.room), static.parts)
+    results = _at_slots(back, at)
     summed = results.reshape(tokens, choices, -1).astype(jnp.float32).sum(axis=1)
+    kept = Kept(
+        x=tuple(xs), products=products, weight=weight, order=order, counts=counts
+    )
     return summed, kept
 
 
@@ -146,41 +186,148 @@ def run_backward(
     choices: int,
 ) -> tuple[jax.Array, jax.Array, Arrays]:
     """Return fp32 gradients of `x`, `weight` and the experts' arrays of `run`."""
+    order, parts = kept.order, static.backward_parts
+    tile = static.tile(parts)
+    x = jnp.concatenate(kept.x)
+    x_at = None if order is None else static.in_parts(order, static.parts)
+    read_x, read_weight = reader(x, x_at, tile), reader(kept.weight, order, tile)
+
+    def multiply(part: int, rows: jax.Array, gradients: tuple) -> tuple:
+        tiles = _tiles(static, kept.counts, part, parts)
+        at = None if order is None else static.in_part(order, part, parts)
+        read_dy = reader(lax.collapse(rows, 0, 2), at, tile)
+
+        def read(first: jax.Array) -> tuple:
+            products = tuple(rows_of(array, first, tile) for array in kept.products)
+            return read_x(first), read_weight(first), products, read_dy(first)
+
+        gradients = tiles_of_rows.backward(
+            read, experts, tiles, static.function, gradients
+        )
+        return gradients, gradients[0]
+
     assignment, valid = sent(routes, first, static.room)
     dy = _taken(dy_ND, assignment // choices, valid)
-    if static.num_devices > 1:
-        dy = _exchange(dy, static.mesh_axes, "expert_combine_gradient")
-    dy = lax.collapse(dy, 0, 2)
-    if kept.order is not None:
-        dy = dy[kept.order]
-    dx, dweight, dexperts = tiles_of_rows.backward(
-        kept.x,
-        kept.weight,
-        experts,
-        kept.tiles,
-        static.tile,
-        static.function,
-        kept.products,
-        dy,
+    empty = tiles_of_rows.empty_gradients(x, experts, static.num_rows, static.tile(1))
+    names = "expert_combine_gradient", "expert_dispatch_gradient"
+    (_, dweight, dexperts), dx = _by_parts(
+        static, dy, order, parts, names, multiply, empty
     )
-    name = "expert_dispatch_gradient"
     at = slots(routes, first, static.room)
-    dx = _at_slots(_returned(static, dx, kept.order, name), at)
-    dweight = _at_slots(_returned(static, dweight, kept.order, name), at)
+    dweight = _in_rows(static, dweight, order)
+    if static.num_devices > 1:
+        dweight = _exchange(dweight, static.mesh_axes, names[1])
+    dweight = _at_slots(dweight.reshape(-1), at)
+    dx = _at_slots(dx, static.in_parts(at, parts))
     tokens = dy_ND.shape[0]
     dx = dx.reshape(tokens, choices, -1).astype(jnp.float32).sum(axis=1)
     return dx, dweight.reshape(tokens, choices), dexperts
 
 
-def _returned(
-    static: Round, rows: jax.Array, order: jax.Array | None, name: str
-) -> jax.Array:
-    """Send rows, in the order of their experts, back to the devices they came from."""
+def _by_parts(
+    static: Round,
+    rows: jax.Array,
+    order: jax.Array | None,
+    num_parts: int,
+    names: tuple[str, str],
+    multiply: Callable[[int, jax.Array, tuple], tuple],
+    carry: tuple,
+) -> tuple[tuple, jax.Array]:
+    """Send rows, multiply them and send the results back, part by part.
+
+    While a part is multiplied, the next one is sent and the results of the one before
+    go back: XLA does no such thing by itself, so barriers fix the order.
+
+    Args:
+        static: Sizes.
+        rows: (devices, room, embed), rows to each device.
+        order: As in `Kept`.
+        num_parts: Number of parts.
+        names: Names in `ASKED` of both ways.
+        multiply: (part, its received rows, carry) -> (carry, array of results by
+            place).
+        carry: What the first part is given.
+
+    Returns:
+        The carry after the last part, and the results by part, device and rank.
+    """
     if order is None:
-        return rows
-    place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)))
-    rows = rows[place].reshape(static.num_devices, static.room, *rows.shape[1:])
-    return lax.collapse(_exchange(rows, static.mesh_axes, name), 0, 2)
+        carry, by_place = multiply(0, rows, carry)
+        return carry, by_place[: static.num_rows]
+    there, back = (
+        functools.partial(_exchange, mesh_axes=static.mesh_axes, name=name)
+        for name in names
+    )
+    places = _inverse(order).reshape(static.num_devices, static.room)
+    parts = [static.part(rows, part, num_parts) for part in range(num_parts)]
+    arrived: list[jax.Array] = [there(parts[0])]
+    results: list[jax.Array] = []
+    returned: list[jax.Array] = []
+    for part in range(num_parts):
+        following = parts[part + 1 : part + 2]
+        following, arrived = lax.optimization_barrier((following, arrived))
+        beside = [*map(there, following)], [*map(back, results)]
+        carry, by_place = multiply(part, arrived[0], carry)
+        results = [by_place[static.part(places, part, num_parts)]]
+        (arrived, before), results = lax.optimization_barrier((beside, results))
+        returned += before
+    returned += map(back, results)
+    return carry, jnp.concatenate([lax.collapse(each, 0, 2) for each in returned])
+
+
+def _places(
+    static: Round,
+    weight_NK: jax.Array,
+    expert_NK: jax.Array,
+    assignment: jax.Array,
+    valid: jax.Array,
+) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    """Return `weight`, `order` and `counts` of `Kept`."""
+    weight = jnp.where(valid, weight_NK.reshape(-1)[assignment], 0.0)
+    own = expert_NK.reshape(-1)[assignment] % static.num_experts
+    own = jnp.where(valid, own, static.num_experts)
+    if static.num_devices > 1:
+        beside = jnp.stack([own.astype(jnp.float32), weight], axis=-1)
+        beside = _exchange(beside, static.mesh_axes, "expert_dispatch")
+        own, weight = beside[..., 0].astype(jnp.int32), beside[..., 1]
+    part = jnp.arange(static.room, dtype=jnp.int32) // (static.room // static.parts)
+    place = own * static.parts + part
+    every = jnp.arange(static.num_experts * static.parts, dtype=jnp.int32)
+    counts = jnp.sum(place.reshape(-1, 1) == every, axis=0, dtype=jnp.int32)
+    counts = counts.reshape(static.num_experts, static.parts).T
+    order = None
+    if static.num_devices > 1:
+        order = jnp.argsort(place.reshape(-1), stable=True)
+    return weight.reshape(-1), order, counts
+
+
+def _tiles(static: Round, counts: jax.Array, part: int, num_parts: int) -> Tiles:
+    """Return the tiles of one part, if the round is taken in so many."""
+    counts = counts.reshape(num_parts, -1, static.num_experts).sum(axis=1)
+    by_place = counts.T.reshape(-1)
+    starts = (jnp.cumsum(by_place) - by_place).reshape(static.num_experts, num_parts)
+    rows = static.num_rows // num_parts
+    tile = static.tile(num_parts)
+    return tiles_of_rows.cut(counts[part], starts[:, part], rows, tile)
+
+
+def _received(static: Round, arrays: Any) -> Any:
+    """Name what came from other devices, for policies of recomputation."""
+    arrays = checkpoint_name(arrays, SENT_ROWS)
+    return checkpoint_name(arrays, RECEIVED) if static.num_devices > 1 else arrays
+
+
+def _in_rows(static: Round, by_place: jax.Array, order: jax.Array | None) -> jax.Array:
+    """Return what is known of each place as (devices, room, ...)."""
+    if order is None:
+        return by_place[None, : static.num_rows]
+    return by_place[_inverse(order).reshape(static.num_devices, static.room)]
+
+
+def _inverse(order: jax.Array) -> jax.Array:
+    return (
+        jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype))
+    )
 
 
 def _exchange(rows: jax.Array, mesh_axes: tuple[str, ...], name: str) -> jax.Array:
@@ -226,7 +373,7 @@ def make_routes(experts: jax.Array, num_experts: int, num_devices: int) -> Route
     """
     flat = experts.reshape(-1)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-    place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=jnp.int32))
+    place = _inverse(order)
     device = flat // (num_experts // num_devices)
     # Not `jnp.searchsorted`, which is a loop of small kernels.
     bounds = jnp.arange(num_devices + 1, dtype=jnp.int32)

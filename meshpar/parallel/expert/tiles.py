@@ -1,16 +1,16 @@
 """Experts over rows in the order of their experts, tile by tile.
 
 Each expert's rows are cut into tiles of a fixed number of rows. The last tile may
-reach into the rows of the next expert; what it writes there is overwritten by that
-expert's own tiles, which follow. So at most one tile an expert is wasted, for rows /
-experts / tile useful ones, and an expert without rows costs nothing. The number of
-tiles depends on the data: the loop ends after the last one that is needed.
+reach into the rows of the next expert, where it writes nothing. So at most one tile an
+expert is wasted, for rows / experts / tile useful ones, and an expert without rows
+costs nothing. The number of tiles depends on the data: the loop ends after the last one
+that is needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -35,12 +35,20 @@ class Tiles:
         first: (tiles,) int32, its first row.
         rows: (tiles,) int32, number of its rows that belong to the expert.
         number: int32 scalar, number of tiles in use.
+        tile: Rows of a tile.
+        filled: Tiles that hold as many rows as there is room for.
     """
 
     expert: jax.Array
     first: jax.Array
     rows: jax.Array
     number: jax.Array
+    tile: int = field(metadata={"static": True})
+    filled: float = field(metadata={"static": True})
+
+    def own(self, at: jax.Array) -> jax.Array:
+        """Return True for each row of tile `at` that belongs to its expert."""
+        return jnp.arange(self.tile) < self.rows[at]
 
 
 def tile_size(num_rows: int, num_experts: int) -> int:
@@ -55,11 +63,14 @@ def tile_size(num_rows: int, num_experts: int) -> int:
     return min(max(size, _LEAST_TILE), _MOST_TILE)
 
 
-def cut(rows_per_expert: jax.Array, num_rows: int, tile: int) -> Tiles:
+def cut(
+    rows_per_expert: jax.Array, starts: jax.Array, num_rows: int, tile: int
+) -> Tiles:
     """Cut rows in the order of their experts into tiles.
 
     Args:
         rows_per_expert: (experts,) int32, whose sum is at most `num_rows`.
+        starts: (experts,) int32, where the rows of each begin.
         num_rows: Room for rows.
         tile: Rows of a tile.
     """
@@ -68,103 +79,124 @@ def cut(rows_per_expert: jax.Array, num_rows: int, tile: int) -> Tiles:
     tiles = -(-rows_per_expert // tile)
     ends = jnp.cumsum(tiles)
     at = jnp.arange(most, dtype=jnp.int32)
+    # Not `jnp.searchsorted`, which is a loop of small kernels.
     expert = jnp.sum(ends <= at[:, None], axis=1, dtype=jnp.int32)
     expert = jnp.minimum(expert, num_experts - 1)
     before = (at - (ends - tiles)[expert]) * tile
-    first = (jnp.cumsum(rows_per_expert) - rows_per_expert)[expert] + before
     return Tiles(
         expert=expert,
-        first=first.astype(jnp.int32),
+        first=(starts[expert] + before).astype(jnp.int32),
         rows=(rows_per_expert[expert] - before).astype(jnp.int32),
         number=ends[-1].astype(jnp.int32),
+        tile=tile,
+        filled=num_rows / tile,
     )
+
+
+Reader = Callable[[jax.Array], Any]
+"""First place of a tile -> what is at its places."""
+
+
+def reader(rows: jax.Array, order: jax.Array | None, tile: int) -> Reader:
+    """Return a function that reads the rows of a tile.
+
+    Args:
+        rows: Array with a row first.
+        order: Index of the row at each place; None if rows are in their places.
+        tile: Rows of a tile.
+    """
+    if order is None:
+        padded = _padded(rows, tile)
+        return lambda first: rows_of(padded, first, tile)
+    places = _padded(order, tile)
+    return lambda first: rows.at[rows_of(places, first, tile)].get(mode="clip")
 
 
 def forward(
-    x_RD: jax.Array,
-    weight_R: jax.Array,
-    experts: Arrays,
-    tiles: Tiles,
-    tile: int,
-    function: Function,
+    read: Reader, experts: Arrays, tiles: Tiles, function: Function, results: tuple
 ) -> tuple[jax.Array, Arrays]:
-    """Return the weighted results of each row by its expert, and residuals.
+    """Write the weighted results of each row by its expert, and residuals.
 
     Args:
-        x_RD: Rows in the order of their experts.
-        weight_R: fp32 factor of each row's result.
+        read: Of a tile's rows and the fp32 factors of their results.
         experts: Arrays whose first dim is the experts.
         tiles: From `cut`.
-        tile: Rows of a tile.
         function: Function of one expert.
-
-    Returns:
-        The results, and what `function` keeps of each row for `backward`. Rows of no
-        expert are undefined.
+        results: Arrays to write into, from `empty_results`. Rows of other tiles stay.
     """
-    num_rows = x_RD.shape[0]
-    x, weight = _padded(x_RD, tile), _padded(weight_R, tile)
-
-    def run(at: jax.Array | int) -> tuple[jax.Array, Arrays]:
-        first = tiles.first[at]
-        rows = _rows(x, first, tile), _rows(weight, first, tile)
-        return function.forward(_expert(experts, tiles, at), *rows)
 
     def put(at: jax.Array, carry: tuple) -> tuple:
         first = tiles.first[at]
-        return jax.tree.map(lambda rows, own: _put(rows, own, first), carry, run(at))
+        found = function.forward(_expert(experts, tiles, at), *read(first))
+        own = tiles.own(at)
+        return jax.tree.map(
+            lambda rows, values: _put(rows, values, first, own), carry, found
+        )
 
-    zeros = jax.tree.map(
-        lambda own: jnp.zeros((num_rows + tile, *own.shape[1:]), x_RD.dtype),
-        jax.eval_shape(run, 0),
+    return _for_tiles(tiles, put, results)
+
+
+def empty_results(
+    x: jax.Array, experts: Arrays, num_rows: int, tile: int, function: Function
+) -> tuple[jax.Array, Arrays]:
+    """Return zeros for the results of `num_rows` rows, and for what is kept of them."""
+    one = tuple(jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in experts)
+    row = jax.ShapeDtypeStruct((1, x.shape[-1]), x.dtype)
+    factor = jax.ShapeDtypeStruct((1,), jnp.float32)
+    shapes = jax.eval_shape(function.forward, one, row, factor)
+    return jax.tree.map(
+        lambda own: jnp.zeros((num_rows + tile, *own.shape[1:]), x.dtype), shapes
     )
-    filled = _for_tiles(tiles, num_rows / tile, put, zeros)
-    return jax.tree.map(lambda array: array[:num_rows], filled)
 
 
 def backward(
-    x_RD: jax.Array,
-    weight_R: jax.Array,
-    experts: Arrays,
-    tiles: Tiles,
-    tile: int,
-    function: Function,
-    kept: Arrays,
-    dy_RD: jax.Array,
+    read: Reader, experts: Arrays, tiles: Tiles, function: Function, gradients: tuple
 ) -> tuple[jax.Array, jax.Array, Arrays]:
-    """Return gradients of `x`, `weight`, and in fp32 of the experts' arrays.
+    """Write gradients of rows and factors, and add fp32 ones of the experts' arrays.
 
-    Gradients of the experts are added up in place. Each tile of a `GatedMLP` is two
-    matmuls for each one of the forward.
+    Each tile of a `GatedMLP` is two matmuls for each one of the forward.
+
+    Args:
+        read: Of a tile's rows, factors, residuals (a tuple) and gradients of results.
+        experts: As for `forward`.
+        tiles: As for `forward`.
+        function: As for `forward`.
+        gradients: Arrays to write into, from `empty_gradients`.
     """
-    num_rows, embed = x_RD.shape
-    x, weight, dy = (_padded(array, tile) for array in (x_RD, weight_R, dy_RD))
-    kept = tuple(_padded(array, tile) for array in kept)
 
     def add(at: jax.Array, carry: tuple) -> tuple:
         dx, dweight, dexperts = carry
-        expert, first = tiles.expert[at], tiles.first[at]
-        own = jnp.arange(tile) < tiles.rows[at]
+        expert, first, own = tiles.expert[at], tiles.first[at], tiles.own(at)
+        x, weight, kept, dy = read(first)
         dx_TD, dweight_T, more = function.backward(
             _expert(experts, tiles, at),
-            _rows(x, first, tile),
-            _rows(weight, first, tile),
-            tuple(_rows(array, first, tile) for array in kept),
-            jnp.where(own[:, None], _rows(dy, first, tile), 0),
+            x,
+            weight,
+            kept,
+            jnp.where(own[:, None], dy, 0),
             own,
         )
         dexperts = jax.tree.map(
             lambda total, added: total.at[expert].add(added), dexperts, more
         )
-        return _put(dx, dx_TD, first), _put(dweight, dweight_T, first), dexperts
+        return (
+            _put(dx, dx_TD, first, own),
+            _put(dweight, dweight_T, first, own),
+            dexperts,
+        )
 
-    zeros = (
-        jnp.zeros((num_rows + tile, embed), x.dtype),
-        jnp.zeros((num_rows + tile,), weight.dtype),
+    return _for_tiles(tiles, add, gradients)
+
+
+def empty_gradients(
+    x: jax.Array, experts: Arrays, num_rows: int, tile: int
+) -> tuple[jax.Array, jax.Array, Arrays]:
+    """Return zeros for the gradients of `num_rows` rows, factors and the experts."""
+    return (
+        jnp.zeros((num_rows + tile, x.shape[-1]), x.dtype),
+        jnp.zeros((num_rows + tile,), jnp.float32),
         tuple(jnp.zeros(array.shape, jnp.float32) for array in experts),
     )
-    dx, dweight, dexperts = _for_tiles(tiles, num_rows / tile, add, zeros)
-    return dx[:num_rows], dweight[:num_rows], dexperts
 
 
 def _expert(experts: Arrays, tiles: Tiles, at: jax.Array | int) -> Arrays:
@@ -173,14 +205,14 @@ def _expert(experts: Arrays, tiles: Tiles, at: jax.Array | int) -> Arrays:
 
 
 def _for_tiles(
-    tiles: Tiles, filled: float, run: Callable[[jax.Array, Any], Any], carry: tuple
+    tiles: Tiles, run: Callable[[jax.Array, Any], Any], carry: tuple
 ) -> tuple:
-    """Run over the tiles in use; `filled` of them hold as many rows as there are."""
+    """Run over the tiles in use."""
     most = tiles.expert.shape[0]
 
     def goes_on(state: tuple) -> jax.Array:
         # The constant bound tells the audit how often the loop runs at most.
-        at = expect_iterations(state[0], filled)
+        at = expect_iterations(state[0], tiles.filled)
         return (at < most) & (at < tiles.number)
 
     return lax.while_loop(
@@ -194,11 +226,16 @@ def _padded(rows: jax.Array, tile: int) -> jax.Array:
     return jnp.pad(rows, ((0, tile), *[(0, 0)] * (rows.ndim - 1)))
 
 
-def _rows(rows: jax.Array, first: jax.Array, tile: int) -> jax.Array:
+def rows_of(rows: jax.Array, first: jax.Array, tile: int) -> jax.Array:
+    """Return the rows of a tile."""
     return lax.dynamic_slice_in_dim(rows, first, tile)
 
 
-def _put(rows: jax.Array, values: jax.Array, first: jax.Array) -> jax.Array:
-    return lax.dynamic_update_slice_in_dim(
-        rows, values.astype(rows.dtype), first, axis=0
-    )
+def _put(
+    rows: jax.Array, values: jax.Array, first: jax.Array, own: jax.Array
+) -> jax.Array:
+    """Write the values of a tile's own rows."""
+    before = rows_of(rows, first, len(values))
+    own = own.reshape(-1, *(1,) * (values.ndim - 1))
+    new = jnp.where(own, values.astype(rows.dtype), before)
+    return lax.dynamic_update_slice_in_dim(rows, new, first, axis=0)
