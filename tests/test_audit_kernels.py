@@ -16,7 +16,7 @@ from meshpar.audit import targets
 from meshpar.audit.flops import UncountedCall, program_flops
 from meshpar.audit.hlo import parse_program
 from meshpar.audit.report import AuditReport, audit
-from meshpar.hardware.attention_kernels import splash_flops, splash_scope
+from meshpar.hardware.splash_kernels import splash_flops, splash_scope
 from tests.test_audit_counts import array
 from tests.test_audit_surprises import line_with
 from tests.test_audit_targets import needs_gpu_compiler, needs_tpu_compiler

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from meshpar.hardware.splash_kernels import partial_bytes
 from meshpar.parallel.context.mask import Mask
-from meshpar.parallel.context.splash import splash_attention
+from meshpar.parallel.context.splash import backward_sizes, splash_attention
 from tests.marks import slow
 
 BATCH, SEQ, HEADS, BOUND = 2, 384, 4, 1e-5
@@ -21,7 +22,7 @@ CAUSAL = Mask()
 @pytest.fixture(autouse=True)
 def many_tiles(monkeypatch):
     """Three by three of them."""
-    monkeypatch.setattr("meshpar.parallel.context.splash.LARGEST_BLOCK", 128)
+    monkeypatch.setattr("meshpar.hardware.splash_kernels.LARGEST_BLOCK", 128)
 
 
 def dense(q, k, v, segments, mask):
@@ -100,6 +101,27 @@ def test_the_kernel_equals_a_dense_softmax(mask, kv_heads):
 )
 def test_documents_see_themselves_alone_and_padding_nothing(mask):
     assert max(errors(mask, 2, segments=packed())) < BOUND
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mask, kernels",
+    [(Mask(causal=False), 1), (CAUSAL, 2), (Mask(window=50), 2)],
+)
+def test_large_partial_sums_come_in_pieces_of_keys_or_from_no_kernel(
+    mask, kernels, monkeypatch
+):
+    """Keys that all queries see in pieces; under a mask two kernels make none."""
+    one_block = partial_bytes(SEQ, 128, group=2, head_dim=64, key_block=128)
+    monkeypatch.setattr(
+        "meshpar.hardware.splash_kernels.LARGEST_PARTIAL_BYTES", one_block
+    )
+    monkeypatch.setattr("meshpar.parallel.context.splash.PARTIAL_BYTES", 0)
+    assert max(errors(mask, 2, segments=packed())) < BOUND
+    q, k = (jax.ShapeDtypeStruct((1, n, SEQ, 64), jnp.float32) for n in (2, 1))
+    sizes = backward_sizes(q, k, mask)
+    assert sizes.num_backward == kernels
+    assert sizes.keys == (128 if kernels == 1 else SEQ)
 
 
 def test_there_may_be_other_keys_than_queries():

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshpar import Layout, Scope, make_train_step
 from meshpar.audit.report import audit
-from meshpar.hardware.attention_kernels import splash_flops, splash_scope
+from meshpar.hardware.splash_kernels import splash_flops, splash_scope
 from meshpar.machine.mesh import absent_mesh, use_mesh
 from meshpar.model.tracing import traced_batch
 from meshpar.models.layers.attention import attend
@@ -57,20 +57,25 @@ def test_packed_attention_is_a_kernel_of_each_shard_that_is_counted_and_moves_no
     report = attention_report(packed=True)
     assert not report.rows and not report.complaints()
     assert not report.uncounted and not report.notes
-    # Forward 2 matmuls, queries' gradient 3, keys' and values' 4, of the tiles that a
-    # causal mask leaves of 11 by 11.
+    # Forward 2 matmuls, backward 5, of the tiles that a causal mask leaves of 11 by 11.
     pairs = BATCH // 2 * HEADS // 2 * 66 * 128**2
-    assert report.flops == 9 * 2 * HEAD_DIM * pairs
+    assert report.flops == 7 * 2 * HEAD_DIM * pairs
 
 
 def test_each_kernel_of_attention_counts_its_own_matmuls():
-    """Forward two; back three of the queries, and four of the keys and values."""
-    scope = splash_scope(pairs=10, query_dim=4, value_dim=3)
+    """Forward two; back three of the queries, and four of the keys and values.
+
+    One kernel for all of these has five.
+    """
+    sizes = {"pairs": 10, "query_dim": 4, "value_dim": 3}
+    scope, fused = splash_scope(**sizes), splash_scope(**sizes, fused=True)
     flops = {
         kernel: splash_flops(f"{scope}/splash_mha_{kernel}_no_residuals/pallas_call")
         for kernel in ("fwd", "dq", "dkv")
     }
     assert flops == {"fwd": 20 * (4 + 3), "dq": 20 * (8 + 3), "dkv": 20 * (8 + 6)}
+    path = f"{fused}/splash_mha_dkv_no_residuals/pallas_call"
+    assert splash_flops(path) == 20 * (12 + 6)
 
 
 def model():
@@ -98,7 +103,7 @@ def step_flops(layout, seq, pairs):
     tokens = 16 * seq // (layout.fsdp * layout.context)
     weights = 2 * (256 * 8 * HEAD_DIM + 256 * 256 + 3 * 256 * 512) + 256 * 512
     examples, heads = 16 // layout.fsdp, HEADS // layout.tensor
-    attention = 2 * 9 * 2 * HEAD_DIM * examples * heads * pairs
+    attention = 2 * 7 * 2 * HEAD_DIM * examples * heads * pairs
     return 6 * tokens * weights // layout.tensor + attention
 
 
@@ -120,6 +125,30 @@ def test_a_step_has_the_kernel_on_every_shard_and_nothing_else(line, seq, pairs)
     report = audit(step, traced_batch(step.model, 16, seq), target="tpu:v5e:2x2")
     assert not report.complaints() and not report.uncounted and not report.notes
     assert report.flops == step_flops(layout, seq, pairs)
+
+
+@pytest.mark.slow
+@needs_tpu_compiler
+@pytest.mark.parametrize("line", ["context=2,tensor=2", "fsdp=2,tensor=2"])
+def test_a_backward_with_attentions_output_and_log_sums_attends_no_second_time(line):
+    """Of two blocks; the ring's keys do not go round again, either."""
+
+    def report_of(remat):
+        layout = Layout.parse(f"{line},remat={remat},precision=bf16")
+        mesh = absent_mesh(layout)
+        step = make_train_step(model(), optax.adamw(1e-3), layout, mesh=mesh)
+        return audit(step, traced_batch(step.model, 16, 512), target="tpu:v5e:2x2")
+
+    full, kept = report_of("full"), report_of("save:attention_mixed")
+    shards = {"context=2,tensor=2": (16, 256**2 + 2 * 128**2)}
+    examples, pairs = shards.get(line, (8, 512**2))
+    forward = 2 * 2 * 2 * HEAD_DIM * examples * HEADS // 2 * pairs
+    assert full.flops - kept.flops == forward
+    hops = [
+        sum(row.executions for row in report.rows if row.kind == "collective-permute")
+        for report in (full, kept)
+    ]
+    assert hops[0] > hops[1] if "context" in line else hops == [0, 0]
 
 
 @pytest.mark.slow

@@ -26,8 +26,8 @@ from meshpar.audit.hlo import (
     Program,
     shape_arrays,
 )
-from meshpar.hardware.attention_kernels import splash_flops
 from meshpar.hardware.device import Device, matmul_s
+from meshpar.hardware.splash_kernels import splash_flops
 
 _NO_WORK = (
     *("Sharding", "TopK", "AllocateBuffer", "MoveToHost", "MoveToDevice"),

@@ -4,20 +4,21 @@ A kernel's softmax takes as long as matmuls of `head_dim` would, so that it achi
 
     share = whole * size / (size + head_dim)
 
-of the peak with heads of some size, half of all scores being masked; for a backward see
-`backward_in_forwards`.
+of the peak with heads of some size, half of all scores being masked. A backward on a
+GPU takes `BACKWARD_IN_FORWARDS` times as long; of splash attention's see
+`meshpar.hardware.splash_kernels`.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from meshpar.errors import InputError, nearest
 from meshpar.hardware.platforms import platform_named
+from meshpar.hardware.splash_kernels import SPLASH_LANES
 from meshpar.layout.context_method import CONTEXT_METHODS, merges_softmaxes
 
 
@@ -73,12 +74,13 @@ KERNELS = {
 OWN_KERNEL = "own"
 """Name of the kernel that `attention_choice` chooses."""
 
+PLATFORM_KERNEL = "platform"
+"""Name of a platform's kernel, whatever its limits here (`Platform.fused_attention`).
+"""
+
 MATMULS_OF_BACKWARD = 2.5
 """Matmuls of a backward for each of the forward's: five to its two (Dao 2023, section
 3.1)."""
-
-SPLASH_BACKWARD_MATMULS = 3.5
-"""The same of splash attention's two backward kernels: seven to the forward's two."""
 
 BACKWARD = 0.84
 """A backward's FLOP/s over its forward's: 310 of 368 TFLOP/s (FlashAttention-2), 499
@@ -86,16 +88,8 @@ of 609 (cuDNN), 542 of 638 (FlashAttention-3), with heads of 128 and 4,096 token
 H100 (Shah et al. 2024, figures 5 and 6); 63 of 73 % of an A100's peak (Dao 2023,
 section 4.1)."""
 
-
-def backward_in_forwards(kernel: str) -> float:
-    """Return a kernel's backward time over its forward's.
-
-    Splash attention's backward is two kernels of seven matmuls and two softmaxes, which
-    are taken to run as the forward's two and one do.
-    """
-    if kernel == "splash":
-        return SPLASH_BACKWARD_MATMULS
-    return MATMULS_OF_BACKWARD / BACKWARD
+BACKWARD_IN_FORWARDS = MATMULS_OF_BACKWARD / BACKWARD
+"""A backward's time over its forward's, of a kernel on a GPU."""
 
 
 # 50 to 73 % of an A100 (Dao 2023, abstract); heads of 64 against 128: its figure 4.
@@ -114,47 +108,6 @@ HOPPER = {
 }
 CUDNN_HOPPER = Kernel(0.91, 95)
 
-
-_SCOPE = re.compile(r"splash_pairs_(\d+)_(\d+)_(\d+)")
-
-# Matmuls over each pair of a query and a key: (of the query's size, of the value's).
-# Forward: scores; mixed values. Queries' gradient: scores and it; the softmax's
-# gradient. Keys' and values': scores and keys'; the softmax's gradient and values'.
-_MATMULS = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2)}
-_KERNEL = re.compile(rf"splash_mha_({'|'.join(_MATMULS)})_")
-
-
-def splash_scope(pairs: int, query_dim: int, value_dim: int) -> str:
-    """Return a scope's name that tells the FLOPs of the splash kernels called in it.
-
-    The compiled text of these kernels does not show them; `splash_flops` reads the
-    name from the calls' paths.
-
-    Args:
-        pairs: Pairs of a query and a key that have a score, of all examples and heads.
-        query_dim: Size of a query.
-        value_dim: Size of a value.
-    """
-    return f"splash_pairs_{pairs}_{query_dim}_{value_dim}"
-
-
-def splash_flops(path: str) -> int | None:
-    """Return the FLOPs of the splash kernel at a path of operations; None if none is.
-
-    Example:
-        >>> splash_flops("splash_pairs_10_4_4/splash_mha_fwd_no_residuals/pallas_call")
-        160
-    """
-    scope, kernel = _SCOPE.search(path), _KERNEL.search(path)
-    if not scope or not kernel:
-        return None
-    pairs, query_dim, value_dim = map(int, scope.groups())
-    queries, values = _MATMULS[kernel[1]]
-    return 2 * pairs * (queries * query_dim + values * value_dim)
-
-
-SPLASH_LANES = 128
-"""Splash attention takes sequences of whole tiles, whose rows are a TPU's lanes."""
 
 HEAD_DIM_MULTIPLE = 8
 """Both kernels take heads whose size is a multiple of this. Splash attention was

@@ -40,6 +40,10 @@ BLOCK_INPUT = "block_input"
 """Name of the stream that a block takes, which every policy keeps: named so, it can be
 moved to the host's memory."""
 
+ATTENTION_MIXED = "attention_mixed"
+"""Name of attention's output before its last matmul. Splash attention and our tiles
+name the log-sum-exp of scores so too: with both kept, no backward attends again."""
+
 _RESIDUAL_WAYS = ("save", "offload")
 _RESIDUAL_FORM = (
     "write for example save:mlp_up/attention_out or save:mlp_up+offload:mlp_hidden"

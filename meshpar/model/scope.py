@@ -23,6 +23,11 @@ SAVED_PREFIX = "meshpar."
 """Prefix of the name of every residual that a block asks to keep."""
 
 
+def named_residual(x: jax.Array, name: str) -> jax.Array:
+    """Return `x` with a name that policies of `remat` know."""
+    return checkpoint_name(x, SAVED_PREFIX + name)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scope:
     """Context of a model's function: where it runs, and on which examples and tokens.
@@ -148,7 +153,7 @@ class Scope:
         `remat=save:NAME` keeps those named alone, `remat=offload:NAME` in the host's
         memory.
         """
-        return checkpoint_name(x, SAVED_PREFIX + name)
+        return named_residual(x, name)
 
     def positions(self, seq: int) -> jax.Array:
         """Return the positions in the sequence of the `seq` tokens at hand: (seq,).

@@ -19,14 +19,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from meshpar.errors import InputError, nearest
 from meshpar.layout import STAGE_REMATS
 from meshpar.layout.layout import BLOCK_INPUT, ResidualNames, is_named
 from meshpar.model.block_run import HeadSums
 from meshpar.model.contract import Model
-from meshpar.model.scope import SAVED_PREFIX, Scope
+from meshpar.model.scope import SAVED_PREFIX, Scope, named_residual
 from meshpar.model.tracing import traced_batch, traced_forward, tracing
 from meshpar.parallel import sizes
 from meshpar.parallel.expert.rounds import RECEIVED
@@ -63,8 +62,7 @@ def rematerialised(
         if isinstance(scope, Scope) and (remat == "full" or is_named(remat)):
             scope = replace(scope, recomputed=True)
         if is_named(remat) and BLOCK_INPUT in ResidualNames.parse(remat).every:
-            name = SAVED_PREFIX + BLOCK_INPUT
-            x = jax.tree.map(lambda array: checkpoint_name(array, name), x)
+            x = jax.tree.map(lambda array: named_residual(array, BLOCK_INPUT), x)
         return block(params, x, scope)
 
     if remat == "none":

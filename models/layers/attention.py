@@ -20,6 +20,7 @@ from meshpar.hardware.attention_kernels import (
 )
 from meshpar.hardware.platforms import platform_named
 from meshpar.layout.context_method import merges_softmaxes
+from meshpar.layout.layout import ATTENTION_MIXED
 from meshpar.model.token_cache import refuse_uncached
 from meshpar.models.field_types import check_kv_heads
 from meshpar.models.layers.biased_attention import attend_with_bias
@@ -223,6 +224,8 @@ def attend(
     choice = attention_choice(_asked(q, k, mask, scope, hidden=hidden, packed=packed))
     fused = _fused(choice, mask)
     masked = packed or (causal and hidden)
+    # Splash attention and tiles name it inside, with what else their backward needs.
+    named = choice.kernel != "cudnn"
     if fused and choice.runs_in_hops:
         kernel = functools.partial(kernel_ring, mask=mask, order=scope.order)
         more = {"rank": scope.order.rank()} | ({"segments": segments} if packed else {})
@@ -235,18 +238,19 @@ def attend(
     elif fused:
         kernel, more = fused, {"segments": segments} if packed else {}
     else:
-        kernel = causal_attention if causal else full_attention
+        kernel, named = causal_attention if causal else full_attention, False
         more = {} if seen is None else {"seen": seen}
-    named = [(*_PER_TOKEN[: x.ndim],) for x in more.values()]
+    more_axes = [(*_PER_TOKEN[: x.ndim],) for x in more.values()]
     mapped = scope.map_shards(
         lambda q, k, v, *of: kernel(q, k, v, **dict(zip(more, of, strict=True))),
-        (*axes, *named),
+        (*axes, *more_axes),
         _HEADS,
         whole_mesh=choice.kernel == "splash",
     )
     with jax.named_scope(choice.scope_name or "attention"):
         mixed = mapped(*arrays, *more.values())
-    return scope.save(scope.constrain(mixed, _HEADS), "attention_mixed")
+    mixed = scope.constrain(mixed, _HEADS)
+    return mixed if named else scope.save(mixed, ATTENTION_MIXED)
 
 
 def _blockwise(

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshpar import InputError, Scope
+from meshpar.layout.layout import ATTENTION_MIXED
 from meshpar.model.token_cache import refuse_uncached
 from meshpar.models.layers.recomputed import recomputed
 
@@ -77,7 +78,7 @@ def attend_with_bias(
         (heads, heads, heads, ("batch", None, "heads"), ("batch", "seq")),
         heads,
     )(q, k, v, table, seen)
-    return scope.save(scope.constrain(mixed, heads), "attention_mixed")
+    return scope.save(scope.constrain(mixed, heads), ATTENTION_MIXED)
 
 
 def relative_buckets(

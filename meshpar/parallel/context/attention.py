@@ -23,6 +23,8 @@ from jax import lax
 from meshpar.collectives import asked
 from meshpar.errors import InputError
 from meshpar.hardware.platforms import platform_named
+from meshpar.layout.layout import ATTENTION_MIXED
+from meshpar.model.scope import named_residual
 from meshpar.model.token_order import TokenOrder
 from meshpar.parallel.context.mask import Hops, Mask
 from meshpar.parallel.context.shards import sharded_attention
@@ -125,7 +127,8 @@ def shard_attention(
             alone.
     """
     if order is not None and order.probing:
-        return jnp.broadcast_to(q[..., :1], (*q.shape[:3], v.shape[3]))
+        mixed = jnp.broadcast_to(q[..., :1], (*q.shape[:3], v.shape[3]))
+        return named_residual(mixed, ATTENTION_MIXED)
     if mask.window is not None and prefix is not None:
         raise InputError(
             f"window={mask.window} and a prefix at once: which of the prefix a window "

@@ -33,6 +33,7 @@ from meshpar.parallel.context.tiles import (
     gradients,
     in_parts,
     joined,
+    named_results,
     segment_tiles,
     tiled,
     tiled_keys,
@@ -111,6 +112,7 @@ def _forward(
     output, lse = by_part(part, cut)
     output = joined(output, q.shape)
     lse = joined(lse[..., None], (*q.shape[:3], 1))[..., 0]
+    output, lse = named_results(output, lse)
     return (output, lse), (q, k, v, known, output, lse)
 
 
@@ -202,14 +204,27 @@ def _ring_backward(
             moved, at = shifted_both(hops.order, moved, hop - at), hop
             dq, moved = step(dq, moved, hop, hops.pairs((hop,), known.rank)[0])
         return dq, shifted(hops.order, moved[1], -at, "context_ring_gradient")
-    dq, moved = step(dq, (keys, of_keys), 0, hops.pairs((0,), known.rank)[0])
+    # As in the forward; and keys' gradients of a hop are made while the earlier move.
+    later, none = shifted(hops.order, keys, 1), of_keys
+    first = hops.pairs((0,), known.rank)[0]
+    dq, (_, of_keys) = step(dq, (keys, none), 0, first)
+
+    def meet(dq: jax.Array, keys: tuple, of_keys: tuple, hop: Any, pairs: Any) -> tuple:
+        of_keys = shifted(hops.order, of_keys, 1, "context_ring_gradient")
+        dq, (_, more) = step(dq, (keys, none), hop, pairs)
+        return dq, jax.tree.map(jnp.add, of_keys, more)
 
     def onward(state: tuple, hop: Any, pairs: jax.Array) -> tuple:
-        dq, moved = state
-        return step(dq, shifted_both(hops.order, moved, 1), hop, pairs)
+        dq, keys, of_keys = state
+        later = shifted(hops.order, keys, 1)
+        dq, of_keys = meet(dq, keys, of_keys, hop, pairs)
+        return dq, later, of_keys
 
-    dq, moved = _in_loop(hops, onward, (dq, moved), hops.needed[1:], known)
-    return dq, shifted(hops.order, moved[1], 1, "context_ring_gradient")
+    inner, last = hops.needed[1:-1], hops.needed[-1]
+    dq, keys, of_keys = _in_loop(hops, onward, (dq, later, of_keys), inner, known)
+    pairs = hops.pairs((last,), known.rank)[0]
+    dq, of_keys = meet(dq, keys, of_keys, last, pairs)
+    return dq, shifted(hops.order, of_keys, 1, "context_ring_gradient")
 
 
 def _gather_forward(

@@ -1,22 +1,23 @@
 """Splash attention: one TPU kernel for scores, softmax and mixed values of a device.
 
 The kernels are JAX's (`jax.experimental.pallas.ops.tpu.splash_attention`): a forward
-with its log-sum-exp, and a backward. They skip the tiles that a causal mask or a window
-hides. XLA does not partition a Pallas kernel: it runs where all mesh axes are manual.
-Their limits stand in `meshpar.hardware.attention_kernels`.
+with its log-sum-exp, and a backward of one kernel or two. They skip the tiles that a
+causal mask or a window hides. XLA does not partition a Pallas kernel: it runs where all
+mesh axes are manual. Their limits stand in `meshpar.hardware.attention_kernels`, their
+FLOPs in `meshpar.hardware.splash_kernels`.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_kernel as kernels,
 )
@@ -24,14 +25,23 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_mask as masks,
 )
 
-from meshpar.hardware.attention_kernels import SPLASH_LANES, splash_scope
+from meshpar.hardware.splash_kernels import (
+    SPLASH_LANES,
+    fuses_backward,
+    largest_block,
+    largest_key_block,
+    num_key_pieces,
+    partial_bytes,
+    splash_scope,
+)
 from meshpar.parallel.context.mask import Mask
+from meshpar.parallel.context.tiles import by_part, named_results
 from meshpar.parallel.reduction import scaled
 
-LARGEST_BLOCK = 1024
-"""Queries or keys of a kernel's tile at most, of heads up to 128; of larger ones half
-as many. The more, the less is read, but 2,048 exceed the VMEM that XLA gives a kernel
-on a v5e, and 1,024 with heads of 256 that on a v4 (jax 0.10.2)."""
+PARTIAL_BYTES = 128 << 20
+"""Bytes of partial sums of a fused backward (`meshpar.hardware.splash_kernels`) that a
+device has at once: of more heads, one part follows another. A part has at least two kv
+heads, however large they are, for two cores of a chip share a kernel's work."""
 
 # Dims: B batch, N heads, K kv heads, T queries, S keys, H head_dim.
 
@@ -60,19 +70,15 @@ class Splash:
     mask: Mask
     interpret: bool = False
 
-    def __call__(self, queries: Side, keys: Side) -> jax.Array:
-        """Return BNTH of q BNTH, scaled, and of k and v BKSH; JAX differentiates it."""
-        (q,), (k, v) = queries.arrays, keys.arrays
-        kernel, scope = self._made(q, k, v)
-        with scope:
-            return _mapped(kernel, (q, k, v), queries, keys)
-
     def forward(self, queries: Side, keys: Side) -> tuple[jax.Array, jax.Array]:
-        """Return the same, and fp32 BNT of the log-sum-exp of each query's scores."""
+        """Return BNTH of q BNTH, scaled, and of k and v BKSH, and fp32 BNT.
+
+        The second is the log-sum-exp of each query's scores.
+        """
         (q,), (k, v) = queries.arrays, keys.arrays
-        kernel, scope = self._made(q, k, v, residuals=True)
-        with scope:
-            output, (lse,) = _mapped(kernel, (q, k, v), queries, keys)
+        kernel = _kernel(_sizes(q, k), self.mask, self.interpret)
+        with jax.named_scope(_scope(kernel.fwd_mask_info, q, k, v, kernel)):
+            output, (lse,) = _mapped(kernel, (q, k, v), queries.segments, keys.segments)
         return output, lse
 
     def backward(
@@ -84,83 +90,179 @@ class Splash:
             queries: q; and for all keys the output, log-sum-exp and output's gradient.
             keys: k and v.
         """
-        (q, output, lse, dy), (k, v) = queries.arrays, keys.arrays
-        kernel, scope = self._made(q, k, v)
-        options = kernel.kwargs
-
-        def one(
-            q: Any, k: Any, v: Any, y: Any, lse: Any, dy: Any, ids: Any = None
-        ) -> tuple:
-            # The public gradient is of a softmax over the keys at hand alone.
-            tables = kernel.dq_mask_info, kernel.dkv_mask_info
-            found = kernels._splash_attention_bwd(
-                False,
-                options["mask_value"],
-                options["is_mqa"],
-                options["block_sizes"],
-                None,
-                options["mask_function"],
-                None,
-                options["interpret"],
-                (q, k, v, ids, None, y, lse, *tables),
-                dy,
-            )
-            return found[3:6]
-
-        arrays = (q, k, v, output, lse, dy)
-        with scope:
-            return _mapped(one, arrays, queries, keys)
-
-    def _made(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, *, residuals: bool = False
-    ) -> tuple[Any, AbstractContextManager]:
-        """Return the kernel, and the scope that names its work."""
-        lengths, heads = (q.shape[2], k.shape[2]), q.shape[1]
-        queries, keys = (block_size(length, q.shape[-1]) for length in lengths)
-        options = (self.mask, self.interpret, residuals)
-        kernel, pairs = _kernel(lengths, (queries, keys), heads, *options)
-        scope = splash_scope(q.shape[0] * pairs, q.shape[-1], v.shape[-1])
-        return kernel, jax.named_scope(scope)
+        heads = keys.arrays[0].shape[1]
+        # (B, N, ...) -> (B K, query heads of a kv head, ...): the outer dim is the one
+        # that two cores of a chip share.
+        arrays = tuple(
+            x.reshape(-1, x.shape[1] // heads, *x.shape[2:])
+            for x in (*queries.arrays, *keys.arrays)
+        )
+        if queries.segments is not None and keys.segments is not None:
+            ids = (queries.segments, keys.segments)
+            arrays += tuple(jnp.repeat(each, heads, axis=0) for each in ids)
+        sizes = backward_sizes(arrays[0], arrays[4], self.mask)
+        part = functools.partial(_part_gradients, self, sizes)
+        num_parts = _num_parts(sizes, arrays[0])
+        cut = tuple(x.reshape(num_parts, -1, *x.shape[1:]) for x in arrays)
+        of_inputs = (queries.arrays[0], *keys.arrays)
+        return tuple(
+            found.reshape(like.shape)
+            for found, like in zip(by_part(part, cut), of_inputs, strict=True)
+        )
 
 
-def block_size(tokens: int, head_dim: int) -> int:
-    """Return a tile's tokens: most lanes up to `LARGEST_BLOCK` that divide `tokens`."""
-    most = LARGEST_BLOCK if head_dim <= 128 else LARGEST_BLOCK // 2
-    sizes = range(SPLASH_LANES, min(tokens, most) + 1, SPLASH_LANES)
+def _part_gradients(splash: Splash, sizes: _Sizes, arrays: tuple) -> tuple:
+    """Return the gradients of some kv heads, BGTH and B1SH, of one piece of keys each.
+
+    The queries' are added up over the pieces in fp32.
+    """
+    q, output, lse, dy, k, v, *ids = arrays
+    num_pieces = k.shape[2] // sizes.keys
+    kernel = _kernel(sizes, splash.mask, splash.interpret)
+
+    def one(k: jax.Array, v: jax.Array, *key_ids: jax.Array) -> tuple:
+        with jax.named_scope(_scope(kernel.dkv_mask_info, q, k, v, kernel)):
+            of_kernel = functools.partial(_gradients, kernel)
+            segments = (ids[0], *key_ids) if ids else (None, None)
+            return _mapped(of_kernel, (q, k, v, output, lse, dy), *segments)
+
+    of_keys = (k, v, *ids[1:])
+    if num_pieces == 1:
+        return one(*of_keys)
+
+    def add(dq: jax.Array, piece: tuple) -> tuple[jax.Array, tuple]:
+        more, dk, dv = one(*piece)
+        return dq + more, (dk, dv)
+
+    dims = (2, 2, 1)  # of tokens
+    pieces = tuple(
+        jnp.stack(jnp.split(x, num_pieces, dim))
+        for x, dim in zip(of_keys, dims, strict=False)
+    )
+    dq, found = lax.scan(add, jnp.zeros(q.shape, jnp.float32), pieces)
+    # (pieces, B, 1, S of one, H) -> B1SH
+    whole = (
+        jnp.moveaxis(x, 0, 2).reshape(like.shape)
+        for x, like in zip(found, (k, v), strict=True)
+    )
+    return dq.astype(q.dtype), *whole
+
+
+class _Sizes(NamedTuple):
+    """Sizes of a kernel.
+
+    Args:
+        queries, keys: Tokens of a sequence, or keys of a piece of it.
+        heads: Query heads.
+        head_dim: Size of a head.
+        block: Queries of a tile.
+        key_block: Keys of a tile.
+        num_backward: Kernels of the backward, 1 or 2; 0 if this is the forward.
+    """
+
+    queries: int
+    keys: int
+    heads: int
+    head_dim: int
+    block: int
+    key_block: int
+    num_backward: int
+
+    @property
+    def blocks(self) -> kernels.BlockSizes:
+        """JAX's options of tiles."""
+        block, key_block = self.block, self.key_block
+        options: dict[str, Any] = {
+            "block_q": block,
+            "block_kv": key_block,
+            "block_kv_compute": key_block,
+        }
+        if self.num_backward:
+            options |= {"block_q_dkv": block, "block_kv_dkv": key_block}
+        if self.num_backward == 1:
+            # Of twice as many keys a half at a time, whose scores fit in VMEM.
+            half = block_size(key_block, largest_block(self.head_dim) // 2)
+            options |= {"block_kv_dkv_compute": half, "use_fused_bwd_kernel": True}
+        if self.num_backward == 2:
+            options |= {"block_q_dq": block, "block_kv_dq": key_block}
+        return kernels.BlockSizes(**options)
+
+
+def _sizes(q: jax.Array, k: jax.Array, *, num_backward: int = 0) -> _Sizes:
+    """Return the sizes of a kernel of q BNTH and k BKSH, in the largest tiles."""
+    (_, heads, tokens, head_dim), keys = q.shape, k.shape[2]
+    most = largest_block(head_dim)
+    blocks = block_size(tokens, most), block_size(keys, most)
+    return _Sizes(tokens, keys, heads, head_dim, *blocks, num_backward)
+
+
+def backward_sizes(q: jax.Array, k: jax.Array, mask: Mask) -> _Sizes:
+    """Return the sizes of the kernels of a backward, one if partial sums allow it."""
+    (_, heads, tokens, head_dim), keys = q.shape, k.shape[2]
+    masked = mask.causal or mask.window is not None
+    fused = fuses_backward(
+        tokens,
+        keys,
+        group=heads,
+        head_dim=head_dim,
+        masked=masked,
+        window=mask.window,
+    )
+    if not fused:
+        return _sizes(q, k, num_backward=2)
+    key_block = block_size(keys, largest_key_block(keys, head_dim, masked=masked))
+    found = _sizes(q, k, num_backward=1)._replace(key_block=key_block)
+    if masked:
+        return found
+    sizes = {"group": heads, "head_dim": head_dim, "key_block": key_block}
+    return found._replace(keys=keys // num_key_pieces(tokens, keys, **sizes))
+
+
+def block_size(tokens: int, most: int) -> int:
+    """Return a tile's tokens: as many lanes as divide `tokens`, up to `most`."""
+    sizes = range(SPLASH_LANES, max(SPLASH_LANES, min(tokens, most)) + 1, SPLASH_LANES)
     return max(size for size in sizes if tokens % size == 0)
 
 
-def _mapped(
-    function: Callable, arrays: tuple[jax.Array, ...], queries: Side, keys: Side
-) -> Any:
-    """Map `function` over the examples, with their documents last if there are any."""
-    if queries.segments is None or keys.segments is None:
+def _num_parts(sizes: _Sizes, q: jax.Array) -> int:
+    """Return the parts of kv heads that a backward takes one after another."""
+    if sizes.num_backward != 1:
+        return 1
+    each = partial_bytes(
+        sizes.queries,
+        sizes.keys,
+        group=sizes.heads,
+        head_dim=sizes.head_dim,
+        key_block=sizes.key_block,
+    )
+    most, heads = max(2, PARTIAL_BYTES // each), len(q)
+    return next(n for n in range(1, heads + 1) if heads % n == 0 and heads // n <= most)
+
+
+def _mapped(function: Callable, arrays: tuple[jax.Array, ...], *ids: Any) -> Any:
+    """Map `function` over the examples, with the documents of each if there are any."""
+    if ids[0] is None or ids[1] is None:
         return jax.vmap(function)(*arrays)
-    ids = kernels.SegmentIds(queries.segments, keys.segments)
-    return jax.vmap(function)(*arrays, ids)
+    return jax.vmap(function)(*arrays, kernels.SegmentIds(*ids))
+
+
+def _scope(info: Any, q: jax.Array, k: jax.Array, v: jax.Array, kernel: Any) -> str:
+    """Return the scope that names the work of q BNTH and k, v BKSH by mask tables."""
+    blocks = kernel.kwargs["block_sizes"]
+    block, key_block = blocks.block_q, blocks.block_kv
+    tiles = (q.shape[2] // block) * (k.shape[2] // key_block)
+    # Tiles that the kernel skips are 0 in its table.
+    if info.block_mask is not None:
+        tiles = int(np.count_nonzero(info.block_mask)) // len(info.block_mask)
+    pairs = q.shape[0] * q.shape[1] * tiles * block * key_block
+    fused = blocks.use_fused_bwd_kernel
+    return splash_scope(pairs, q.shape[-1], v.shape[-1], fused=fused)
 
 
 @functools.lru_cache(maxsize=64)
-def _kernel(
-    lengths: tuple[int, int],
-    blocks: tuple[int, int],
-    heads: int,
-    mask: Mask,
-    interpret: bool,
-    residuals: bool,
-) -> tuple[Any, int]:
-    """Return the kernel, and the pairs of queries and keys that it computes."""
-    block_q, block_kv = blocks
-    sizes = kernels.BlockSizes(
-        block_q=block_q,
-        block_kv=block_kv,
-        block_kv_compute=block_kv,
-        block_q_dkv=block_q,
-        block_kv_dkv=block_kv,
-        block_kv_dkv_compute=block_kv,
-        block_q_dq=block_q,
-        block_kv_dq=block_kv,
-    )
+def _kernel(sizes: _Sizes, mask: Mask, interpret: bool) -> Any:
+    """Return JAX's kernel, its tables of the mask made."""
+    lengths = sizes.queries, sizes.keys
     one: masks.Mask
     if mask.window is not None:
         before = mask.window - 1
@@ -171,20 +273,37 @@ def _kernel(
     # Its tables are constants, whatever is traced when they are first made.
     with jax.ensure_compile_time_eval():
         kernel = kernels.make_splash_mha(
-            masks.MultiHeadMask([one] * heads),
+            masks.MultiHeadMask([one] * sizes.heads),
             head_shards=1,
             q_seq_shards=1,
-            block_sizes=sizes,
-            save_residuals=residuals,
+            block_sizes=sizes.blocks,
+            save_residuals=sizes.num_backward == 0,
             interpret=interpret,
         )
-        kernel = jax.tree.map(np.asarray, kernel)
-    # Tiles that the kernel skips are 0 in its table.
-    table = kernel.fwd_mask_info.block_mask
-    tiles = (lengths[0] // block_q) * (lengths[1] // block_kv)
-    if table is not None:
-        tiles = int(np.count_nonzero(table)) // len(table)
-    return kernel, heads * tiles * block_q * block_kv
+        return jax.tree.map(np.asarray, kernel)
+
+
+def _gradients(
+    kernel: Any, q: Any, k: Any, v: Any, output: Any, lse: Any, dy: Any, ids: Any = None
+) -> tuple:
+    """Return the gradients of q, k and v of one example.
+
+    The public gradient is of a softmax over the keys at hand alone.
+    """
+    options, tables = kernel.kwargs, (kernel.dq_mask_info, kernel.dkv_mask_info)
+    found = kernels._splash_attention_bwd(
+        False,
+        options["mask_value"],
+        options["is_mqa"],
+        options["block_sizes"],
+        None,
+        options["mask_function"],
+        None,
+        options["interpret"],
+        (q, k, v, ids, None, output, lse, *tables),
+        dy,
+    )
+    return found[3:6]
 
 
 def splash_attention(
@@ -198,8 +317,9 @@ def splash_attention(
 ) -> jax.Array:
     """Return attention to whole sequences, which keeps no scores for its backward.
 
-    Communicates nothing. Scores and softmax are computed in fp32. The backward is two
-    kernels, for queries and for keys and values, which compute the scores again each.
+    Communicates nothing. Scores and softmax are computed in fp32. The backward computes
+    the scores again: in one kernel, or in one for queries and one for keys and values
+    (`meshpar.hardware.splash_kernels.fuses_backward`).
 
     Args:
         q: (batch, queries, heads, head_dim).
@@ -215,10 +335,31 @@ def splash_attention(
         segment below 0.
     """
     heads_first = (jnp.swapaxes(x, 1, 2) for x in (over_root(q), k, v))
-    q_BNTH, *keys = heads_first
-    kernel = Splash(mask=mask, interpret=interpret)
-    mixed = kernel(Side((q_BNTH,), segments), Side(tuple(keys), segments))
+    mixed = _attend(Splash(mask=mask, interpret=interpret), *heads_first, segments)
     return without_padding(jnp.swapaxes(mixed, 1, 2), segments)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(kernel: Splash, *arrays: Any) -> jax.Array:
+    """Return BNTH, from q, k, v, and the segments."""
+    return _forward(kernel, *arrays)[0]
+
+
+def _forward(
+    kernel: Splash, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
+) -> tuple[jax.Array, tuple]:
+    found = kernel.forward(Side((q,), segments), Side((k, v), segments))
+    output, lse = named_results(*found)
+    return output, (q, k, v, segments, output, lse)
+
+
+def _backward(kernel: Splash, kept: tuple, dy: jax.Array) -> tuple:
+    q, k, v, segments, output, lse = kept
+    queries = Side((q, output, lse, dy), segments)
+    return *kernel.backward(queries, Side((k, v), segments)), None
+
+
+_attend.defvjp(_forward, _backward)
 
 
 def over_root(q: jax.Array) -> jax.Array:

@@ -23,9 +23,9 @@ from jax import lax
 from meshpar.errors import InputError
 from meshpar.model.token_order import TokenOrder
 from meshpar.parallel.context.mask import Mask
-from meshpar.parallel.context.shards import shifted, shifted_both
+from meshpar.parallel.context.shards import shifted
 from meshpar.parallel.context.splash import Side, Splash, over_root, without_padding
-from meshpar.parallel.context.tiles import by_part
+from meshpar.parallel.context.tiles import by_part, named_results
 
 # Dims: B batch, N heads, K kv heads, T tokens of a device, H head_dim, C two chunks.
 
@@ -135,32 +135,40 @@ def _forward(
     last = ring.order.num_ranks - 1
     state, later = _scan(body, (state, later), range(1, last))
     output, lse = meet(state, later, last)
-    output = output.astype(q.dtype)
+    output, lse = named_results(output.astype(q.dtype), lse)
     return output, (q, k, v, rank, segments, output, lse)
 
 
 def _backward(ring: Ring, kept: tuple, dy: jax.Array) -> tuple:
     q, k, v, rank, segments, output, lse = kept
     queries, keys = Side((q, output, lse, dy), segments), Side((k, v), segments)
+    # As in the forward; and what is added to keys' gradients is made while these move.
+    later = shifted(ring.order, keys, 1)
     dq, *of_keys = _kernel(ring, first=True).backward(queries, keys)
-    wide = functools.partial(jax.tree.map, lambda x: x.astype(jnp.float32))
 
-    def body(carry: tuple, hop: Any) -> tuple[tuple, None]:
-        dq, moved = carry
-        keys, of_keys = shifted_both(ring.order, moved, 1)
+    def meet(dq: jax.Array, keys: Side, of_keys: tuple, hop: Any) -> tuple:
+        of_keys = shifted(ring.order, of_keys, 1, "context_ring_gradient")
         earlier = (rank - hop) % ring.order.num_ranks < rank
         there, here = _pair(ring, queries, keys, earlier)
         more, *more_of_keys = _kernel(ring).backward(there, here)
         dq = _added(ring, dq, more, earlier, of_keys=False)
-        of_keys = tuple(
+        return dq, tuple(
             _added(ring, *both, earlier, of_keys=True)
             for both in zip(of_keys, more_of_keys, strict=True)
         )
-        return (dq, (keys, of_keys)), None
 
-    carry = wide(dq), (keys, wide(tuple(of_keys)))
-    dq, moved = _scan(body, carry, range(1, ring.order.num_ranks))
-    dk, dv = shifted(ring.order, moved[1], 1, "context_ring_gradient")
+    def body(carry: tuple, hop: Any) -> tuple[tuple, None]:
+        dq, keys, of_keys = carry
+        later = shifted(ring.order, keys, 1)
+        dq, of_keys = meet(dq, keys, of_keys, hop)
+        return (dq, later, of_keys), None
+
+    wide = functools.partial(jax.tree.map, lambda x: x.astype(jnp.float32))
+    last = ring.order.num_ranks - 1
+    carry = wide(dq), later, wide(tuple(of_keys))
+    dq, keys, of_keys = _scan(body, carry, range(1, last))
+    dq, of_keys = meet(dq, keys, of_keys, last)
+    dk, dv = shifted(ring.order, of_keys, 1, "context_ring_gradient")
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
 
 

@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshpar.layout.layout import ATTENTION_MIXED
+from meshpar.model.scope import named_residual
 from meshpar.parallel.context.mask import Hops, Marks, Mask, seen
 
 _Tree = TypeVar("_Tree")
@@ -289,3 +291,12 @@ def joined(parts: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     batch, tokens, heads, head_dim = shape
     whole = jnp.transpose(parts, (2, 1, 5, 0, 3, 4, 6))
     return whole.reshape(batch, -1, heads, head_dim)[:, :tokens]
+
+
+def named_results(output: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return attention's output and log-sum-exp under the name that `remat` knows.
+
+    A policy that keeps both spares the backward the whole forward.
+    """
+    output, lse = (named_residual(x, ATTENTION_MIXED) for x in (output, lse))
+    return output, lse

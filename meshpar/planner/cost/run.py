@@ -12,11 +12,13 @@ from typing import Any
 from meshpar.hardware.attention_kernels import (
     KERNELS,
     OWN_KERNEL,
+    PLATFORM_KERNEL,
     AttentionChoice,
     AttentionRequest,
     attention_choice,
 )
 from meshpar.hardware.platforms import Platform, platform_named
+from meshpar.hardware.splash_kernels import fuses_backward
 from meshpar.layout import ZERO_AXES, Layout
 from meshpar.planner.machine.cluster import Cluster, Link
 from meshpar.planner.machine.execution import Execution
@@ -200,17 +202,42 @@ class Run:
                     chunks=2 * how.groups if split and how.heads == 1 else 1,
                 )
             )
-        if how.groups > 1:
-            # Softmaxes of parts are merged, which our tiles do and no fused kernel.
-            taken = self.execution.eager
-        else:
-            taken = self.layout.precision == "bf16" and KERNELS[kernel] == platform
+        if kernel == PLATFORM_KERNEL:
+            kernel = self.platform.fused_attention
+        half = self.layout.precision == "bf16"
+        taken = half and KERNELS.get(kernel) == platform
         return AttentionChoice(kernel=kernel if taken else "")
 
     @property
     def fused_attention(self) -> bool:
         """True if one kernel does attention and stores no scores."""
         return bool(self.attention.kernel)
+
+    @property
+    def fuses_backward(self) -> bool:
+        """True if splash attention's backward is one kernel, not two."""
+        workload, tensor = self.workload, self.layout.tensor
+        how, causal = self.layout.attention_method, workload.causal
+        # Of a ring's kernels all but the first meet chunks that see each other whole.
+        hops = self.layout.context > 1 and how.groups > 1
+        tokens = self.seq // (2 * how.groups if hops and causal else how.groups)
+        heads, kv_heads = workload.heads / tensor, workload.kv_heads / tensor
+        return fuses_backward(
+            tokens,
+            tokens,
+            group=max(1, round(heads / max(1, kv_heads))),
+            head_dim=workload.query_dim,
+            masked=causal and not hops,
+        )
+
+    @property
+    def keeps_log_sums(self) -> bool:
+        """True if the log of each softmax's sum is kept with attention's output.
+
+        By name (`layout.ATTENTION_MIXED`), so that the backward attends no second time;
+        a kernel of cuDNN gives no such name.
+        """
+        return self.tiled_attention or self.attention.kernel == "splash"
 
     @property
     def tiled_attention(self) -> bool:

@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 from meshpar.hardware import device as matmul_time
 from meshpar.hardware.attention_kernels import (
+    BACKWARD_IN_FORWARDS,
     MATMULS_OF_BACKWARD,
     Kernel,
-    backward_in_forwards,
 )
+from meshpar.hardware.splash_kernels import splash_backward_in_forwards
 from meshpar.planner.cost.run import Run
 from meshpar.planner.machine.cluster import Link
 from meshpar.planner.machine.collective_cost import collective_s
@@ -257,7 +258,9 @@ def attention_forward_s(run: Run) -> float:
 def attention_backward_s(run: Run) -> float:
     """Return the seconds of the gradients of queries, keys and values."""
     if run.fused_attention:
-        return _fused_s(run) * backward_in_forwards(run.attention.kernel)
+        if run.attention.kernel != "splash":
+            return _fused_s(run) * BACKWARD_IN_FORWARDS
+        return _fused_s(run) * splash_backward_in_forwards(fused=run.fuses_backward)
     scores_s = memory_s(run, _scores(run) * _backward_score_bytes(run))
     if run.tiled_attention:  # the scores are made again
         return _computed_share(run) * (MATMULS_OF_BACKWARD * _matmuls_s(run) + scores_s)

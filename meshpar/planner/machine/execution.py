@@ -11,7 +11,12 @@ from pathlib import Path
 
 from meshpar.errors import InputError, nearest
 from meshpar.foreign_files import read_toml
-from meshpar.hardware.attention_kernels import KERNELS, OWN_KERNEL, is_number
+from meshpar.hardware.attention_kernels import (
+    KERNELS,
+    OWN_KERNEL,
+    PLATFORM_KERNEL,
+    is_number,
+)
 from meshpar.planner.machine.clusters import check_fields
 
 
@@ -24,8 +29,9 @@ class Execution:
         fused_attention: True if one kernel does attention without storing the scores,
             and skips what a causal mask hides (FlashAttention), where the device has
             one: `Run.attention`.
-        attention_kernel: Name in `meshpar.hardware.attention_kernels` of that kernel,
-            or `own` for the one that this library takes on the device.
+        attention_kernel: Name in `meshpar.hardware.attention_kernels` of that kernel;
+            `platform` for splash attention on TPUs and cuDNN's on GPUs; or `own` for
+            the one that this library takes on the device.
         fused_activation: True if one kernel does the MLP's bias, activation and gate.
         dropout: True if blocks drop values, whose masks are kept.
         lock_step: True if all pipeline ranks move together, tick by tick, idle ones too
@@ -163,7 +169,7 @@ def _check(name: object, field: str, kind: str, value: object) -> None:
             f"execution {name!r}: {field}={value!r} must be {words}",
             key="plan.wrong_field_type",
         )
-    kernels = (*KERNELS, OWN_KERNEL)
+    kernels = (*KERNELS, PLATFORM_KERNEL, OWN_KERNEL)
     if field == "attention_kernel" and value not in kernels:
         raise InputError(
             f"execution {name!r}: no attention_kernel {value!r}; "
@@ -353,15 +359,15 @@ kernels: 16-bit parameters gathered for every use, a layer ahead (Rajbhandari et
 MAXTEXT = replace(
     MESHPAR,
     name="maxtext",
-    attention_kernel="splash",
+    attention_kernel=PLATFORM_KERNEL,
     tensor_overlap=True,
     tensor_ring=True,
     gather_overlap=True,
     splits_stored=False,
     measured_overlap=False,
 )
-"""MaxText on TPUs: splash attention, and XLA's asynchronous collective fusion and
-collective matmul, whose options its recipes set."""
+"""MaxText: splash attention on TPUs and cuDNN's on GPUs, around a ring too, and XLA's
+asynchronous collective fusion and collective matmul, whose options its recipes set."""
 
 EXECUTIONS = {
     execution.name: execution

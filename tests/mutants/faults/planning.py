@@ -100,7 +100,7 @@ MUTANTS = (
     Mutant(
         name="kernel-one-matmul-short",
         effect="the FLOPs of a splash kernel leave out a matmul",
-        file="meshpar/hardware/attention_kernels.py",
+        file="meshpar/hardware/splash_kernels.py",
         old='"dkv": (2, 2)',
         new='"dkv": (2, 1)',
         tests=(
