@@ -218,7 +218,7 @@ def test_every_rejected_layout_has_a_reason_with_both_numbers():
     too_slow = [reason for reason in reasons.values() if "a step takes" in reason]
     assert too_large and too_slow
     assert all(" s > " in reason or " ms > " in reason for reason in too_slow)
-    reason = reasons["data=4,tensor=2,precision=bf16"]
+    reason = reasons["fsdp=4,tensor=2,precision=bf16"]
     assert reason.startswith("activations ")
     assert reason.endswith(" > 78.1 GB: 1 microbatch of 4 in flight with remat=none")
     assert len(reasons) == len(found.rejected) > 10

@@ -46,11 +46,13 @@ class Case(NamedTuple):
         preset: The model.
         layout: Without its precision, which is bf16.
         batch: Sequences in a step.
+        seq: Tokens of a sequence.
     """
 
     preset: str
     layout: str
     batch: int
+    seq: int = SEQ
 
 
 CASES = (
@@ -63,6 +65,13 @@ CASES = (
     Case("llama3-8b", "data=64,zero=1,remat=full", 64),
     Case("llama3-8b", "data=2,stage=4,tensor=8,microbatches=8,remat=full", 64),
     Case("llama3-8b", "data=16,stage=4,microbatches=8,remat=full", 128),
+    # Around a ring: splash attention on TPUs, our own tiles on GPUs.
+    Case(
+        "llama3-8b",
+        "fsdp=4,context=16,zero_axes=fsdp/context,remat=save:attention_mixed",
+        4,
+        seq=262_144,
+    ),
 )
 
 
@@ -122,7 +131,14 @@ def audit_command(case: Case, target: str) -> list[str]:
             "--layout",
             f"{case.layout},precision=bf16",
         ),
-        *("--target", target, "--global-batch", str(case.batch), "--seq", str(SEQ)),
+        *(
+            "--target",
+            target,
+            "--global-batch",
+            str(case.batch),
+            "--seq",
+            str(case.seq),
+        ),
         *("--timeout", "1800", "--json"),
     ]
 
@@ -134,7 +150,7 @@ def count_parts(case: Case, target: str) -> int:
         return 1
     examples = case.batch // (layout.data * layout.fsdp * layout.microbatches)
     platform = PLATFORMS[target.partition(":")[0]]
-    return platform.num_batch_parts(examples, examples * SEQ)
+    return platform.num_batch_parts(examples, examples * case.seq)
 
 
 def table_rows(

@@ -26,7 +26,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from meshpar.layout import STAGE_REMATS
-from meshpar.layout.layout import BLOCK_INPUT, ResidualNames
+from meshpar.layout.layout import ATTENTION_MIXED, BLOCK_INPUT, ResidualNames
 from meshpar.parallel.sizes import first_room
 from meshpar.planner.cost.run import Run
 
@@ -72,7 +72,7 @@ def block_residuals(run: Run, *, moe: bool) -> tuple[Residual, ...]:
         Residual("attention_qkv", qkv * value, "tensor"),
         Residual("latent_heads", wide * value, "tensor"),
         Residual(softmax[0], workload.heads * softmax[1], "tensor"),
-        Residual("attention_mixed", mixed * value, "tensor"),
+        Residual(ATTENTION_MIXED, mixed * value, "tensor"),
         Residual("attention_out", hidden, "residual"),
         Residual("mlp_normed", hidden, "residual"),
         Residual(
@@ -154,7 +154,9 @@ def _residual_bytes(run: Run, remat: str, moe: bool) -> float:
     degrees = {"tensor": tensor, "residual": 1}
     if run.layout.sequence_parallel:
         degrees["residual"] = tensor
-    kept = _kept_residuals(remat, eager=eager, dense=eager or not moe)
+    kept = _kept_residuals(
+        remat, eager=eager, dense=eager or not moe, log_sums=run.keeps_log_sums
+    )
     total = sum(
         tokens * one.bytes_per_token / degrees[one.along]
         for one in block_residuals(run, moe=moe)
@@ -177,16 +179,21 @@ def room_rows(run: Run) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _kept_residuals(remat: str, *, eager: bool, dense: bool) -> frozenset[str]:
+def _kept_residuals(
+    remat: str, *, eager: bool, dense: bool, log_sums: bool
+) -> frozenset[str]:
     """Return the names of `block_residuals` that a policy keeps on the device.
 
     Compiled routed experts (not `dense`) are a loop over tiles, of which `dots` keeps
-    no matmul; an MLP's names are then those of shared experts.
+    no matmul; an MLP's names are then those of shared experts. `log_sums` are those
+    that attention names as it does its output (`Run.keeps_log_sums`).
     """
     if remat == "none":
         return frozenset(_RESIDUALS)
     if remat == "selective":
-        without = {"scores"} if eager else {"scores", "log_sums", "masks"}
+        without = {"scores"} if eager else {"scores", "masks"}
+        if not (eager or log_sums):
+            without.add("log_sums")
         return frozenset(_RESIDUALS).difference(
             without, ("gate_outputs", "gate_inputs")
         )
@@ -200,6 +207,8 @@ def _kept_residuals(remat: str, *, eager: bool, dense: bool) -> frozenset[str]:
     if not dense:
         saved = {name for name in saved if not name.startswith("mlp_")}
         saved |= {"mlp_gate_up"} if "experts_gate_up" in saved else set()
+    if log_sums and ATTENTION_MIXED in saved:
+        saved.add("log_sums")
     entry = () if BLOCK_INPUT in names.offload else ("x",)
     return frozenset((*entry, "latent_heads", *saved))
 
@@ -260,7 +269,8 @@ class Again(NamedTuple):
 
     Args:
         qkv, out, up, down: The matmuls with weights, in order.
-        attention: Scores to mixed values, with the traffic over `context`.
+        attention: Scores to mixed values, with the keys that move over `context`.
+        trades: Heads for tokens over `context`, and back.
         elementwise: Norms, positions, activation.
         sums: Sums of the residual stream over `tensor`.
         gathers: Gathers of its sequence before a matmul.
@@ -269,6 +279,7 @@ class Again(NamedTuple):
 
     qkv: int = 0
     attention: int = 0
+    trades: int = 0
     out: int = 0
     up: int = 0
     down: int = 0
@@ -285,7 +296,7 @@ class Again(NamedTuple):
         return matmuls + attention + _ELEMENTWISE_KERNELS * self.elementwise
 
 
-_WHOLE = Again(*(1,) * 5, elementwise=1, sums=2, gathers=2, exchanges=1)
+_WHOLE = Again(*(1,) * 6, elementwise=1, sums=2, gathers=2, exchanges=1)
 
 
 def recomputation(run: Run, *, moe: bool) -> Again:
@@ -302,7 +313,8 @@ def recomputation(run: Run, *, moe: bool) -> Again:
         last = _WHOLE if eager else _named(run, _RECEIVED, moe)
         return Again(*map(sum, zip(_WHOLE, last, strict=True)))
     if remat == "selective" and eager:
-        return Again(attention=0 if run.fused_attention else 1)
+        scores = 0 if run.fused_attention else 1
+        return Again(attention=scores, trades=scores)
     return _named(run, kept_names(run), moe)
 
 
@@ -319,7 +331,7 @@ def kept_names(run: Run) -> tuple[str, ...]:
 NAMED = (
     "attention_normed",
     "attention_qkv",
-    "attention_mixed",
+    ATTENTION_MIXED,
     "attention_out",
     "mlp_normed",
     "mlp_gate_up",
@@ -357,9 +369,12 @@ def _named(run: Run, kept: tuple[str, ...], moe: bool) -> Again:
     wide = {"experts_gate_up"} if tiled else {"mlp_up", "mlp_gate_up"}
     up = int(not wide & set(kept))
     gated = int(run.workload.modulations > 0)
+    # The kernel's queries, keys and values are traded again, and what it left.
+    attended = ATTENTION_MIXED in kept and run.keeps_log_sums
     return Again(
         qkv=qkv,
-        attention=1,
+        attention=int(not attended),
+        trades=1,
         out=out,
         up=up,
         down=gated or int(moe) * up,

@@ -51,12 +51,14 @@ class BlockTime:
         weight_grad: W, with adding it to the sum.
         spare_s: Seconds of a forward's and of a backward's work that hide none of their
             own collectives, and are left to hide those of weights.
+        stacked_s: Seconds of a forward, and of a backward, to move what it keeps.
     """
 
     forward: Cost
     input_grad: Cost
     weight_grad: Cost
     spare_s: tuple[float, float]
+    stacked_s: float
 
     @property
     def backward(self) -> Cost:
@@ -89,6 +91,7 @@ def block_time(run: Run, *, moe: bool) -> BlockTime:
             _spare_s(run, forward, matmuls_s),
             _spare_s(run, input_grad + weight_grad, back_matmuls_s),
         ),
+        stacked_s=_stacked_s(run, moe),
     )
 
 

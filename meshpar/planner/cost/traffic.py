@@ -289,7 +289,7 @@ def context_rows(run: Run, again: Again | None = None) -> Iterator[Row]:
         sent = keys_values + workload.heads * head_bytes
         one = _row(run, "all-to-all", sent, "heads for sequence, and back", "inner")
         # Queries, keys and values there, mixed values back; gradients the other way.
-        yield from _each_pass(one, again.attention)
+        yield from _each_pass(one, again.trades)
     if how.heads == 1 or how.groups > 1:
         yield from _between_groups(run, keys_values, again)
 
@@ -316,11 +316,13 @@ def _between_groups(run: Run, keys_values: float, again: Again) -> Iterator[Row]
         return
     reason = "keys and values around the ring"
     one = _row(run, "collective-permute", keys_values, reason, "outer")
-    # One part moves while another is attended to; back, gradients move with it, and
-    # once more, to where they belong.
-    back = one._replace(payload_bytes=gradients, times=groups)
+    # One part moves while another is attended to; back, gradients of the parts before
+    # move with it, and once more, to where they belong.
     one = one._replace(times=groups - 1, hidden_by=ATTENTION)
-    yield from _each_pass(one, again.attention, back)
+    back = one._replace(passes="backward")
+    of_keys = back._replace(payload_bytes=gradients)
+    yield from (one, back, of_keys, of_keys._replace(times=1, hidden_by=""))
+    yield back._replace(times=again.attention * one.times, hidden_by=ATTENTION_AGAIN)
 
 
 def _row(run: Run, kind: str, payload: float, reason: str, part: str) -> Row:
@@ -335,8 +337,7 @@ def _row(run: Run, kind: str, payload: float, reason: str, part: str) -> Row:
 def _each_pass(one: Row, again: int, back: Row | None = None) -> Iterator[Row]:
     """Rows of a forward, of its backward, and of what that recomputes."""
     yield one
-    yield one._replace(passes="backward", hidden_by="")
+    yield one._replace(passes="backward")
     if back is not None:
-        yield back._replace(passes="backward", hidden_by="")
-    hidden_by = ATTENTION_AGAIN if one.hidden_by else ""
-    yield one._replace(passes="backward", times=again * one.times, hidden_by=hidden_by)
+        yield back._replace(passes="backward")
+    yield one._replace(passes="backward", times=again * one.times)

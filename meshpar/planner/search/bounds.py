@@ -93,6 +93,7 @@ class Bounds:
                 shared,
                 ticks * variant.microbatches,
                 remats=_remats_to_try(shared, choices),
+                smallest=choices.remats[-1],
             )
             for variant, shared in plain
         )
@@ -169,8 +170,13 @@ class Bounds:
         ticks: float,
         *,
         remats: tuple[str, ...],
+        smallest: str = "",
     ) -> float:
-        """Seconds of a step under the fastest of these remat policies."""
+        """Seconds of a step under the fastest of these remat policies.
+
+        If one stands for several, of which `smallest` keeps least, it stacks no more
+        than that one does.
+        """
         layers = self._like.workload.layers
         # Blocks of the longest stage, or their mean where blocks are of two kinds.
         longest = layers / (mesh.stage * variant.chunks)
@@ -180,19 +186,21 @@ class Bounds:
         key, fastest_s = self._costs.block_key(mesh, variant), math.inf
         for remat in remats:
             tick_s = overhead_s
-            for (_, count), block, gather_s, bare_s in zip(
+            least = smallest if len(remats) == 1 and smallest else remat
+            for (_, count), block, small, gather_s, bare_s in zip(
                 self._costs.kinds,
                 self._costs.block_times(mesh, variant, remat, key),
+                self._costs.block_times(mesh, variant, least, key),
                 shared.gather_s,
                 shared.bare_s,
                 strict=True,
             ):
+                less_s = max(0.0, block.stacked_s - small.stacked_s)
                 for way in (0, 1):
                     hidden_s = min(gather_s[way] - bare_s[way], block.spare_s[way])
                     exposed_s = gather_s[way] - hidden_s * (1 - cores)
-                    tick_s += (
-                        longest * count / layers * (block.total_s[way] + exposed_s)
-                    )
+                    block_s = block.total_s[way] + exposed_s - less_s
+                    tick_s += longest * count / layers * block_s
             fastest_s = min(fastest_s, tick_s)
         # What is hidden takes cores, and all devices wait for the slowest.
         return (ticks * fastest_s + shared.once_s) * self._slowest * (1 - _ROUNDING)
@@ -241,10 +249,9 @@ def _most_chunks(choices: MeshChoices) -> int:
 
 
 def _remats_to_try(shared: StepCost, choices: MeshChoices) -> tuple[str, ...]:
-    """Return the fastest policy; all if computing more may hide more of the weights.
+    """Return what recomputes least; all if more may hide more of the weights.
 
-    What keeps more puts more on its stack, which a backward that waits for weights does
-    not win back.
+    What keeps more puts more on its stack, too, which `_step_s` leaves out.
     """
     hides = shared.gather_s != shared.bare_s
     return choices.remats if hides else choices.remats[:1]

@@ -19,15 +19,17 @@ from typing import Any, NamedTuple
 from meshpar.hardware.platforms import platform_named
 from meshpar.layout import BY_COST, STAGE_REMATS, Layout
 from meshpar.layout.context_method import CONTEXT_METHODS, ContextAttention
-from meshpar.layout.layout import BLOCK_INPUT
+from meshpar.layout.layout import ATTENTION_MIXED, BLOCK_INPUT
 from meshpar.planner.cost.activations import OF_MATMULS
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.seconds import (
+    ATTENTION,
     attention_backward_s,
     attention_forward_s,
-    row_s,
+    exposed,
+    rows_in,
 )
-from meshpar.planner.cost.traffic import context_rows
+from meshpar.planner.cost.traffic import between_devices, context_rows
 from meshpar.planner.search.space import (
     Constraints,
     Scheduled,
@@ -192,8 +194,8 @@ def mesh_choices(like: Run, mesh: Layout, constraints: Constraints) -> MeshChoic
 def _remats(like: Run, mesh: Layout, *, has_host: bool) -> tuple[str, ...]:
     """Return policies, from those that keep most to those that compute most again.
 
-    Policies by name only mention residuals that spare a matmul: every way to keep some,
-    move some to the host, and compute the others again.
+    Policies by name only mention residuals that spare a matmul, or all of attention:
+    every way to keep some, move some to the host, and compute the others again.
     """
     stage = STAGE_REMATS if mesh.stage > 1 else ()
     if like.execution.eager or like.workload.traced:
@@ -201,6 +203,9 @@ def _remats(like: Run, mesh: Layout, *, has_host: bool) -> tuple[str, ...]:
     makers = _OF_ROUTED if like.workload.experts else OF_MATMULS
     named_by_blocks = residual_names(like.workload)
     spared = [name for name in makers if name in named_by_blocks]
+    matmuls = len(spared)
+    if replace(like, layout=mesh).keeps_log_sums:
+        spared.append(ATTENTION_MIXED)
     ways = ("", "save", "offload") if has_host and mesh.stage == 1 else ("", "save")
     named = []
     for chosen in product(ways, repeat=len(spared)):
@@ -209,8 +214,8 @@ def _remats(like: Run, mesh: Layout, *, has_host: bool) -> tuple[str, ...]:
             for way in ways[1:]
         }
         text = "+".join(f"{way}:{'/'.join(its)}" for way, its in names.items() if its)
-        # All saved is `dots`, and none is `full`.
-        if text and len(names["save"]) < len(spared):
+        # All matmuls saved is `dots`, and none is `full`.
+        if text and names["save"] != spared[:matmuls]:
             named.append(text)
     resends = (f"save:{BLOCK_INPUT}",) if mesh.expert > 1 else ()
     return (*_WORDS, *named, "full", *resends, *stage)
@@ -350,10 +355,8 @@ def _methods(mesh: Layout, like: Run) -> tuple[str, ...]:
 
 def _block_s(run: Run) -> float:
     work_s = attention_forward_s(run), attention_backward_s(run)
-    total = sum(work_s)
+    rows, total_s = between_devices(run, context_rows(run)), sum(work_s)
     for passes, own_s in zip(("forward", "backward"), work_s, strict=True):
-        rows = [row for row in context_rows(run) if row.passes == passes]
-        total += sum(row_s(run, row) for row in rows if not row.hidden_by)
-        beside_s = sum(row_s(run, row) for row in rows if row.hidden_by)
-        total += max(0.0, beside_s - own_s)
-    return total
+        waits = exposed(run, rows_in(rows, passes), {ATTENTION: own_s})
+        total_s += waits.total_s
+    return total_s

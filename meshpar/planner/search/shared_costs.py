@@ -47,11 +47,13 @@ _PLAIN = Layout()
 class BlockTimes(NamedTuple):
     """Seconds of one block and microbatch on one device, without FSDP's traffic.
 
-    Each for the forward and the backward.
+    Each for the forward and the backward, and `stacked_s` of either
+    (`meshpar.planner.cost.block_time.BlockTime`).
     """
 
     spare_s: tuple[float, float]
     total_s: tuple[float, float]
+    stacked_s: float
 
 
 class BlockMemory(NamedTuple):
@@ -158,7 +160,11 @@ class SharedCosts:
             run = self.run(mesh, variant._replace(remat=remat))
             times = [block_time(run, moe=moe) for moe, _ in self.kinds]
             self._times[key, remat] = tuple(
-                BlockTimes(time.spare_s, (time.forward.total_s, time.backward.total_s))
+                BlockTimes(
+                    time.spare_s,
+                    (time.forward.total_s, time.backward.total_s),
+                    time.stacked_s,
+                )
                 for time in times
             )
         return self._times[key, remat]
