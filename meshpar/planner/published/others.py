@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from meshpar.layout import Layout
+from meshpar.layout.layout import ATTENTION_MIXED, BLOCK_INPUT
 from meshpar.planner.cost.block_time import block_time
 from meshpar.planner.cost.memory import rank_memories
 from meshpar.planner.cost.run import Run
@@ -209,6 +210,41 @@ def maxtext() -> Iterator[Measured]:
         yield step_row("MaxText README", name, planned.model_flops / rate, planned)
 
 
+CALIBRATES_ATTENTION = 4 * 2**20
+"""Tokens of the row that fixes what splash attention achieves."""
+
+
+def maxtext_long_context() -> Iterator[Measured]:
+    """Step times of MaxText around a ring on TPUs, of sequences up to 4M tokens.
+
+    MaxText keeps the log-sum-exp of scores with attention's output, as our residual of
+    that name does.
+    """
+    data = published()["maxtext_long_context"]
+    for row in data["rows"]:
+        split = ("fsdp", "context") if row["fsdp"] > 1 else ("context",)
+        places = {ATTENTION_MIXED: row["attended"], BLOCK_INPUT: row["input"]}
+        moved = [name for name, place in places.items() if place == "offload"]
+        layout = Layout(
+            fsdp=row["fsdp"],
+            context=row["context"],
+            zero_axes=split,
+            remat=f"offload:{'/'.join(moved)}" if moved else f"save:{ATTENTION_MIXED}",
+            precision="bf16",
+        )
+        workload = Workload(
+            name="llama3.1-8b", seq=row["seq"], gated=True, **data["model"]
+        )
+        planned = estimate_published(
+            workload, layout, row["gbs"], row["seq"], MAXTEXT, data["hardware"]
+        )
+        calibrates = row["seq"] == CALIBRATES_ATTENTION
+        name = f"{row['seq'] // 1024}K tokens, {layout}"
+        yield step_row(_LONG, name, row["step_s"], planned, calibrates=calibrates)
+
+
+_LONG = "MaxText long context"
+
 _TAZI = "Tazi et al. 2025"
 
 CALIBRATES_HOST = (16, "1.34B")
@@ -282,6 +318,7 @@ SOURCES: tuple[Callable[[], Iterator[Measured]], ...] = (
     megatron_bridge,
     deepspeed_zero3,
     maxtext,
+    maxtext_long_context,
     zero_bubble_passes,
     zero_bubble,
     vocab_parallel,

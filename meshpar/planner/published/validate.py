@@ -67,6 +67,12 @@ _GOALS = (
     ),
     _Goal("step time, TPU (MaxText)", ("MaxText README",), 0.10),
     _Goal(
+        "step time, TPU, 64K to 2M tokens (MaxText)",
+        ("MaxText long context",),
+        0.10,
+        0.20,
+    ),
+    _Goal(
         "step time, experts on GB200 and H100 (Megatron Bridge)",
         ("Megatron Bridge 25.11",),
         None,
