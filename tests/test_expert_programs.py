@@ -1,6 +1,7 @@
 """Compiled programs of experts: what they multiply, and what they send."""
 
 import functools
+import json
 import math
 
 import jax
@@ -19,6 +20,7 @@ from meshpar.audit.report import audit
 from meshpar.audit.subject import make_subject
 from meshpar.audit.target import Target
 from meshpar.audit.targets import compile_for
+from meshpar.cli.main import main
 from meshpar.hardware.platforms import compiler_options_for
 from meshpar.layout import BATCH_AXES
 from meshpar.machine.mesh import absent_mesh
@@ -135,6 +137,25 @@ def test_rows_of_a_part_are_sent_beside_the_matmuls_of_another():
         and row.payload_bytes > 1e6
     ]
     assert len(parts) == 4 and sum(parts) == 3  # Nothing precedes the first.
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+@pytest.mark.filterwarnings("ignore:the model of blocks:UserWarning")
+def test_a_step_hides_most_of_what_its_experts_send_and_of_the_reduction(capsys):
+    line = "expert=8,remat=full,precision=bf16"
+    command = f"--preset mixtral-8x7b --model layers=3 --layout {line}"
+    target = "--target gpu:h100:1x8 --global-batch 16 --seq 2048 --timeout 580"
+    main(["audit", *command.split(), *target.split(), "--json"])
+    report = json.loads(capsys.readouterr().out)
+    in_loop = [one for one in report["collectives"] if one["in_loop"]]
+    for kind in ("all-to-all", "reduce-scatter"):
+        rows = [one for one in in_loop if one["kind"] == kind]
+        wire_s, hidden_s = (
+            sum(one["executions"] * one[key] for one in rows)
+            for key in ("wire_s", "hidden_s")
+        )
+        assert hidden_s >= 0.8 * wire_s > 0, kind
 
 
 # What a training step sends.

@@ -292,6 +292,7 @@ class Stack:
         layers: int32, the layer at each place of the stack.
         prefetch: Use the loops of `meshpar.parallel.prefetch` if layers communicate.
         keep: Gathered parameters stay whole from a layer's forward to its backward.
+        sends_rows: True if a layer's experts send rows over a mesh axis.
     """
 
     block: Block
@@ -300,6 +301,7 @@ class Stack:
     layers: jax.Array
     prefetch: bool = False
     keep: bool = False
+    sends_rows: bool = False
 
     @property
     def xs(self) -> tuple:

@@ -135,8 +135,14 @@ def run_backward(
             gathered = _at(kept.other_weights, place)
         else:
             following = _gather(stack, jnp.maximum(place - 1, 0))
-        totals = add(totals, block.reduce(late), place + 1)
+        sent = block.reduce(late), following
         late, dx = run(gathered, _at(kept.others, place), dx, place)
+        if stack.sends_rows:
+            # What experts send comes first: without the barrier XLA waits for the rest
+            # before the last matmuls, which then have nothing beside them.
+            (late, dx), sent = lax.optimization_barrier(((late, dx), sent))
+        reduced, following = sent
+        totals = add(totals, reduced, place + 1)
         return (dx, totals, following, late), None
 
     last = len(stack.layers) - 1

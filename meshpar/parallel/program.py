@@ -406,6 +406,7 @@ class _Pass:
                 layers=first + jnp.arange(group.num_layers, dtype=jnp.int32),
                 prefetch=self.placement.prefetches,
                 keep=self.placement.layout.zero < 3,
+                sends_rows=self.placement.layout.expert > 1,
             )
             for at, (group, first) in enumerate(
                 zip(model.groups, model.first_layers, strict=True)
