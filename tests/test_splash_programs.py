@@ -129,23 +129,35 @@ def test_a_step_has_the_kernel_on_every_shard_and_nothing_else(line, seq, pairs)
 
 @pytest.mark.slow
 @needs_tpu_compiler
-@pytest.mark.parametrize("line", ["context=2,tensor=2", "fsdp=2,tensor=2"])
-def test_a_backward_with_attentions_output_and_log_sums_attends_no_second_time(line):
+@pytest.mark.parametrize(
+    "line, seq, scores",
+    [
+        # Scores of a device: of all its examples and heads.
+        ("fsdp=2,tensor=2", 512, 8 * 2 * 512**2),
+        ("context=4", 1024, 16 * 4 * (256**2 + 3 * 2 * 128**2)),
+    ],
+)
+def test_a_backward_with_attentions_output_and_log_sums_attends_no_second_time(
+    line, seq, scores
+):
     """Of two blocks; the ring's keys do not go round again, either."""
 
     def report_of(remat):
         layout = Layout.parse(f"{line},remat={remat},precision=bf16")
         mesh = absent_mesh(layout)
         step = make_train_step(model(), optax.adamw(1e-3), layout, mesh=mesh)
-        return audit(step, traced_batch(step.model, 16, 512), target="tpu:v5e:2x2")
+        return audit(step, traced_batch(step.model, 16, seq), target="tpu:v5e:2x2")
 
     full, kept = report_of("full"), report_of("save:attention_mixed")
-    shards = {"context=2,tensor=2": (16, 256**2 + 2 * 128**2)}
-    examples, pairs = shards.get(line, (8, 512**2))
-    forward = 2 * 2 * 2 * HEAD_DIM * examples * HEADS // 2 * pairs
-    assert full.flops - kept.flops == forward
+    forward = 2 * 2 * 2 * HEAD_DIM * scores
+    # XLA may spare one more matmul of a block, a tenth of it.
+    assert forward <= full.flops - kept.flops < 1.15 * forward
     hops = [
-        sum(row.executions for row in report.rows if row.kind == "collective-permute")
+        sum(
+            row.collective.executions
+            for row in report.rows
+            if row.collective.kind == "collective-permute"
+        )
         for report in (full, kept)
     ]
     assert hops[0] > hops[1] if "context" in line else hops == [0, 0]
