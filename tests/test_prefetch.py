@@ -110,9 +110,7 @@ def test_a_loop_that_does_not_prefetch_is_noted(line, words):
     assert [note[: len(one)] for note, one in zip(notes, words, strict=True)] == words
 
 
-@pytest.mark.parametrize(
-    "line", ["tensor=2", "fsdp=2,microbatches=2", "fsdp=2,stage=2"]
-)
+@pytest.mark.parametrize("line", ["tensor=2", "microbatches=2", "stage=2"])
 def test_a_key_without_effect_is_refused(line, refuses):
     with refuses("layout.fsdp_prefetch_without_effect", "fsdp_prefetch=on"):
         step_of(mlp_of(2), f"{line},fsdp_prefetch=on")

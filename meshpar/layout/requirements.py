@@ -233,12 +233,11 @@ OPTIONS = (
         "fsdp_prefetch",
         lambda layout, at: (
             layout.fsdp_prefetch != PLAIN.fsdp_prefetch
-            and (layout.runs_in_ticks or layout.batch_shards * layout.context == 1)
+            and layout.batch_shards * layout.context == 1
         ),
         lambda layout, at: (
-            f"fsdp_prefetch={layout.fsdp_prefetch} changes nothing with stages or "
-            "microbatches, nor while 'data', 'fsdp', 'context' and 'expert' are 1; "
-            "leave it out"
+            f"fsdp_prefetch={layout.fsdp_prefetch} changes nothing while 'data', "
+            "'fsdp', 'context' and 'expert' are 1; leave it out"
         ),
     ),
     Requirement(

@@ -36,6 +36,7 @@ from meshpar.parallel.zero import (
     Stored,
     before_loop,
     gather,
+    gradient_after_loop,
     gradient_in_loop,
     in_loop,
     manual_spec,
@@ -292,11 +293,27 @@ class Placement:
     @property
     def loop_axes(self) -> tuple[str, ...]:
         """Return the batch axes that one block's parameters cross beside another."""
+        return () if self.layout.runs_in_ticks else self._overlapped_axes
+
+    @property
+    def reduces_in_last_tick(self) -> bool:
+        """True if sums of gradients are reduced beside the last backward of ticks.
+
+        Pipelines do only if they are asked to: most of a rank's gradients took longer
+        than one microbatch's backward, and hid little (`docs/guides/audit.md`).
+        """
+        layout = self.layout
+        wanted = layout.stage == 1 or layout.fsdp_prefetch == "on"
+        return layout.runs_in_ticks and wanted and bool(self._overlapped_axes)
+
+    @property
+    def _overlapped_axes(self) -> tuple[str, ...]:
+        """Return the batch axes that are crossed beside blocks, if any are."""
         choice = self.layout.fsdp_prefetch
         overlaps = platform_named(self.platform).overlaps_collectives
-        if self.layout.runs_in_ticks or not (choice == "on" or overlaps):
+        if choice == "off" or not (choice == "on" or overlaps):
             return ()
-        return () if choice == "off" else self.large(self.manual_axes)
+        return tuple(axis for axis in self.large(self.manual_axes) if axis != "stage")
 
     @property
     def manual_axes(self) -> tuple[str, ...]:
@@ -323,6 +340,19 @@ class Placement:
             scatter_columns=platform_named(self.platform).scatter_columns,
             loop_axes=self.loop_axes,
         )
+
+    @cached_property
+    def last_reductions(self) -> list[Any]:
+        """Return for each group how a layer's sum is reduced, stacked (`Stored`)."""
+        axes = self.large(self.manual_axes)
+        _, groups = self.model.split(self.stored)
+
+        def reduced(stored: Stored) -> Stored:
+            # One that is split along the layers is scattered with all of them.
+            along = any(dim == 0 for dim, _ in gradient_after_loop(stored))
+            return stored if along else stored.reduced_from_sum(axes)
+
+        return jax.tree.map(reduced, groups)
 
     @cached_property
     def manual_specs(self) -> Any:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -161,6 +161,74 @@ def run_backward(
         return dx, add(totals, block.reduce(late), 0), overlapped
 
 
+class Reduction(Protocol):
+    """How totals of gradients are reduced, layer by layer."""
+
+    def reduced(self, totals: Any, place: Any) -> Any:
+        """Return a layer's totals, summed over devices."""
+
+    def replaced(self, totals: Any, results: Any, place: Any) -> Any:
+        """Return the totals with results of `reduced` in a layer's place."""
+
+
+def run_last_backward(
+    stack: Stack,
+    residuals: Any,
+    dx: Stream,
+    arrays: ScopeArrays,
+    totals: Any,
+    add: Callable[[Any, Any, Any], Any],
+    reduction: Reduction,
+    *,
+    of_loss: jax.Array | float,
+    overlapped: Any = (),
+) -> tuple[Stream, Any, Any]:
+    """Run `blocks.run_backward`, and reduce each layer's total beside the next layer.
+
+    Args:
+        stack: The blocks.
+        residuals: From `blocks.run_keeping`.
+        dx: Gradient of its stream.
+        arrays: Arrays that scopes are made of.
+        totals: Sums of gradients so far.
+        add: As for `blocks.run_backward`.
+        reduction: How a layer's total is reduced.
+        of_loss: Gradient of the summed loss.
+        overlapped: As for `run_backward`.
+
+    Returns:
+        The gradient of `x`, the reduced totals, and `overlapped`.
+    """
+
+    def one(dx: Stream, totals: Any, place: Any) -> tuple[Stream, Any]:
+        shard, residual = _at((stack.shards, residuals), place)
+        gradients, dx = stack.block.backward(
+            stack.block.gather(shard),
+            residual,
+            dx,
+            of_loss,
+            *_layer(stack, place, arrays),
+        )
+        return dx, add(totals, stack.block.reduce(gradients), place)
+
+    def body(carry: tuple, place: jax.Array) -> tuple[tuple, None]:
+        dx, totals = carry
+        late = reduction.reduced(totals, place + 1)
+        dx, totals = one(dx, totals, place)
+        return (dx, reduction.replaced(totals, late, place + 1)), None
+
+    last = len(stack.layers) - 1
+    with jax.named_scope(BACKWARD):
+        dx, totals = one(dx, totals, last)
+        dx, overlapped = lax.optimization_barrier((dx, overlapped))
+        if last:
+            carry = dx, totals
+            carry, _ = lax.scan(body, carry, jnp.arange(last), reverse=True)
+            dx, totals = carry
+        totals = reduction.replaced(totals, reduction.reduced(totals, 0), 0)
+        return dx, totals, overlapped
+
+
 def _forward(
     stack: Stack,
     run: Callable[[Any, Stream, Any, bool], tuple[Stream, Any]],
@@ -228,8 +296,9 @@ def prefetch_notes(placement: Placement) -> tuple[str, ...]:
         return ()
     if placement.layout.runs_in_ticks:
         return (
-            "fsdp_prefetch: not where a step runs in ticks (stages or microbatches); "
-            "each block's parameters are gathered when it begins",
+            "fsdp_prefetch: not where a step runs in ticks (stages or microbatches), "
+            "but for sums of gradients in the last one; each block's parameters are "
+            "gathered when it begins",
         )
     if not placement.prefetches:
         return (

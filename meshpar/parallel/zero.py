@@ -94,6 +94,22 @@ class Stored:
         }
         return replace(self, **specs)
 
+    def reduced_from_sum(self, mesh_axes: tuple[str, ...]) -> Stored:
+        """Return the layout by which `reduce_in_loop` reduces a sum of gradients.
+
+        From `gradient_spec` to `spec`, and over all mesh axes that are left.
+
+        Args:
+            mesh_axes: Mesh axes of size above 1 that split the batch, and `stage`.
+        """
+        summed = *spec_axes(self.spec), *self.loop_sums
+        return replace(
+            self,
+            used_spec=self.gradient_spec,
+            gradient_spec=self.spec,
+            loop_sums=tuple(axis for axis in mesh_axes if axis not in summed),
+        )
+
 
 def manual_spec(spec: PartitionSpec) -> PartitionSpec:
     """Return the part of a spec over the manual mesh axes."""

@@ -66,7 +66,7 @@ DRAWS: dict[str, Draw] = {
     "fsdp_gather": Draw(
         ("step", "microbatch", "microbatch"), ("fsdp",), (("microbatches", 2),)
     ),
-    "fsdp_prefetch": Draw(("auto", "on", "off"), ("fsdp",), (("microbatches", 1),)),
+    "fsdp_prefetch": Draw(("auto", "on", "off"), ("fsdp",)),
     "optimizer_memory": Draw(("device", "device", "host")),
     "sequence_parallel": Draw((False, True), beside=("tensor",)),
     "attention": Draw(tuple(CONTEXT_METHODS), beside=("context",)),

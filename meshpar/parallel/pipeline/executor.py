@@ -10,7 +10,7 @@ Reference: Narayanan et al. 2021 (PipeDream-flush, interleaved 1F1B).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -60,6 +60,9 @@ class Work:
         stage_gradient: (`At`, buffers, slot, gradient of its payload, totals) ->
             gradient of the payload it took, the blocks' gradients added to the totals,
             and gradients of the ends (() for none).
+        last_gradient: The same with the chunks to reduce and what is communicated
+            beside them; it returns this too. None if nothing is reduced in the ticks.
+        reduce_ends: Gradients of the ends -> those, the head's reduced.
         embed: microbatch -> payload of the first stage, by all ranks.
         embed_gradient: (microbatch, payload's gradient on the first stage's rank, else
             0) -> gradients of the ends and of the microbatch's inputs.
@@ -91,6 +94,8 @@ class Work:
     auxiliary: Any
     statistics: Any
     inputs: Any = ()
+    last_gradient: Callable[..., tuple[Payload, Any, Any, Any]] | None = None
+    reduce_ends: Callable[[Any], Any] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -146,8 +151,8 @@ class Executor:
     def loss_and_gradients(self) -> Results:
         """Run the forwards and backwards of all ticks: loss sums and gradients."""
         state = self._first_state()
-        for phase in self.table.phases:
-            state = self._run(state, phase)
+        for phase, chunks in self._parts():
+            state = self._run(state, phase, chunks)
         return state.results
 
     def loss_sums(self) -> Any:
@@ -157,7 +162,45 @@ class Executor:
         state = self._run(self._first_state(keeps=False), phase, keeps=False)
         return state.results.loss_sums
 
-    def _run(self, state: _State, phase: Phase, *, keeps: bool = True) -> _State:
+    def _parts(self) -> Iterator[tuple[Phase, tuple[int, ...]]]:
+        """Yield the phases in order, and the chunks whose last backward is in each.
+
+        If the last backward reduces, a tick with one is a phase of its own: a chunk's
+        gradients are complete when the last of the ranks has run its last microbatch.
+        """
+        last = self._completed
+        for phase in self.table.phases:
+            start = phase.start
+            for tick in sorted(set(last) & set(range(phase.start, phase.stop))):
+                if tick > start:
+                    yield phase._replace(start=start, stop=tick), ()
+                yield phase._replace(start=tick, stop=tick + 1), last[tick]
+                start = tick + 1
+            if phase.stop > start:
+                yield phase._replace(start=start), ()
+
+    @cached_property
+    def _completed(self) -> dict[int, tuple[int, ...]]:
+        """The chunks whose last backward is in a tick, by tick; empty if none counts.
+
+        By the first of these ticks the head's gradients are complete too.
+        """
+        found: dict[int, tuple[int, ...]] = {}
+        reduces = self.work.last_gradient is not None
+        for chunk in range(self.schedule.num_chunks if reduces else 0):
+            ticks = (self.table.backward_chunk == chunk).any(axis=1)
+            tick = int(np.flatnonzero(ticks)[-1])
+            found[tick] = (*found.get(tick, ()), chunk)
+        return found
+
+    def _run(
+        self,
+        state: _State,
+        phase: Phase,
+        chunks: tuple[int, ...] = (),
+        *,
+        keeps: bool = True,
+    ) -> _State:
         rows = self._rows(phase.start, phase.stop)
         # No microbatch ends while the pipeline fills: no head is computed there. No
         # gradient arrives in a phase that has but the first backward.
@@ -166,8 +209,14 @@ class Executor:
         )
 
         def tick(state: _State, row: Any) -> tuple[_State, None]:
-            return self._tick(state, row, phase, has_head, receives, keeps), None
+            flags = has_head, receives, keeps
+            return self._tick(state, row, phase, chunks, *flags), None
 
+        if chunks:
+            # No loop, as what is reduced has another shape. The barrier keeps the
+            # forward of the last microbatch from running before all others.
+            row = {name: jnp.asarray(row[0]) for name, row in rows.items()}
+            return tick(state, after(row, state.results.loss_sums))[0]
         return lax.scan(tick, state, rows)[0]
 
     def _first_state(self, *, keeps: bool = True) -> _State:
@@ -189,12 +238,25 @@ class Executor:
             ),
             results=Results(
                 block_gradients=zero_arrays(work.gradients if keeps else ()),
-                end_gradients=zero_arrays(work.end_gradients if keeps else ()),
+                end_gradients=self._first_end_gradients() if keeps else (),
                 input_gradients=zero_arrays(work.inputs if keeps else ()),
                 loss_sums=zero_arrays(work.loss_sums),
                 auxiliary=zero_arrays(work.auxiliary),
                 statistics=zero_arrays(work.statistics),
             ),
+        )
+
+    def _first_end_gradients(self) -> Any:
+        """Return zeros, which XLA:GPU makes apart from those of the last tick.
+
+        It made both at once, and kept those of the last tick through all others.
+        """
+        zero = jnp.float32(0)
+        if self.work.last_gradient is not None:
+            zero = lax.optimization_barrier(zero)
+        return jax.tree.map(
+            lambda shape: jnp.broadcast_to(zero.astype(shape.dtype), shape.shape),
+            self.work.end_gradients,
         )
 
     def _rows(self, start: int, stop: int) -> dict[str, Any]:
@@ -218,6 +280,7 @@ class Executor:
         state: _State,
         row: dict[str, jax.Array],
         phase: Phase,
+        chunks: tuple[int, ...],
         has_head: bool,
         receives: bool,
         keeps: bool,
@@ -248,7 +311,7 @@ class Executor:
             up = self._hops.sent(y, dy, self.table.input_hops, "stage_forward")
             state = self._received(state, "inputs", own["input_write"], up)
         if phase.has_backward:
-            state = self._backward(state, row, own, up)
+            state = self._backward(state, row, own, up, chunks)
         return state
 
     @cached_property
@@ -292,16 +355,35 @@ class Executor:
         gradients = self._hops.laid_out(written)
         return replace(state, results=results, gradients=gradients), dy
 
-    def _backward(self, state: _State, row: dict, own: dict, up: Any) -> _State:
-        work, at, results = self.work, _action(own, "backward"), state.results
+    def _backward(
+        self, state: _State, row: dict, own: dict, up: Any, chunks: tuple[int, ...]
+    ) -> _State:
+        work, at = self.work, _action(own, "backward")
+        if chunks:
+            # Here ticks are no iterations of a loop, and the head's logits would stay
+            # until its gradient is reduced.
+            kept = state.results, state.gradients, state.saved
+            results, gradients, saved = lax.optimization_barrier(kept)
+            state = replace(state, results=results, gradients=gradients, saved=saved)
+        results = state.results
         dy = _or_idle(at.is_active, read(state.gradients, own["gradient_read"]))
-        dx, block_gradients, more_ends = work.stage_gradient(
+        given = (
             at,
             state.saved,
             own["saved_read"],
             self._hops.laid_out(dy),
             results.block_gradients,
         )
+        if chunks and work.last_gradient and work.reduce_ends:
+            ends = results.end_gradients
+            if chunks == self._completed[min(self._completed)]:
+                ends = work.reduce_ends(ends)
+            dx, block_gradients, more_ends, ends = work.last_gradient(
+                *given, chunks=chunks, overlapped=ends
+            )
+            results = replace(results, end_gradients=ends)
+        else:
+            dx, block_gradients, more_ends = work.stage_gradient(*given)
         at_start = (own["backward_stage"] == 0) & at.is_active
         embedded = row["embedded_back"]
         end_gradients, input_gradients = work.embed_gradient(
@@ -336,12 +418,14 @@ def _action(own: dict[str, jax.Array], which: str) -> At:
 
 
 def _add(total: Any, more: Any, counts: jax.Array) -> Any:
-    """Add where it counts; what does not count may be NaN."""
-    return jax.tree.map(
-        lambda one, other: one + jnp.where(counts, other.astype(one.dtype), 0),
-        total,
-        more,
-    )
+    """Add where it counts; what does not count may be NaN. None adds nothing."""
+
+    def add(one: jax.Array, other: jax.Array | None) -> jax.Array:
+        if other is None:
+            return one
+        return one + jnp.where(counts, other.astype(one.dtype), 0)
+
+    return jax.tree.map(add, total, more)
 
 
 def _add_at(total: Any, chunk: jax.Array, more: Any, counts: jax.Array) -> Any:

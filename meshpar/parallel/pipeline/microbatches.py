@@ -28,12 +28,13 @@ from meshpar.parallel.pipeline.crossing import (
     zero_arrays,
 )
 from meshpar.parallel.pipeline.executor import At, Executor, Work
+from meshpar.parallel.pipeline.last_reduction import LastReduction
 from meshpar.parallel.pipeline.rank_layers import RankLayers
 from meshpar.parallel.pipeline.rank_stages import Enter, GroupSeams, RankStages
 from meshpar.parallel.pipeline.stages import Arrangement, part
 from meshpar.parallel.remat import keeps_stage_input
 from meshpar.schedules import Schedule
-from meshpar.trace.dependence import has_gradient, is_read
+from meshpar.trace.dependence import arguments_read, has_gradient, is_read
 
 
 def differentiable(tree: Any) -> list[jax.Array]:
@@ -120,6 +121,8 @@ class Microbatches:
         weights: The ends' parameters for use.
         params: Parameters of each group as the loop takes them, (chunks, places, ...).
         states: State of each group, (chunks, places, ...).
+        reduction: How gradients are reduced beside the last backwards; None if after
+            all ticks.
         end_gradients: Shapes of the ends' gradients as they are added up.
         gradients: Shapes of each group's gradients, (chunks, places, ...).
         cut: Arrays of scopes that differ by microbatch, (microbatches, ...) each.
@@ -132,6 +135,7 @@ class Microbatches:
     weights: Params
     params: Sequence[Any]
     states: Sequence[Any]
+    reduction: LastReduction | None
     end_gradients: Any
     gradients: Any
     cut: ScopeArrays
@@ -222,6 +226,21 @@ class Microbatches:
         last = self.schedule.num_stages - 1
         return self._shares(len(self._streams) - 1, stage=last, of_embed=False)
 
+    @cached_property
+    def late_ends(self) -> list[bool]:
+        """Return for each of the ends' parameters whether it is reduced ahead.
+
+        True for those that only the head uses, if gradients are reduced beside the last
+        backwards.
+        """
+        if self.reduction is None or any(self.functions.enters()):
+            return [False] * len(jax.tree.leaves(self.weights))
+        arrays = self._scope_arrays(0)
+        read = arguments_read(
+            lambda weights: self.functions.embed(weights, arrays, None), self.weights
+        )
+        return [not one for one in read]
+
     def _work(self, head: Callable[..., tuple], sums: Any, stages: RankStages) -> Work:
         payload, chunks = self._payloads.shapes, self.schedule.num_chunks
         idle = At(jnp.int32(0), jnp.int32(0), jnp.bool_(False))
@@ -231,7 +250,7 @@ class Microbatches:
         return Work(
             stage=stages.run,
             stage_keeping=stages.run_keeping,
-            stage_gradient=partial(self._stage_gradient, stages),
+            stage_gradient=partial(self._stage_gradient, stages.gradient),
             embed=self._embed,
             embed_gradient=self._embed_gradient,
             head=head,
@@ -247,6 +266,10 @@ class Microbatches:
                 statistics,
             ),
             inputs=split_floats(self.functions.differentiated(self.cut))[0],
+            last_gradient=partial(self._stage_gradient, stages.last_gradient)
+            if self.reduction
+            else None,
+            reduce_ends=self._reduce_ends if self.reduction else None,
         )
 
     def _shares(self, group: int, *, stage: int, of_embed: bool) -> Shares:
@@ -289,6 +312,7 @@ class Microbatches:
             seams=seams,
             scope_arrays=self._scope_arrays,
             keeps_input=keeps_stage_input(self.functions.remat),
+            reduction=self.reduction,
         )
         if self.schedule.num_ranks == 1 or self.functions.keeps_together is not None:
             return stages
@@ -324,13 +348,13 @@ class Microbatches:
         return arrays._replace(microbatch=jnp.asarray(microbatch), random=self.random)
 
     def _stage_gradient(
-        self, stages: RankStages, *given: Any
-    ) -> tuple[Any, list[Any], Any]:
-        """Return `RankStages.gradient` with the ends' gradients scattered."""
-        dx, totals, of_ends = stages.gradient(*given)
+        self, gradient: Callable[..., tuple], *given: Any, **more: Any
+    ) -> tuple:
+        """Return results of `gradient` with the ends' gradients scattered."""
+        dx, totals, of_ends, *others = gradient(*given, **more)
         if of_ends:
             of_ends = self.functions.scatter_ends(of_ends)
-        return dx, totals, of_ends
+        return dx, totals, of_ends, *others
 
     def _embed(self, microbatch: jax.Array) -> Any:
         shares, arrays = self.embed_shares, self._scope_arrays(microbatch)
@@ -351,7 +375,17 @@ class Microbatches:
 
         _, vjp = jax.vjp(embed, self.weights, floats)
         gradients, of_inputs = shares.counted(vjp(dx))
-        return self.functions.scatter_ends(gradients), of_inputs
+        leaves, treedef = jax.tree.flatten(self.functions.scatter_ends(gradients))
+        early = [
+            None if late else leaf
+            for leaf, late in zip(leaves, self.late_ends, strict=True)
+        ]
+        return treedef.unflatten(early), of_inputs
+
+    def _reduce_ends(self, gradients: Params) -> Params:
+        """Reduce the ends' gradients that no later backward adds to."""
+        assert self.reduction is not None
+        return self.reduction.reduce_ends(gradients, self.late_ends)
 
     def _head_share(self, payload: Any) -> Stream:
         """Return this rank's share of the last group's stream."""

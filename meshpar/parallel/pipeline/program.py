@@ -23,6 +23,7 @@ from meshpar.parallel.blocks import Block, ScopeArrays, one_layer, sums_by_name
 from meshpar.parallel.model_state import updated_state
 from meshpar.parallel.pipeline.crossing import STAGE, Shares, stream_specs
 from meshpar.parallel.pipeline.executor import Executor
+from meshpar.parallel.pipeline.last_reduction import LastReduction, in_own_layout
 from meshpar.parallel.pipeline.microbatches import Microbatches
 from meshpar.parallel.pipeline.rank_layers import mesh_hindrance
 from meshpar.parallel.pipeline.rank_stages import Enter
@@ -63,6 +64,8 @@ class ModelFunctions:
     def keeps_together(self) -> str | None:
         """Why idle ranks compute on zeros, or None (`mesh_hindrance`)."""
         layout = self.placement.layout
+        if self.placement.reduces_in_last_tick:
+            return "they reduce gradients beside the last backward"
         if layout.attention_method.permutes:
             return "keys and values are permuted over 'context'"
         return mesh_hindrance(self.placement.mesh.shape, self.platform)
@@ -217,7 +220,13 @@ class PipelineProgram:
                 [merge(tree) for tree in trees]
                 for trees in (results.block_gradients, results.statistics)
             )
-            gradients = reduce_in_slices(placement, results.end_gradients, blocks)
+            of_ends, reduction = results.end_gradients, microbatches.reduction
+            if reduction is None:
+                gradients = reduce_in_slices(placement, of_ends, blocks)
+            else:
+                gradients = reduction.reduce_rest(
+                    of_ends, blocks, microbatches.late_ends
+                )
             new_state = of[1]
             if model.changes_state:
                 new_state = updated_state(placement, of[0], of[1], statistics)
@@ -274,6 +283,9 @@ class PipelineProgram:
         scopes = placement.scopes(training=training, order=order)
         weights, groups = placement.gather_before_loop(params)
         ends, shapes = placement.gradient_shapes(weights, groups)
+        if placement.reduces_in_last_tick:
+            stored = placement.model.split(placement.stored)[1]
+            groups = jax.tree.map(in_own_layout, stored, groups)
         end_state, states = placement.model.split(state)
         arrays = ScopeArrays(batch=own, examples=scopes.examples(batch))
         return Microbatches(
@@ -285,6 +297,9 @@ class PipelineProgram:
             weights=weights,
             params=cut(groups, chunks),
             states=cut(states, chunks),
+            reduction=LastReduction(placement)
+            if placement.reduces_in_last_tick
+            else None,
             end_gradients=ends,
             gradients=jax.eval_shape(lambda tree: cut(tree, chunks), shapes),
             cut=cut(arrays, schedule.num_microbatches),

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from meshpar.model.block_run import Sums
 from meshpar.model.contract import Stream
 from meshpar.model.parameter import Params
+from meshpar.parallel import prefetch
 from meshpar.parallel.blocks import (
     Residuals,
     ScopeArrays,
@@ -38,6 +39,7 @@ from meshpar.parallel.pipeline.crossing import (
     zero_arrays,
 )
 from meshpar.parallel.pipeline.executor import At
+from meshpar.parallel.pipeline.last_reduction import LastReduction
 from meshpar.parallel.pipeline.rank_layers import (
     Fact,
     RankLayers,
@@ -170,6 +172,7 @@ class RankStages:
         skips: True if an idle rank skips its layers (`rank_layers`); else it computes
             them on zeros.
         of_loss: Gradient of the summed loss, including auxiliary losses.
+        reduction: How the last backwards reduce gradients; None if they do not.
     """
 
     seams: GroupSeams
@@ -177,6 +180,7 @@ class RankStages:
     keeps_input: bool = False
     skips: bool = False
     of_loss: jax.Array | float = 1.0
+    reduction: LastReduction | None = None
 
     @property
     def layers(self) -> RankLayers:
@@ -256,6 +260,57 @@ class RankStages:
             Gradient of its input, the totals, and gradients of the ends' parameters in
             `enter`; () if no group has it.
         """
+        return self._gradient(
+            at, buffers, slot, of_payload, totals, backward=self._backward
+        )
+
+    def last_gradient(
+        self, *given: Any, chunks: tuple[int, ...], overlapped: Any
+    ) -> tuple[Payload, list[Any], Any, Any]:
+        """Run `gradient`, the last one of these chunks on all ranks, and reduce them.
+
+        Args:
+            given: As for `gradient`.
+            chunks: Those whose totals this backward completes. The first part of the
+                place of each sum has its result (`LastReduction`).
+            overlapped: Arrays that are communicated beside the last layer's backward.
+
+        Returns:
+            What `gradient` returns, and `overlapped`.
+        """
+        reduction = self.reduction
+        assert reduction is not None
+
+        def backward(
+            group: int, at: At, kept: Any, dx: Stream, arrays: ScopeArrays, totals: Any
+        ) -> tuple[Stream, Any]:
+            nonlocal overlapped
+            dx, totals, overlapped = prefetch.run_last_backward(
+                self.layers.stack(group, at.chunk),
+                kept,
+                dx,
+                arrays,
+                totals,
+                self._adder(at),
+                reduction.of_chunks(group, chunks),
+                of_loss=self.of_loss,
+                overlapped=overlapped,
+            )
+            return dx, totals
+
+        return *self._gradient(*given, backward=backward), overlapped
+
+    def _gradient(
+        self,
+        at: At,
+        buffers: Any,
+        slot: jax.Array,
+        of_payload: Payload,
+        totals: list[Any],
+        *,
+        backward: Callable[..., tuple[Stream, Any]],
+    ) -> tuple[Payload, list[Any], Any]:
+        """Run `gradient`, each group's layers by `backward`."""
         arrays, totals = self.scope_arrays(at.microbatch), list(totals)
         kept = self._restored(at, arrays, buffers, slot)
         of_input = zero_arrays(self.payloads.shapes)
@@ -264,7 +319,7 @@ class RankStages:
         for group in reversed(range(len(self.layers.blocks))):
             entered, residuals = kept[group]
             dy = self.seams.gradient_out(group, at.chunk, of_payload, of_next)
-            dx, totals[group] = self._backward(
+            dx, totals[group] = backward(
                 group, at, residuals, dy, arrays, totals[group]
             )
             of_next, of_input, more = self.seams.gradient_in(
@@ -355,6 +410,16 @@ class RankStages:
     ) -> tuple[Stream, Any]:
         """Run a group's layers backward, their gradients added to the totals."""
         stack = self.layers.stack(group, at.chunk)
+        given = (stack, kept, dx, arrays)
+        if not self.skips:
+            return run_backward(*given, totals, self._adder(at), of_loss=self.of_loss)
+        num_layers = self.layers.num_layers(group, at)
+        return backward_layers(
+            *given, num_layers, totals, self._adder(at), of_loss=self.of_loss
+        )
+
+    def _adder(self, at: At) -> Callable[[Any, Any, jax.Array], Any]:
+        """Return (totals, gradients of one layer, its place) -> totals."""
 
         def add(totals: Any, gradients: Any, place: jax.Array) -> Any:
             def one(total: jax.Array, gradient: jax.Array) -> jax.Array:
@@ -365,11 +430,7 @@ class RankStages:
 
             return jax.tree.map(one, totals, gradients)
 
-        given = (stack, kept, dx, arrays)
-        if not self.skips:
-            return run_backward(*given, totals, add, of_loss=self.of_loss)
-        num_layers = self.layers.num_layers(group, at)
-        return backward_layers(*given, num_layers, totals, add, of_loss=self.of_loss)
+        return add
 
     def _through(
         self,

@@ -7,6 +7,7 @@ takes the place of what it was made of.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,14 +42,7 @@ def reduce_in_slices(
         end_gradients: Gradients of the ends as the ticks added them up.
         group_gradients: Gradients of each group of blocks, (layers, ...) each.
     """
-    mesh_axes = placement.large(placement.manual_axes)
-
-    def reduced(stored: Any, gradients: Any) -> Any:
-        summed = reduced_in_fp32(stored, gradients, mesh_axes, **placement.sum_options)
-        return jax.tree.map(
-            lambda layout, x: x.astype(layout.gradient_dtype), stored, summed
-        )
-
+    reduced = functools.partial(reduced_as_stored, placement)
     of_ends, of_groups = placement.model.split(placement.stored)
     if all(num_slices(gradients) == 1 for gradients in group_gradients):
         gradients = placement.model.join(end_gradients, list(group_gradients))
@@ -58,6 +52,21 @@ def reduce_in_slices(
         for stored, gradients in zip(of_groups, group_gradients, strict=True)
     ]
     return placement.model.join(reduced(of_ends, end_gradients), groups)
+
+
+def reduced_as_stored(placement: Placement, stored: Any, gradients: Any) -> Any:
+    """Sum gradients over the batch axes and `stage`, as their states are laid out.
+
+    Args:
+        placement: The model on its mesh.
+        stored: Tree of `Stored` of parameters, or of some of them.
+        gradients: The same tree, as the ticks added them up.
+    """
+    mesh_axes = placement.large(placement.manual_axes)
+    summed = reduced_in_fp32(stored, gradients, mesh_axes, **placement.sum_options)
+    return jax.tree.map(
+        lambda layout, x: x.astype(layout.gradient_dtype), stored, summed
+    )
 
 
 def reduced_in_fp32(

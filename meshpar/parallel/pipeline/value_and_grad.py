@@ -277,6 +277,7 @@ def _microbatches(
         weights=ends,
         params=[blocks],
         states=[{}],
+        reduction=None,
         end_gradients=_gradient_sums(ends),
         gradients=[_gradient_sums(blocks)],
         cut=cut(arrays, functions.schedule.num_microbatches),
