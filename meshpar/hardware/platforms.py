@@ -32,6 +32,9 @@ class Platform:
             use, beside other kernels.
         overlaps_all_to_alls: True if these are among them. XLA:TPU waits for each one
             where it stands (libtpu of jax 0.10.2).
+        overlaps_last_microbatch: True if sums of gradients are reduced beside the last
+            microbatch's backward by default. XLA:TPU hid none of it, and needed more
+            memory (`docs/guides/audit.md`).
         sums_16_bits: True if its compiler adds up 16-bit values in partly manual
             regions and in loops.
         has_ragged_all_to_all: True if its compiler has that collective.
@@ -63,6 +66,7 @@ class Platform:
     is_host: bool = False
     overlaps_collectives: bool = True
     overlaps_all_to_alls: bool = False
+    overlaps_last_microbatch: bool = False
     sums_16_bits: bool = True
     has_ragged_all_to_all: bool = True
     has_torus: bool = False
@@ -111,6 +115,7 @@ def _is_importable(module: str) -> bool:
 _GPU = Platform(
     name="gpu",
     overlaps_all_to_alls=True,
+    overlaps_last_microbatch=True,
     fused_attention="cudnn",
     max_batch_parts=4,
     probe_size=8192,

@@ -102,8 +102,8 @@ class Layout:
             split parameters while the block before computes, and sums its gradients
             while the next one does, whatever `zero` is; of 3 it keeps two layers whole
             at a time. With microbatches gradients are summed so in the last one's
-            backward. `auto` does both on GPUs and TPUs, but leaves pipelines out; CPUs
-            start no communication ahead.
+            backward. `auto` does the first on GPUs and TPUs and the second on GPUs
+            without pipelines; CPUs start no communication ahead.
         optimizer_memory: Where optimizer state and master copy lie between updates: the
             `host`'s memory costs moving them there and back in every step.
         sequence_parallel: Split the residual stream's sequence over `tensor`.

@@ -299,11 +299,13 @@ class Placement:
     def reduces_in_last_tick(self) -> bool:
         """True if sums of gradients are reduced beside the last backward of ticks.
 
-        Pipelines do only if they are asked to: most of a rank's gradients took longer
-        than one microbatch's backward, and hid little (`docs/guides/audit.md`).
+        Pipelines and TPUs do only if they are asked to: most of a rank's gradients
+        took longer than one microbatch's backward, and hid little, and XLA:TPU hid
+        nothing (`docs/guides/audit.md`).
         """
         layout = self.layout
-        wanted = layout.stage == 1 or layout.fsdp_prefetch == "on"
+        by_default = platform_named(self.platform).overlaps_last_microbatch
+        wanted = (by_default and layout.stage == 1) or layout.fsdp_prefetch == "on"
         return layout.runs_in_ticks and wanted and bool(self._overlapped_axes)
 
     @property
