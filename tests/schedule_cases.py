@@ -4,7 +4,17 @@ from meshpar.schedules import SCHEDULES, Action, Op, Schedule, make_schedule
 
 SIZES = [(1, 1), (1, 4), (2, 1), (2, 5), (3, 3), (4, 2), (4, 7), (4, 8), (5, 13)]
 
-NAMES = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs")
+SPLIT_NAMES = (
+    "zero_bubble_h1",
+    "zero_bubble_h2",
+    "zero_bubble_v",
+    "v_half",
+    "v_min",
+    "dualpipe_v",
+    "auto",
+)
+
+NAMES = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", *SPLIT_NAMES)
 
 NAMED = [
     (name, ranks, microbatches, chunks)

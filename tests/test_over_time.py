@@ -12,7 +12,7 @@ from meshpar.schedules import (
     simulate,
     tick_table,
 )
-from meshpar.schedules.simulate import in_flight, lock_step_timeline, spans
+from meshpar.schedules.simulate import in_flight, spans, ticks_timeline
 
 every_schedule = pytest.mark.parametrize("schedule", ALL, ids=label)
 
@@ -61,12 +61,12 @@ def test_gpipe_of_even_stages_has_nothing_steady():
 @every_schedule
 def test_lock_step_takes_its_span_and_holds_its_slots(schedule):
     times, table = times_of(schedule), tick_table(schedule)
-    timeline = lock_step_timeline(schedule, times)
+    timeline = ticks_timeline(schedule, times)
     span_s = lock_step_span_s(schedule, table, times)
     assert timeline.end_s <= span_s
     even = StageTimes.uniform(schedule.num_stages)
     if not any(action.op is Op.I for action in schedule.actions):
-        assert lock_step_timeline(schedule, even).end_s == lock_step_span_s(
+        assert ticks_timeline(schedule, even).end_s == lock_step_span_s(
             schedule, table, even
         )
         peaks = [max(number for _, number in of) for of in in_flight(timeline)]
@@ -75,8 +75,9 @@ def test_lock_step_takes_its_span_and_holds_its_slots(schedule):
 
 @every_schedule
 def test_in_lock_step_too_every_action_starts_when_its_inputs_are_there(schedule):
-    timeline = lock_step_timeline(schedule, times_of(schedule))
+    timeline = ticks_timeline(schedule, times_of(schedule))
     event_of = {event.action: event for events in timeline.events for event in events}
+    schedule = timeline.schedule  # with all backwards split, if any is
     assert event_of.keys() == schedule.actions
     for action, event in event_of.items():
         for source in schedule.inputs(action):

@@ -22,7 +22,7 @@ from meshpar.planner.search.search import Request, search
 from meshpar.planner.search.space import divisors
 from meshpar.planner.workload.problems import residual_names
 from meshpar.planner.workload.shapes import SHAPES
-from meshpar.schedules import SCHEDULES, step_refusal
+from meshpar.schedules import SCHEDULES, plan_refusal
 from tests.marks import slow
 
 NUM_RANDOM = 500
@@ -136,7 +136,7 @@ def random_remat(draw, workload, stages):
 
 
 def random_pipeline(draw, workload, stages):
-    names = [name for name in SCHEDULES if step_refusal(name) is None]
+    names = [name for name in SCHEDULES if plan_refusal(name) is None]
     name = draw.choice(names)
     chunks = 1
     if SCHEDULES[name].num_chunks != 1:

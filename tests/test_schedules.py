@@ -3,19 +3,24 @@
 import json
 from collections import Counter
 from fractions import Fraction
+from itertools import combinations
 from pathlib import Path
 
+import numpy as np
 import pytest
 from schedule_cases import ALL, NAMED, NAMES, SIZES, label, split_1f1b, v_shaped
 
 from meshpar.schedules import (
     SCHEDULES,
     Action,
+    Limits,
+    Op,
     Schedule,
     StageTimes,
     check_schedule,
     make_schedule,
     peak_in_flight,
+    search_schedule,
     simulate,
     tick_table,
     zero_bubble_paper_hop,
@@ -34,20 +39,18 @@ PUBLISHED = json.loads(
 def test_every_schedule_does_all_work_exactly_once_and_passes_the_checker(schedule):
     counts = Counter(action for order in schedule.orders for action in order)
     stages, microbatches = schedule.num_stages, schedule.num_microbatches
-    backwards = "IW" if splits_backward(schedule) else "B"
-    assert counts == Counter(
+    backwards = "IW" if schedule.splits_backward else "B"
+    split = schedule.with_split_backwards() if schedule.splits_backward else schedule
+    assert Counter(action for order in split.orders for action in order) == Counter(
         Action.parse(f"{stage}{op}{microbatch}")
         for stage in range(stages)
         for op in "F" + backwards
         for microbatch in range(microbatches)
     )
-    check_schedule(schedule)
-
-
-def splits_backward(schedule):
+    assert max(counts.values()) == 1
     if schedule.name in SCHEDULES:
-        return SCHEDULES[schedule.name].splits_backward
-    return schedule.name == "split_1f1b"
+        assert schedule.splits_backward <= SCHEDULES[schedule.name].splits_backward
+    check_schedule(schedule)
 
 
 def test_the_registry_and_the_test_list_name_the_same_schedules():
@@ -176,6 +179,147 @@ published = pytest.mark.parametrize(
 def test_published_bubbles_of_1f1b_come_out_of_the_replay(row):
     bubble = published_replay(row, "1f1b", 1, row["Tcomm"])
     assert round(bubble, 4) == row["bubble"]["1F1B"]
+
+
+@published
+@pytest.mark.parametrize(
+    "column, name", [("ZB-H1", "zero_bubble_h1"), ("ZB-H2", "zero_bubble_h2")]
+)
+def test_published_zero_bubble_orders_come_out_of_the_replay(row, column, name):
+    bubble = published_replay(row, name, 1, row["Tcomm"])
+    assert round(bubble, 4) == row["bubble"][column]
+
+
+@published
+@pytest.mark.parametrize(
+    "column, memory, margin", [("ZB-1p", 1, 0.00005), ("ZB-2p", 2, 0.003)]
+)
+def test_a_searched_order_is_as_short_as_the_papers(row, column, memory, margin):
+    ranks, hop_s = row["p"], row["Tcomm"]
+    limits = Limits(memory=memory * ranks, stash=row["MW"])
+    times = StageTimes.uniform(
+        ranks, forward_s=row["TF"], input_grad_s=row["TB"], weight_grad_s=row["TW"]
+    )
+    found = search_schedule(row["m"], times, limits=limits, hop_s=hop_s)
+    check_schedule(found)
+    assert all(map(limits.allow, found.orders))
+    bubble = simulate(found, times, hop_s=hop_s).bubble_fraction
+    assert bubble <= row["bubble"][column] + margin
+
+
+@pytest.mark.parametrize("ranks, microbatches", [(1, 3), (2, 3), (4, 7), (4, 12)])
+def test_zero_bubble_v_has_none_in_the_memory_of_1f1b(ranks, microbatches):
+    schedule = make_schedule("zero_bubble_v", ranks, microbatches)
+    assert simulate(schedule).bubble_fraction == 0
+    most = max(peak_in_flight(make_schedule("1f1b", ranks, microbatches)))
+    assert max(peak_in_flight(schedule)) <= 2 * most  # of half a stage each
+
+
+@pytest.mark.parametrize("name, share", [("v_half", 1 / 2), ("v_min", 1 / 3)])
+@pytest.mark.parametrize("ranks", [4, 7, 12, 24])
+def test_v_schedules_hold_their_share_of_1f1b_and_a_constant(name, share, ranks):
+    schedule = make_schedule(name, ranks, 3 * ranks)
+    check_schedule(schedule)
+    assert max(peak_in_flight(schedule)) <= share * 2 * ranks + 3
+    shorter = simulate(make_schedule("1f1b", ranks, 3 * ranks)).bubble_fraction
+    assert simulate(schedule).bubble_fraction < shorter
+
+
+@pytest.mark.parametrize(
+    "ranks, microbatches, memory",
+    [(2, 2, 2), (2, 3, 2), slow(3, 3, 3), slow(2, 4, 3)],
+)
+@pytest.mark.parametrize("forward, input_grad, weight_grad", [(1, 1, 1), (2, 3, 1)])
+def test_a_searched_order_is_near_the_shortest_that_there_is(
+    ranks, microbatches, memory, forward, input_grad, weight_grad
+):
+    times = StageTimes.uniform(
+        ranks,
+        forward_s=forward,
+        input_grad_s=input_grad,
+        weight_grad_s=weight_grad,
+    )
+    found = search_schedule(microbatches, times, limits=Limits(memory=memory))
+    least = shortest_end_s(ranks, microbatches, times, memory)
+    assert least - 1e-6 <= simulate(found, times).end_s <= 1.1 * least
+
+
+def shortest_end_s(ranks, microbatches, times, memory):
+    """The least end of any order, by integer programming over pairs of actions.
+
+    The variables are the starts, one binary of each pair of a rank's actions (which is
+    first), and the end. A forward's memory is counted at its start, over all pairs.
+    """
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    actions = [
+        Action(rank, op, microbatch)
+        for rank in range(ranks)
+        for op in (Op.F, Op.I, Op.W)
+        for microbatch in range(microbatches)
+    ]
+    at = {action: index for index, action in enumerate(actions)}
+    pairs = [
+        (one, other)
+        for one, other in combinations(actions, 2)
+        if one.stage == other.stage
+    ]
+    pair_at = {pair: len(actions) + index for index, pair in enumerate(pairs)}
+    size = len(actions) + len(pairs) + 1
+    most = sum(times.action_s(action) for action in actions)
+    rows, least = [], []
+
+    def add(bound, **terms):
+        row = np.zeros(size)
+        for key, factor in terms.values():
+            row[key] += factor
+        rows.append(row)
+        least.append(bound)
+
+    def before(one, other):
+        """1 if `one` is first, as (index, factor, constant)."""
+        if (one, other) in pair_at:
+            return pair_at[one, other], 1, 0
+        return pair_at[other, one], -1, 1
+
+    schedule = make_schedule("zero_bubble_h1", ranks, microbatches)
+    for action in actions:
+        add(times.action_s(action), end=(size - 1, 1), start=(at[action], -1))
+        for source in schedule.inputs(action):
+            add(times.action_s(source), one=(at[action], 1), other=(at[source], -1))
+    for one, other in pairs:
+        for first, second in ((one, other), (other, one)):
+            index, factor, constant = before(first, second)
+            # start(second) >= start(first) + seconds - most * (1 - is first)
+            add(
+                times.action_s(first) - most + most * constant,
+                late=(at[second], 1),
+                early=(at[first], -1),
+                order=(index, -most * factor),
+            )
+    for forward in (action for action in actions if action.op is Op.F):
+        row, held = np.zeros(size), 1.0
+        for other in actions:
+            if other.stage != forward.stage or other == forward or other.op is Op.I:
+                continue
+            index, factor, constant = before(other, forward)
+            sign = 1 if other.op is Op.F else -1
+            row[index] += sign * factor
+            held += sign * constant
+        rows.append(-row)
+        least.append(held - memory)
+    integrality = np.r_[np.zeros(len(actions)), np.ones(len(pairs)), 0]
+    upper = np.r_[np.full(len(actions), most), np.ones(len(pairs)), most]
+    cost = np.zeros(size)
+    cost[-1] = 1
+    result = milp(
+        cost,
+        constraints=LinearConstraint(np.array(rows), np.array(least), np.inf),
+        integrality=integrality,
+        bounds=Bounds(0, upper),
+    )
+    assert result.success, result.message
+    return result.fun
 
 
 @published

@@ -14,6 +14,7 @@ from schedule_cases import (
 
 from meshpar.schedules import (
     SCHEDULES,
+    Phase,
     StageTimes,
     lock_step_span_s,
     make_schedule,
@@ -21,15 +22,19 @@ from meshpar.schedules import (
     simulate,
     tick_table,
 )
-from meshpar.schedules.tick_table import BACKWARD_OPS
+from meshpar.schedules.tick_table import ARRAYS
 
 
 class Executor:
     """Runs a table on values that are names, in buffers of the slots it asks for."""
 
-    def __init__(self, schedule):
-        self.schedule, self.table = schedule, tick_table(schedule)
+    def __init__(self, schedule, divergent):
+        if schedule.splits_backward:
+            schedule = schedule.with_split_backwards()
+        self.schedule = schedule
+        self.table = tick_table(schedule, divergent=divergent)
         self.saved = self._buffers(self.table.saved_slots)
+        self.stash = self._buffers(self.table.stash_slots)
         self.inputs = self._buffers(self.table.input_slots)
         self.gradients = self._buffers(self.table.gradient_slots)
         self.done = []
@@ -42,6 +47,8 @@ class Executor:
         for tick in range(self.table.num_ticks):
             sent_up = [self._forward(tick, rank) for rank in ranks]
             sent_down = [self._backward(tick, rank) for rank in ranks]
+            for rank in ranks:
+                self._weight_grad(tick, rank)
             for rank in ranks:
                 self._receive(tick, rank, "input", self.inputs, sent_up)
                 self._receive(tick, rank, "gradient", self.gradients, sent_down)
@@ -78,9 +85,23 @@ class Executor:
         assert self.gradients[rank][slot] == (stage + 1, microbatch)
         chunk = self._at("backward_chunk", tick, rank)
         assert self.schedule.stages_of_rank[rank][chunk] == stage
-        op = BACKWARD_OPS[self._at("backward_op", tick, rank)]
+        if self.schedule.splits_backward:
+            slot = self._at("stash_write", tick, rank)
+            self.stash[rank][slot] = (stage, microbatch)
+        op = "I" if self.schedule.splits_backward else "B"
         self.done.append(f"{stage}{op}{microbatch}")
         return stage, microbatch
+
+    def _weight_grad(self, tick, rank):
+        stage = self._at("weight_grad_stage", tick, rank)
+        microbatch = self._at("weight_grad_microbatch", tick, rank)
+        if stage == -1:
+            return
+        slot = self._at("stash_read", tick, rank)
+        assert self.stash[rank][slot] == (stage, microbatch)
+        chunk = self._at("weight_grad_chunk", tick, rank)
+        assert self.schedule.stages_of_rank[rank][chunk] == stage
+        self.done.append(f"{stage}W{microbatch}")
 
     def _receive(self, tick, rank, kind, buffers, sent):
         slots = getattr(self.table, f"{kind}_write")[tick, rank]
@@ -90,11 +111,17 @@ class Executor:
                 buffers[rank][slot] = sent[(rank - hop) % len(sent)]
 
 
+@pytest.mark.parametrize("divergent", [False, True])
 @pytest.mark.parametrize("schedule", ALL, ids=label)
-def test_no_live_value_is_overwritten_and_all_work_is_done_once(schedule):
-    done = Executor(schedule).run()
+def test_no_live_value_is_overwritten_and_all_work_is_done_once(schedule, divergent):
+    executor = Executor(schedule, divergent)
+    done = executor.run()
     assert len(done) == len(set(done))
-    assert set(done) == set(map(str, schedule.actions))
+    assert set(done) == set(map(str, executor.schedule.actions))
+    if divergent:
+        ticks = [name for name in ARRAYS if name.endswith("_microbatch")]
+        active = sum(getattr(executor.table, name) >= 0 for name in ticks)
+        assert active.max() == 1
 
 
 @pytest.mark.parametrize("name, ranks, microbatches, chunks", NAMED)
@@ -102,6 +129,8 @@ def test_the_ticks_cost_what_the_replay_costs_or_more(
     name, ranks, microbatches, chunks
 ):
     schedule = make_schedule(name, ranks, microbatches, chunks)
+    if schedule.splits_backward:
+        schedule = schedule.with_split_backwards()
     table, times = tick_table(schedule), StageTimes.uniform(schedule.num_stages)
     span_s = simulate(schedule, times).span_s
     in_ticks_s = lock_step_span_s(schedule, table, times)
@@ -116,12 +145,12 @@ def test_1f1b_in_lock_step_is_three_phases_of_the_textbook_cost(ranks, microbatc
     length = microbatches + ranks - 1
     assert (table.num_forward_ticks, table.num_backward_ticks) == (length, length)
     assert table.num_ticks == microbatches + 2 * (ranks - 1)
-    forward_only = [(True, False, 0, ranks - 1)] if ranks > 1 else []
+    forward_only = [Phase(True, False, 0, ranks - 1)] if ranks > 1 else []
     assert list(table.phases)[: len(forward_only)] == forward_only
     if microbatches >= ranks > 1:
         assert table.phases[1:] == (
-            (True, True, ranks - 1, length),
-            (False, True, length, table.num_ticks),
+            Phase(True, True, ranks - 1, length),
+            Phase(False, True, length, table.num_ticks),
         )
 
 
@@ -149,18 +178,22 @@ def test_interleaved_in_lock_step_holds_no_more_than_in_its_own_order():
 @pytest.mark.parametrize("schedule", named_schedules(), ids=label)
 def test_phases_cover_the_ticks_and_say_which_kinds_they_hold(schedule):
     table = tick_table(schedule)
-    assert len(table.phases) <= 3
+    assert len(table.phases) <= (12 if schedule.splits_backward else 3)
     assert [phase.start for phase in table.phases[1:]] == [
         phase.stop for phase in table.phases[:-1]
     ]
     assert (table.phases[0].start, table.phases[-1].stop) == (0, table.num_ticks)
-    for has_forward, has_backward, start, stop in table.phases:
+    for phase in table.phases:
         for has, name in (
-            (has_forward, "forward_stage"),
-            (has_backward, "backward_stage"),
+            (phase.has_forward, "forward_stage"),
+            (phase.has_backward, "backward_stage"),
+            (phase.has_weight_grad, "weight_grad_stage"),
         ):
-            busy = (getattr(table, name)[start:stop] != -1).any(axis=1)
-            assert (busy == has).all()
+            stages = getattr(table, name)[phase.start : phase.stop]
+            busy = (stages != -1).any(axis=1)
+            if len(table.phases) > 3 or not schedule.splits_backward:
+                assert (busy == has).all()
+            assert has or not busy.any()
 
 
 def test_arrays_are_int32_of_ticks_by_ranks():
@@ -170,7 +203,7 @@ def test_arrays_are_int32_of_ticks_by_ranks():
         for name, value in vars(table).items()
         if isinstance(value, np.ndarray)
     }
-    assert len(arrays) == 14
+    assert len(arrays) == len(ARRAYS) == 18
     for name, array in arrays.items():
         hops = (1,) if name in ("input_write", "gradient_write") else ()
         assert array.shape == (table.num_ticks, 2, *hops)
@@ -192,6 +225,9 @@ def test_a_ring_has_one_hop_each_way_and_a_v_turns_and_goes_back(schedule, up, d
     assert (table.input_hops, table.gradient_hops) == (up, down)
 
 
-def test_what_w_reads_stays_until_w():
+def test_what_w_reads_stays_in_the_stash_and_what_i_reads_until_i():
     schedule = split_1f1b(num_ranks=2, num_microbatches=4, delay=3)
-    assert tick_table(schedule).saved_slots == (4, 4)
+    table = tick_table(schedule, divergent=True)
+    assert (table.saved_slots, table.stash_slots) == ((2, 1), (4, 4))
+    table = tick_table(schedule)
+    assert (table.saved_slots, table.stash_slots) == ((3, 1), (1, 2))

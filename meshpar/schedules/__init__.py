@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from meshpar.errors import InputError, nearest, renamed
+from meshpar.schedules.auto import Limits, auto, search_schedule
 from meshpar.schedules.base import (
     Action,
     Op,
@@ -28,6 +29,7 @@ from meshpar.schedules.check import (
     peak_in_flight,
     problems,
 )
+from meshpar.schedules.dualpipe_v import dualpipe_v
 from meshpar.schedules.gpipe import gpipe
 from meshpar.schedules.interleaved_1f1b import interleaved_1f1b, zero_bubble_paper_hop
 from meshpar.schedules.looped_bfs import looped_bfs
@@ -42,6 +44,11 @@ from meshpar.schedules.simulate import (
     simulate,
 )
 from meshpar.schedules.tick_table import TickTable, lock_step_span_s, tick_table
+from meshpar.schedules.v_half import v_half
+from meshpar.schedules.v_min import v_min
+from meshpar.schedules.zero_bubble_h1 import zero_bubble_h1
+from meshpar.schedules.zero_bubble_h2 import zero_bubble_h2
+from meshpar.schedules.zero_bubble_v import zero_bubble_v
 
 SCHEDULES: dict[str, ScheduleMethod] = {
     method.name: method
@@ -50,6 +57,13 @@ SCHEDULES: dict[str, ScheduleMethod] = {
         gpipe,
         interleaved_1f1b,
         looped_bfs,
+        zero_bubble_h1,
+        zero_bubble_h2,
+        zero_bubble_v,
+        v_half,
+        v_min,
+        dualpipe_v,
+        auto,
     )
 }
 """Name -> schedule: all that a layout can name."""
@@ -61,6 +75,7 @@ __all__ = [
     "Action",
     "ClosedForms",
     "Event",
+    "Limits",
     "Op",
     "OwnSchedule",
     "Phase",
@@ -71,8 +86,10 @@ __all__ = [
     "StageTimes",
     "TickTable",
     "Timeline",
+    "auto",
     "check_schedule",
     "check_size",
+    "dualpipe_v",
     "gpipe",
     "idle_fraction",
     "interleaved_1f1b",
@@ -81,16 +98,22 @@ __all__ = [
     "make_schedule",
     "one_f_one_b",
     "peak_in_flight",
+    "plan_refusal",
     "problems",
     "read_csv",
     "schedule_from_orders",
     "schedule_method",
+    "search_schedule",
     "simulate",
     "size_refusals",
-    "step_refusal",
     "tick_table",
     "to_csv",
+    "v_half",
+    "v_min",
+    "zero_bubble_h1",
+    "zero_bubble_h2",
     "zero_bubble_paper_hop",
+    "zero_bubble_v",
 ]
 
 
@@ -140,8 +163,8 @@ def size_refusals(
     return refusals
 
 
-def step_refusal(name: str) -> InputError | None:
-    """Return the error of a schedule that no training step can run, or None.
+def plan_refusal(name: str) -> InputError | None:
+    """Return the error of a schedule that the planner cannot price, or None.
 
     Raises:
         InputError: No such schedule.
@@ -150,8 +173,9 @@ def step_refusal(name: str) -> InputError | None:
         return None
     whole = [other for other in SCHEDULES if not SCHEDULES[other].splits_backward]
     return InputError(
-        f"schedule={name} splits backwards into I and W, but every rank runs whole "
-        f"backwards in lock step; choose {' or '.join(whole)}",
+        f"schedule={name} splits backwards into I and W: a step runs it, but the "
+        "planner does not know the time and the stash of the two; estimate it with "
+        f"{' or '.join(whole)}, and see `meshpar schedule` for its bubble",
         key="schedule.split_backward",
     )
 
@@ -182,8 +206,7 @@ def chosen_schedule(
         chunks: Stages of one rank.
 
     Raises:
-        InputError: No such schedule or file, one made for other sizes, or one that
-            splits its backwards.
+        InputError: No such schedule or file, or one made for other sizes.
         ScheduleError: Work missing, doubled or misplaced, or a deadlock.
 
     Example:
@@ -197,9 +220,6 @@ def chosen_schedule(
                 f"schedule file {given!r}: end its name in .csv",
                 key="schedule.file_not_csv",
             )
-        refused = step_refusal(given)
-        if refused is not None:
-            raise refused
         return make_schedule(given, num_ranks, num_microbatches, chunks)
     schedule = own_schedule(given)
     check_size(
@@ -215,7 +235,7 @@ def own_schedule(given: OwnSchedule) -> Schedule:
     """Return your own schedule, checked, whatever its sizes.
 
     Raises:
-        InputError: A file or a cell that cannot be read, or backwards that are split.
+        InputError: A file or a cell that cannot be read.
         ScheduleError: Work missing, doubled or misplaced, or a deadlock.
     """
     if isinstance(given, str | Path):
@@ -223,14 +243,6 @@ def own_schedule(given: OwnSchedule) -> Schedule:
     else:
         schedule = given if isinstance(given, Schedule) else schedule_from_orders(given)
     check_schedule(schedule)
-    split = [str(action) for action in sorted(schedule.actions) if action.op in "IW"]
-    if split:
-        raise InputError(
-            f"schedule {schedule.name!r} splits backwards ({', '.join(split[:4])}, "
-            f"{len(split)} in all), but every rank runs whole backwards in lock step; "
-            f"write {Op.B} for each I, and leave W out",
-            key="schedule.split_backward",
-        )
     return schedule
 
 

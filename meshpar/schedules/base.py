@@ -149,6 +149,23 @@ class Schedule:
         """All actions of all ranks."""
         return frozenset(action for order in self.orders for action in order)
 
+    @cached_property
+    def splits_backward(self) -> bool:
+        """True if any backward is an I and a W."""
+        return any(action.op is Op.W for action in self.actions)
+
+    def with_split_backwards(self) -> Schedule:
+        """Return the schedule with an I and a W right behind it in place of each B."""
+        orders = tuple(
+            tuple(
+                action._replace(op=op)
+                for action in order
+                for op in ((Op.I, Op.W) if action.op is Op.B else (action.op,))
+            )
+            for order in self.orders
+        )
+        return replace(self, orders=orders)
+
     def with_one_microbatch(self) -> Schedule:
         """Return the schedule for the first microbatch alone."""
         orders = tuple(

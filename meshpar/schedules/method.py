@@ -84,8 +84,7 @@ class ScheduleMethod:
         stages_of: (rank, p, v) -> the stages of a rank, its chunk 0 first.
         microbatches_refusal: (p, m) -> why it does not exist for so many microbatches,
             and a way out; None where it does.
-        splits_backward: Whether its backwards are I and W, which no step runs: only
-            `simulate` does.
+        splits_backward: Whether any of its backwards are I and W.
         closed_forms: Its length and what is in flight.
         no_better_than: Another schedule's name that is as long for any sizes and holds
             no more: the planner's search takes that one.

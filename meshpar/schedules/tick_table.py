@@ -1,10 +1,11 @@
 """Buffer slots: values that are live at once never share one (interval colouring).
 
 In each tick a rank runs its forward, then the loss of the last stage, then its
-backward, then receives what others sent. A value is live from the moment it is written
-to the last moment it is read; a slot read in one moment may be written in a later one
-of the same tick. Taking the lowest free slot in order of writing needs exactly as many
-slots as values are live at once, the least possible for intervals.
+backward, then a weight gradient, then receives what others sent. A value is live from
+the moment it is written to the last moment it is read; a slot read in one moment may be
+written in a later one of the same tick. Taking the lowest free slot in order of writing
+needs exactly as many slots as values are live at once, the least possible for
+intervals.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshpar.schedules.base import Action, Op, Schedule
-from meshpar.schedules.simulate import Phase, StageTimes, lock_step_ticks, tick_phases
+from meshpar.schedules.simulate import (
+    Phase,
+    StageTimes,
+    divergent_ticks,
+    lock_step_ticks,
+    tick_phases,
+)
 
 
 class Moment(enum.IntEnum):
@@ -25,7 +32,8 @@ class Moment(enum.IntEnum):
     FORWARD = 0
     LOSS = 1
     BACKWARD = 2
-    ARRIVAL = 3
+    WEIGHT_GRAD = 3
+    ARRIVAL = 4
 
 
 class Lifetime(NamedTuple):
@@ -42,13 +50,27 @@ class Lifetime(NamedTuple):
 
 
 def saved_lifetimes(schedule: Schedule, ticks: dict[Action, int]) -> list[Lifetime]:
-    """Return what each forward keeps on its rank, until its B, or its W."""
+    """Return what each forward keeps on its rank, until its B, or its I."""
     return [
         _lifetime(
             schedule, action, (tick, Moment.FORWARD), _backward_read(ticks, action)
         )
         for action, tick in ticks.items()
         if action.op is Op.F
+    ]
+
+
+def stash_lifetimes(schedule: Schedule, ticks: dict[Action, int]) -> list[Lifetime]:
+    """Return what each I leaves for its W."""
+    return [
+        _lifetime(
+            schedule,
+            action,
+            (ticks[action._replace(op=Op.I)], Moment.BACKWARD),
+            (tick, Moment.WEIGHT_GRAD),
+        )
+        for action, tick in ticks.items()
+        if action.op is Op.W
     ]
 
 
@@ -65,7 +87,7 @@ def input_lifetimes(schedule: Schedule, ticks: dict[Action, int]) -> list[Lifeti
 
 
 def gradient_lifetimes(schedule: Schedule, ticks: dict[Action, int]) -> list[Lifetime]:
-    """Return the gradients that arrive or come from the loss, until the last reader."""
+    """Return the gradients that arrive or come from the loss, until B or I."""
     lifetimes = []
     for action in ticks:
         if action.op not in (Op.B, Op.I):
@@ -121,9 +143,9 @@ def _lifetime(
 
 
 def _backward_read(ticks: dict[Action, int], action: Action) -> tuple[int, Moment]:
-    weights = action._replace(op=Op.W)
-    last = weights if weights in ticks else action._replace(op=Op.B)
-    return ticks[last], Moment.BACKWARD
+    split = action._replace(op=Op.I)
+    reader = split if split in ticks else action._replace(op=Op.B)
+    return ticks[reader], Moment.BACKWARD
 
 
 if TYPE_CHECKING:
@@ -131,9 +153,6 @@ if TYPE_CHECKING:
 
 NONE = -1
 """No action, no slot, no rank."""
-
-BACKWARD_OPS = (Op.B, Op.I, Op.W)
-"""Operation of each number in `TickTable.backward_op`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -143,20 +162,26 @@ class TickTable:
     Every array is int32 of shape (ticks, ranks), or (ticks, ranks, hops) where a value
     arrives, and holds -1 where there is nothing. A hop by `n` sends from every rank `r`
     to `(r + n) % ranks`; a ring of stages has one for activations, one for gradients.
-    A tick runs in this order (`slots.Moment`): forwards; the loss of the last stage's
-    forward; backwards; the hops, whose values are written at the tick's end. A slot
-    is written and read in the same tick only in that order.
+    A tick runs in this order (`Moment`): forwards; the loss of the last stage's
+    forward; backwards; weight gradients; the hops, whose values are written at the
+    tick's end. A slot is written and read in the same tick only in that order. Where a
+    schedule splits any backward, all are split: a B is an I and a W.
 
     Args:
         forward_stage: Stage of the forward.
         forward_chunk: That stage as one of its rank's chunks, 0 first.
         forward_microbatch: Its microbatch.
-        backward_op: Index into `BACKWARD_OPS`.
-        backward_stage: Stage of the backward.
+        backward_stage: Stage of the backward, whole or for the input.
         backward_chunk: That stage as one of its rank's chunks.
         backward_microbatch: Its microbatch.
+        weight_grad_stage: Stage of the weight gradient.
+        weight_grad_chunk: That stage as one of its rank's chunks.
+        weight_grad_microbatch: Its microbatch.
         saved_write: Slot in which the forward keeps what its backward needs.
         saved_read: Slot from which the backward takes it.
+        stash_write: Slot in which the input gradient leaves what its weight gradient
+            needs.
+        stash_read: Slot from which the weight gradient takes it.
         input_read: Slot of the activation that the forward takes; -1 on stage 0.
         input_write: Slot for the activation that arrives at the tick's end.
         loss_write: Slot for the gradient of the loss of the last stage's forward.
@@ -166,6 +191,7 @@ class TickTable:
         gradient_hops: The hops of gradients: (ranks - 1,) for a ring.
         phases: Static runs of ticks with forwards, backwards or both, in order.
         saved_slots: Slots that each rank needs: its microbatches in flight.
+        stash_slots: Slots that each rank needs for pending weight gradients.
         input_slots: Slots that each rank needs for activations.
         gradient_slots: Slots that each rank needs for gradients, those of the loss
             included.
@@ -174,12 +200,16 @@ class TickTable:
     forward_stage: np.ndarray
     forward_chunk: np.ndarray
     forward_microbatch: np.ndarray
-    backward_op: np.ndarray
     backward_stage: np.ndarray
     backward_chunk: np.ndarray
     backward_microbatch: np.ndarray
+    weight_grad_stage: np.ndarray
+    weight_grad_chunk: np.ndarray
+    weight_grad_microbatch: np.ndarray
     saved_write: np.ndarray
     saved_read: np.ndarray
+    stash_write: np.ndarray
+    stash_read: np.ndarray
     input_read: np.ndarray
     input_write: np.ndarray
     loss_write: np.ndarray
@@ -189,6 +219,7 @@ class TickTable:
     gradient_hops: tuple[int, ...]
     phases: tuple[Phase, ...]
     saved_slots: tuple[int, ...]
+    stash_slots: tuple[int, ...]
     input_slots: tuple[int, ...]
     gradient_slots: tuple[int, ...]
 
@@ -213,12 +244,17 @@ class TickTable:
     @property
     def num_forward_ticks(self) -> int:
         """Ticks in which any rank does a forward: all ranks pay for it."""
-        return sum(stop - start for forward, _, start, stop in self.phases if forward)
+        return sum(p.stop - p.start for p in self.phases if p.has_forward)
 
     @property
     def num_backward_ticks(self) -> int:
-        """Ticks in which any rank does a backward."""
-        return sum(stop - start for _, backward, start, stop in self.phases if backward)
+        """Ticks in which any rank does a backward, whole or for the input."""
+        return sum(p.stop - p.start for p in self.phases if p.has_backward)
+
+    @property
+    def num_weight_grad_ticks(self) -> int:
+        """Ticks in which any rank does a weight gradient."""
+        return sum(p.stop - p.start for p in self.phases if p.has_weight_grad)
 
     @property
     def peak_in_flight(self) -> tuple[int, ...]:
@@ -233,13 +269,23 @@ def lock_step_span_s(
 
         span = forward ticks * F + backward ticks * B + ticks * hop
 
-    with the slowest stage's F and B: ranks with nothing to do compute on zeros.
+    with the slowest stage's F and B: ranks with nothing to do compute on zeros. Where
+    backwards are split, `backward ticks * I + weight gradient ticks * W` in place of B.
     """
-    forward_s, backward_s = times.slowest_s(schedule)
+    splits = schedule.splits_backward
+    backward_s = (
+        times.input_grad_s
+        if splits
+        else [
+            sum(pair)
+            for pair in zip(times.input_grad_s, times.weight_grad_s, strict=True)
+        ]
+    )
     num_hops = table.num_ticks if schedule.num_ranks > 1 else 0
     return (
-        table.num_forward_ticks * forward_s
-        + table.num_backward_ticks * backward_s
+        table.num_forward_ticks * max(times.forward_s)
+        + table.num_backward_ticks * max(backward_s)
+        + table.num_weight_grad_ticks * max(times.weight_grad_s)
         + num_hops * hop_s
     )
 
@@ -250,8 +296,13 @@ ARRAYS = tuple(field.name for field in fields(TickTable) if field.type == "np.nd
 _RECEIVED = ("input_write", "gradient_write")
 
 
-def tick_table(schedule: Schedule) -> TickTable:
-    """Return the lock step of a schedule.
+def tick_table(schedule: Schedule, *, divergent: bool = False) -> TickTable:
+    """Return the ticks of a schedule.
+
+    Args:
+        schedule: The order of every rank's work.
+        divergent: True if each rank does an action of its own in a tick
+            (`divergent_ticks`), False for lock step (`lock_step_ticks`).
 
     Raises:
         ScheduleError: The schedule is wrong.
@@ -268,8 +319,11 @@ def tick_table(schedule: Schedule) -> TickTable:
     """
     import numpy as np  # here: to read a layout takes none of it
 
-    ticks = lock_step_ticks(schedule)
+    if schedule.splits_backward:
+        schedule = schedule.with_split_backwards()
+    ticks = (divergent_ticks if divergent else lock_step_ticks)(schedule)
     slots = _Slots(
+        stash=assign_slots(stash_lifetimes(schedule, ticks)),
         saved=assign_slots(saved_lifetimes(schedule, ticks)),
         inputs=assign_slots(input_lifetimes(schedule, ticks)),
         gradients=assign_slots(gradient_lifetimes(schedule, ticks)),
@@ -285,15 +339,16 @@ def tick_table(schedule: Schedule) -> TickTable:
         for name in ARRAYS
     }
     for action, tick in ticks.items():
-        entries = _forward if action.op is Op.F else _backward
+        entries = _ENTRIES[action.op]
         for name, where, value in entries(schedule, action, slots, hops):
             arrays[name][tick, *where] = value
     return TickTable(
         **arrays,
         input_hops=hops,
         gradient_hops=tuple(-hop % schedule.num_ranks for hop in hops),
-        phases=tick_phases(ticks),
+        phases=tick_phases(ticks, divergent=divergent),
         saved_slots=_slots_per_rank(schedule, slots.saved),
+        stash_slots=_slots_per_rank(schedule, slots.stash),
         input_slots=_slots_per_rank(schedule, slots.inputs),
         gradient_slots=_slots_per_rank(schedule, slots.gradients),
     )
@@ -305,6 +360,7 @@ class _Slots(NamedTuple):
     saved: dict[tuple[int, int], int]
     inputs: dict[tuple[int, int], int]
     gradients: dict[tuple[int, int], int]
+    stash: dict[tuple[int, int], int]
 
 
 def _hop(schedule: Schedule, stage: int) -> int:
@@ -338,19 +394,37 @@ def _forward(
 def _backward(
     schedule: Schedule, action: Action, slots: _Slots, hops: tuple[int, ...]
 ) -> Entries:
-    """Yield the entries of a B, I or W, in the same form."""
+    """Yield the entries of a B or I, in the same form."""
     stage, op, microbatch = action
     rank = schedule.rank_of_stage[stage]
-    yield "backward_op", (rank,), BACKWARD_OPS.index(op)
     yield "backward_stage", (rank,), stage
     yield "backward_chunk", (rank,), schedule.stages_of_rank[rank].index(stage)
     yield "backward_microbatch", (rank,), microbatch
     yield "saved_read", (rank,), slots.saved[stage, microbatch]
     yield "gradient_read", (rank,), slots.gradients[stage, microbatch]
-    if op is not Op.W and stage > 0:
+    if op is Op.I:
+        yield "stash_write", (rank,), slots.stash[stage, microbatch]
+    if stage > 0:
         hop = hops.index(_hop(schedule, stage - 1))
         where = schedule.rank_of_stage[stage - 1], hop
         yield "gradient_write", where, slots.gradients[stage - 1, microbatch]
+
+
+def _weight_grad(
+    schedule: Schedule, action: Action, slots: _Slots, hops: tuple[int, ...]
+) -> Entries:
+    """Yield the entries of a W, in the same form."""
+    del hops  # nothing is sent
+    stage, _, microbatch = action
+    rank = schedule.rank_of_stage[stage]
+    yield "weight_grad_stage", (rank,), stage
+    yield "weight_grad_chunk", (rank,), schedule.stages_of_rank[rank].index(stage)
+    yield "weight_grad_microbatch", (rank,), microbatch
+    yield "stash_read", (rank,), slots.stash[stage, microbatch]
+
+
+_ENTRIES = {Op.F: _forward, Op.B: _backward, Op.I: _backward, Op.W: _weight_grad}
+"""Function that yields the entries of each kind of action."""
 
 
 def _slots_per_rank(

@@ -17,7 +17,7 @@ from meshpar.planner.cost.step_time import stage_times
 from meshpar.planner.cost.step_traffic import Sent
 from meshpar.planner.machine.cluster import Link
 from meshpar.schedules import StageTimes, Timeline, make_schedule, simulate
-from meshpar.schedules.simulate import lock_step_timeline, spans
+from meshpar.schedules.simulate import spans, ticks_timeline
 
 _MOST_ACTIONS = 4000
 """Most actions of a timeline that a page can draw."""
@@ -137,7 +137,7 @@ def _run_timeline(run: Run) -> Timeline:
         input_grad_s=tuple(stage.backward.total_s for stage in stages),
         weight_grad_s=(0.0,) * len(stages),
     )
-    replay = lock_step_timeline if run.execution.lock_step else simulate
+    replay = ticks_timeline if run.execution.lock_step else simulate
     return replay(schedule, times)
 
 

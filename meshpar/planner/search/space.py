@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from meshpar.errors import InputError, nearest, renamed
 from meshpar.hardware.device import Device
 from meshpar.layout import MESH_AXES, Layout
-from meshpar.schedules import step_refusal
+from meshpar.schedules import plan_refusal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Constraints:
     max_memory_bytes: float | None = None
 
     def __post_init__(self) -> None:
-        refused = step_refusal(Layout(**self.kept).schedule)
+        refused = plan_refusal(Layout(**self.kept).schedule)
         if refused is not None:
             raise refused
         for axis in MESH_AXES:

@@ -21,7 +21,7 @@ from meshpar.layout.requirements import (
 from meshpar.planner.cost.activations import NAMED, OF_EXPERTS
 from meshpar.planner.machine.execution import MESHPAR, Execution
 from meshpar.planner.workload.workload import Workload
-from meshpar.schedules import size_refusals, step_refusal
+from meshpar.schedules import plan_refusal, size_refusals
 from meshpar.schedules.stage_splits import split_by_cost, split_problem, stage_sizes
 
 _MOST = 10**9
@@ -175,7 +175,7 @@ def _stage(
     sizes = layout.stage, layout.microbatches, layout.chunks
     for key, error in size_refusals(layout.schedule, *sizes).items():
         yield Problem(key, str(error), error.key)
-    refused = step_refusal(layout.schedule)
+    refused = plan_refusal(layout.schedule)
     if refused is not None:
         yield Problem("schedule", str(refused), refused.key)
     if stage_blocks is not None:
