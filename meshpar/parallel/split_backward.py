@@ -1,0 +1,488 @@
+"""Cut a backward in two programs: for the input's gradient, and for the weights'.
+
+The first makes the results wanted first, and a stash of what the second needs of it.
+Neither does a matmul, a collective or a kernel that the other does: the second computes
+only cheap operations again, where that makes the stash smaller (a minimum cut of the
+program's graph). Loops are cut in their bodies; a loop with a data-dependent number of
+trips, a branch and a `shard_map` stay whole.
+
+Reference: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2, for B =
+I + W (arXiv 2401.10241).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    jaxpr_as_fun,
+)
+
+from meshpar.trace.primitives import CALLS, ELEMENTWISE, MOVES, RESHAPES, UNCHANGED
+from meshpar.trace.walk import Loop, programs_in, without_constants
+
+_CHEAP = ELEMENTWISE | UNCHANGED | RESHAPES | MOVES | {"iota", "optimization_barrier"}
+"""Operations that the second program may compute again."""
+
+_INLINED = CALLS - {"shard_map", "custom_partitioning", "composite"}
+
+
+@dataclass(frozen=True)
+class SplitProgram:
+    """The two programs of `split_program`.
+
+    Args:
+        first: Arguments -> the results wanted first, and the stash.
+        second: Arguments and stash -> the other results.
+        stash: Shapes and dtypes of the stash.
+        second_reads: For each argument, whether `second` reads it.
+    """
+
+    first: ClosedJaxpr
+    second: ClosedJaxpr
+    stash: tuple[jax.ShapeDtypeStruct, ...]
+    second_reads: tuple[bool, ...]
+
+    def run_first(self, arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Return the results wanted first, and the stash."""
+        results = jaxpr_as_fun(self.first)(*arguments)
+        num_wanted = len(results) - len(self.stash)
+        return results[:num_wanted], results[num_wanted:]
+
+    def run_second(self, arguments: Sequence[Any], stash: Sequence[Any]) -> list[Any]:
+        """Return the other results; arguments that it does not read may be anything."""
+        return jaxpr_as_fun(self.second)(*arguments, *stash)
+
+
+def split_program(
+    program: ClosedJaxpr, wanted: Sequence[bool], kept: Sequence[bool]
+) -> SplitProgram:
+    """Cut a program in two.
+
+    Args:
+        program: As `jax.make_jaxpr` traces it.
+        wanted: For each result, True if the first program makes it.
+        kept: For each argument, True if the second program is given it again. What it
+            needs of the others is in the stash.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> def backward(w, x, dy):
+        ...     return dy @ w.T, x.T @ dy
+        >>> w, x = jnp.ones((2, 3)), jnp.ones((5, 2))
+        >>> program = jax.make_jaxpr(backward)(w, x, x @ w)
+        >>> cut = split_program(program, [True, False], [True, True, False])
+        >>> [array.shape for array in cut.stash], cut.second_reads
+        ([(5, 3)], (False, True, False))
+    """
+    flat = _inlined(without_constants(program))
+    free = {*flat.constvars, *(v for v, k in zip(flat.invars, kept, strict=True) if k)}
+    first, second, stash = _cut(flat, wanted, free)
+    read = _read_by(second)
+    return SplitProgram(
+        ClosedJaxpr(first, program.consts),
+        ClosedJaxpr(second, program.consts),
+        tuple(map(_shape, stash)),
+        tuple(var in read and var in free for var in flat.invars),
+    )
+
+
+def _shape(atom: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
+
+
+def _read_by(jaxpr: Jaxpr) -> set[Var]:
+    atoms = [atom for equation in jaxpr.eqns for atom in equation.invars]
+    return {atom for atom in (*atoms, *jaxpr.outvars) if isinstance(atom, Var)}
+
+
+def _jaxpr(
+    like: Jaxpr,
+    arguments: Sequence[Var],
+    results: Sequence[Any],
+    equations: Sequence[JaxprEqn],
+) -> Jaxpr:
+    effects = frozenset().union(*(equation.effects for equation in equations))
+    return Jaxpr(
+        like.constvars,
+        [*arguments],
+        [*results],
+        [*equations],
+        effects=effects,
+        debug_info=like.debug_info,
+    )
+
+
+def _inlined(jaxpr: Jaxpr) -> Jaxpr:
+    """Return the same program without calls; names of scopes stay."""
+    equations: list[JaxprEqn] = []
+    known: dict[Var, Any] = {}
+
+    def take_in(jaxpr: Jaxpr, known: dict[Var, Any], scope: Any) -> list[Any]:
+        def read(atom: Any) -> Any:
+            return atom if isinstance(atom, Literal) else known.get(atom, atom)
+
+        for equation in jaxpr.eqns:
+            given = [read(atom) for atom in equation.invars]
+            source = equation.source_info
+            if scope is not None:
+                source = source.replace(name_stack=scope + source.name_stack)
+            called = _called(equation)
+            if called is not None:
+                of_call = dict(zip(called.invars, given, strict=True))
+                results = take_in(called, of_call, source.name_stack)
+            else:
+                results = [Var(var.aval) for var in equation.outvars]
+                equations.append(
+                    equation.replace(invars=given, outvars=results, source_info=source)
+                )
+            known.update(zip(equation.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    results = take_in(jaxpr, known, None)
+    return _jaxpr(jaxpr, jaxpr.invars, results, equations)
+
+
+def _called(equation: JaxprEqn) -> Jaxpr | None:
+    """Return the program that an equation calls on its operands."""
+    if equation.primitive.name not in _INLINED:
+        return None
+    programs = programs_in(equation)
+    if len(programs) != 1:
+        return None
+    (program,) = programs
+    inner = without_constants(program)
+    if inner.constvars or len(inner.invars) != len(equation.invars):
+        return None
+    return inner
+
+
+def _loop_of(equation: JaxprEqn) -> tuple[Loop, Jaxpr] | None:
+    """Return a loop that can be cut, and its body without calls."""
+    if equation.primitive.name != "scan":
+        return None
+    loop = Loop.parse(equation)
+    assert loop is not None
+    body = without_constants(loop.body)
+    return None if body.constvars else (loop, _inlined(body))
+
+
+_Needs = tuple[list[bool], list[bool]]
+"""For each result of an operation, and each operand, whether it is needed."""
+
+
+def _needs(jaxpr: Jaxpr, wanted: Sequence[bool]) -> tuple[list[_Needs | None], set]:
+    """Return what each operation is needed for, and all variables that are read."""
+    read = {
+        var
+        for var, is_wanted in zip(jaxpr.outvars, wanted, strict=True)
+        if is_wanted and isinstance(var, Var)
+    }
+    needs: list[_Needs | None] = [None] * len(jaxpr.eqns)
+    for at, equation in reversed([*enumerate(jaxpr.eqns)]):
+        used = [var in read for var in equation.outvars]
+        if not any(used):
+            continue
+        operands = [True] * len(equation.invars)
+        looped = _loop_of(equation)
+        if looped is not None:
+            used, operands = _loop_needs(*looped, used)
+        needs[at] = used, operands
+        read |= {
+            atom
+            for atom, is_read in zip(equation.invars, operands, strict=True)
+            if is_read and isinstance(atom, Var)
+        }
+    return needs, read
+
+
+def _loop_needs(loop: Loop, body: Jaxpr, used: Sequence[bool]) -> _Needs:
+    """Return which carries and outputs of a loop are needed, and which operands."""
+    consts, carry = loop.num_consts, loop.num_carried
+    carried, stacked = list(used[:carry]), list(used[carry:])
+    while True:
+        _, read = _needs(body, carried + stacked)
+        operands = [var in read for var in body.invars]
+        more = [
+            one or other
+            for one, other in zip(
+                carried, operands[consts : consts + carry], strict=True
+            )
+        ]
+        if more == carried:
+            operands[consts : consts + carry] = carried
+            return carried + stacked, operands
+        carried = more
+
+
+def _cut(
+    jaxpr: Jaxpr, wanted: Sequence[bool], free: set[Var]
+) -> tuple[Jaxpr, Jaxpr, list[Var]]:
+    """Return both programs, and the variables of the stash.
+
+    Args:
+        jaxpr: Without calls.
+        wanted: For each result, True if the first program makes it.
+        free: Arguments that the second program has too.
+    """
+    of_first, _ = _needs(jaxpr, wanted)
+    of_second, _ = _needs(jaxpr, [not one for one in wanted])
+    first: list[JaxprEqn] = []
+    second: list[JaxprEqn] = []
+    for equation, early, late in zip(jaxpr.eqns, of_first, of_second, strict=True):
+        if early is None and late is not None:
+            second.append(equation)
+        elif early is not None and late is None or equation.effects:
+            first.append(equation)
+        elif early is not None and late is not None:
+            only_late = [
+                one and not other for one, other in zip(late[0], early[0], strict=True)
+            ]
+            looped = _loop_of(equation)
+            if looped is None or not any(only_late):
+                first.append(equation)
+                continue
+            early_loop, late_loop = _cut_loop(equation, *looped, early[0], only_late)
+            first += early_loop
+            second += late_loop
+    results: tuple[list[Any], list[Any]] = [], []
+    for atom, is_wanted in zip(jaxpr.outvars, wanted, strict=True):
+        results[not is_wanted].append(atom)
+    stash = _minimum_cut(jaxpr, first, second, results[1], free)
+    again = _computed_again(first, second, results[1], stash)
+    # An argument that the second program is not given again comes in the stash, if at
+    # all; another variable takes its place.
+    arguments = [var if var in free else Var(var.aval) for var in jaxpr.invars]
+    return (
+        _jaxpr(jaxpr, jaxpr.invars, [*results[0], *stash], first),
+        _jaxpr(jaxpr, [*arguments, *stash], results[1], [*again, *second]),
+        stash,
+    )
+
+
+def _minimum_cut(
+    jaxpr: Jaxpr,
+    first: Sequence[JaxprEqn],
+    second: Sequence[JaxprEqn],
+    results: Sequence[Any],
+    free: set[Var],
+) -> list[Var]:
+    """Return the fewest bytes of the first program from which the second follows.
+
+    A graph has an edge through every variable, of its bytes. Edges without a limit lead
+    to it from what its cheap operation reads, or from the source if its operation is
+    not cheap or it is an argument; and from what the second program reads to the sink.
+    """
+    maker = {var: equation for equation in first for var in equation.outvars}
+    given = {var for var in jaxpr.invars if var not in free}
+    sink_reads = _read_by(_jaxpr(jaxpr, (), results, second)) & (given | {*maker})
+    numbers: dict[Var, int] = {}
+    edges: list[tuple[int, int, float]] = []
+    open_variables = sorted(sink_reads, key=str)
+    while open_variables:
+        var = open_variables.pop()
+        if var in numbers:
+            continue
+        numbers[var] = place = 2 + 2 * len(numbers)
+        edges.append((place, place + 1, _num_bytes(var)))
+        equation = maker.get(var)
+        if equation is None or equation.primitive.name not in _CHEAP:
+            edges.append((_SOURCE, place, np.inf))
+            continue
+        open_variables += [
+            atom
+            for atom in equation.invars
+            if isinstance(atom, Var) and (atom in maker or atom in given)
+        ]
+    for var, place in numbers.items():
+        equation = maker.get(var)
+        if var in sink_reads:
+            edges.append((place + 1, _SINK, np.inf))
+        if equation is not None and equation.primitive.name in _CHEAP:
+            edges += [
+                (numbers[atom] + 1, place, np.inf)
+                for atom in {a for a in equation.invars if isinstance(a, Var)}
+                if atom in numbers
+            ]
+    reached = _source_side(edges, 2 + 2 * len(numbers))
+    return [
+        var
+        for var, place in numbers.items()
+        if place in reached and place + 1 not in reached
+    ]
+
+
+_SOURCE, _SINK = 0, 1
+
+
+def _num_bytes(var: Var) -> int:
+    shape = _shape(var)
+    itemsize = getattr(shape.dtype, "itemsize", 8)  # of keys: none
+    return int(np.prod(shape.shape, dtype=np.int64)) * itemsize + 1
+
+
+def _source_side(edges: Sequence[tuple[int, int, float]], num_nodes: int) -> set[int]:
+    """Return the nodes on the source's side of a minimum cut."""
+    from scipy.sparse import csr_array  # here: only a split backward needs it
+    from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+    tails, heads, limits = (np.array(column) for column in zip(*edges, strict=True))
+    finite = limits[np.isfinite(limits)]
+    # Capacities are of 32 bits; an edge without a limit holds more than all others.
+    unit = max(1.0, finite.sum() / 2**29)
+    limits = np.where(np.isfinite(limits), np.ceil(limits / unit), 2**30)
+    graph = csr_array(
+        (limits.astype(np.int32), (tails, heads)), shape=(num_nodes, num_nodes)
+    )
+    left = graph - maximum_flow(graph, _SOURCE, _SINK).flow
+    left.eliminate_zeros()
+    return {*breadth_first_order(left, _SOURCE, return_predecessors=False).tolist()}
+
+
+def _computed_again(
+    first: Sequence[JaxprEqn],
+    second: Sequence[JaxprEqn],
+    results: Sequence[Any],
+    stash: Iterable[Var],
+) -> list[JaxprEqn]:
+    """Return the cheap operations of the first program that the second does too."""
+    known = {*stash}
+    atoms = [atom for equation in second for atom in equation.invars]
+    read = {atom for atom in (*atoms, *results) if isinstance(atom, Var)}
+    again = []
+    for equation in reversed(first):
+        if any(var in read and var not in known for var in equation.outvars):
+            again.append(equation)
+            read |= {atom for atom in equation.invars if isinstance(atom, Var)}
+    return again[::-1]
+
+
+def _cut_loop(
+    equation: JaxprEqn,
+    loop: Loop,
+    body: Jaxpr,
+    early: Sequence[bool],
+    late: Sequence[bool],
+) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
+    """Return the loops of both programs.
+
+    Args:
+        equation: The loop.
+        loop: How it takes its operands.
+        body: Its body without calls.
+        early: For each of its carries and outputs, whether the first program needs it.
+        late: Whether only the second does.
+    """
+    needed = [one or other for one, other in zip(early, late, strict=True)]
+    consts, carry, xs = loop.split(body.invars)
+    carries = [
+        [var for var, of in zip(carry, which, strict=False) if of]
+        for which in (early, late)
+    ]
+    wanted = [out for out, of in zip(body.outvars, needed, strict=True) if of]
+    first, second, stash = _cut(
+        _jaxpr(body, body.invars, wanted, body.eqns),
+        [one for one, of in zip(early, needed, strict=True) if of],
+        {*consts, *carries[1], *xs},
+    )
+    stacked = [Var(_stacked(var.aval, loop.length)) for var in stash]
+    given_consts, given_carry, given_xs = loop.split(equation.invars)
+    halves = []
+    for jaxpr, which, carried, more, kept in (
+        (first, early, carries[0], [], stacked),
+        (second, late, carries[1], stash, []),
+    ):
+        arguments = consts, carried, [*xs, *more]
+        operands = (
+            given_consts,
+            [atom for atom, of in zip(given_carry, which, strict=False) if of],
+            [*given_xs, *(stacked if more else ())],
+        )
+        made = [var for var, of in zip(equation.outvars, which, strict=True) if of]
+        read = _read_by(jaxpr)
+        consts_read, xs_read = ([var in read for var in arguments[at]] for at in (0, 2))
+        halves.append(
+            _scan(
+                equation,
+                _jaxpr(
+                    jaxpr,
+                    [
+                        *_picked(arguments[0], consts_read),
+                        *carried,
+                        *_picked(arguments[2], xs_read),
+                    ],
+                    jaxpr.outvars,
+                    jaxpr.eqns,
+                ),
+                (
+                    _picked(operands[0], consts_read),
+                    operands[1],
+                    _picked(operands[2], xs_read),
+                ),
+                [*made, *kept],
+            )
+        )
+    return halves[0], halves[1]
+
+
+def _picked(atoms: Sequence[Any], which: Sequence[bool]) -> list[Any]:
+    return [atom for atom, of in zip(atoms, which, strict=True) if of]
+
+
+def _stacked(aval: Any, length: int | None) -> Any:
+    return aval.update(shape=(length, *aval.shape))
+
+
+def _scan(
+    like: JaxprEqn,
+    body: Jaxpr,
+    operands: tuple[Sequence[Any], Sequence[Any], Sequence[Any]],
+    results: Sequence[Var],
+) -> list[JaxprEqn]:
+    """Return a loop like another, of another body.
+
+    JAX traces it: how a loop's equation counts its operands differs by version.
+
+    Args:
+        like: The loop whose length and direction it has.
+        body: Constants, carries and slices -> carries and slices.
+        operands: Its constants, carries and what it runs over.
+        results: Variables of its results.
+    """
+    run, num_carry = jaxpr_as_fun(ClosedJaxpr(body, ())), len(operands[1])
+
+    def looped(consts: list, carry: list, xs: list) -> list:
+        def one(carry: list, x: list) -> tuple[list, list]:
+            made = run(*consts, *carry, *x)
+            return made[:num_carry], made[num_carry:]
+
+        params = {name: like.params[name] for name in ("length", "reverse", "unroll")}
+        carry, ys = jax.lax.scan(one, carry, xs, **params)
+        # A carry that never changes would be the operand itself, and no new variable.
+        return jax.lax.optimization_barrier([*carry, *ys])
+
+    flat = [atom for part in operands for atom in part]
+    shapes = [[*map(_shape, part)] for part in operands]
+    traced = jax.make_jaxpr(looped)(*shapes).jaxpr
+    known = dict(zip(traced.invars, flat, strict=True))
+    known |= dict(zip(traced.outvars, results, strict=True))
+    equations = []
+    for equation in traced.eqns:
+        made = [known.setdefault(var, Var(var.aval)) for var in equation.outvars]
+        given = [
+            atom if isinstance(atom, Literal) else known[atom]
+            for atom in equation.invars
+        ]
+        equations.append(
+            equation.replace(invars=given, outvars=made, source_info=like.source_info)
+        )
+    return equations

@@ -1,0 +1,228 @@
+"""Split backwards: no matmul twice, and every schedule trains as one device does."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from schedule_cases import SPLIT_NAMES
+
+from meshpar.parallel.split_backward import split_program
+from meshpar.schedules import SCHEDULES
+from meshpar.trace.walk import equations
+from tests.marks import slow
+from tests.pipelined import assert_equal_to_plain, mlp_of, model_of, step_of
+
+TOKENS, EMBED, HIDDEN = 16, 8, 24
+
+
+def draw(seed, *shape):
+    return 0.3 * jax.random.normal(jax.random.key(seed), shape)
+
+
+WEIGHTS = {
+    name: draw(seed, *shape)
+    for seed, (name, shape) in enumerate(
+        {
+            "scale": (EMBED,),
+            "q": (EMBED, EMBED),
+            "kv": (2, EMBED, EMBED),
+            "out": (EMBED, EMBED),
+            "up": (EMBED, HIDDEN),
+            "down": (HIDDEN, EMBED),
+        }.items()
+    )
+}
+X, DY = draw(8, TOKENS, EMBED), draw(9, TOKENS, EMBED)
+
+
+@jax.custom_vjp
+def linear(x, weight):
+    return x @ weight
+
+
+linear.defvjp(
+    lambda x, weight: (x @ weight, (x, weight)),
+    lambda kept, dy: (dy @ kept[1].T, kept[0].T @ dy),
+)
+
+
+def tiled_attention(q, k, v):
+    """Attention over tiles of keys, in a loop."""
+
+    def tile(carry, kv):
+        largest, total, out = carry
+        k, v = kv
+        scores = q @ k.T
+        new = jnp.maximum(largest, scores.max(-1))
+        weights, rescale = jnp.exp(scores - new[:, None]), jnp.exp(largest - new)
+        total = total * rescale + weights.sum(-1)
+        return (new, total, out * rescale[:, None] + weights @ v), None
+
+    first = jnp.full(TOKENS, -1e9), jnp.zeros(TOKENS), jnp.zeros((TOKENS, EMBED))
+    tiles = k.reshape(4, -1, EMBED), v.reshape(4, -1, EMBED)
+    (_, total, out), _ = jax.lax.scan(tile, first, tiles)
+    return out / total[:, None]
+
+
+def attention_block(weights, x):
+    inside = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+    inside = inside * weights["scale"]
+    attend = jax.jit(tiled_attention)
+    k, v = inside @ weights["kv"][0], inside @ weights["kv"][1]
+    return x + attend(inside @ weights["q"], k, v) @ weights["out"]
+
+
+def mlp_block(weights, x):
+    return x + linear(jax.nn.silu(linear(x, weights["up"])), weights["down"])
+
+
+def switching_block(weights, x):
+    return jax.lax.cond(x.sum() > -1e9, mlp_block, lambda weights, x: x, weights, x)
+
+
+def layers_block(weights, x):
+    stacked = jax.tree.map(lambda weight: jnp.stack([weight, 0.9 * weight]), weights)
+
+    def layer(x, weights):
+        return mlp_block(weights, attention_block(weights, x)), None
+
+    return jax.lax.scan(layer, x, stacked)[0]
+
+
+BLOCKS = [attention_block, mlp_block, switching_block, layers_block]
+REMATS = {
+    "none": lambda block: block,
+    "dots": lambda block: jax.checkpoint(
+        block, policy=jax.checkpoint_policies.dots_saveable
+    ),
+    "full": jax.checkpoint,
+}
+
+
+def matmul_flops(program, times=1):
+    """FLOPs of all matmuls of a trace, those of loops as often as they run."""
+    total = 0
+    jaxpr = getattr(program, "jaxpr", program)
+    for equation in jaxpr.eqns:
+        name, inner_times = equation.primitive.name, times
+        if name == "dot_general":
+            contracted = equation.params["dimension_numbers"][0][0]
+            shape = equation.invars[0].aval.shape
+            size = np.prod(equation.outvars[0].aval.shape)
+            total += times * 2 * size * np.prod([shape[dim] for dim in contracted])
+        if name == "scan":
+            inner_times *= equation.params["length"]
+        for value in equation.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                    total += matmul_flops(inner, inner_times)
+    return total
+
+
+@pytest.mark.parametrize("remat", REMATS)
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.__name__)
+def test_the_two_halves_are_the_backward_and_do_no_matmul_twice(block, remat):
+    _, vjp = jax.vjp(REMATS[remat](block), WEIGHTS, X)
+    kept, tree = jax.tree.flatten(vjp)
+
+    def backward(kept, dy):
+        of_weights, of_input = jax.tree.unflatten(tree, kept)(dy)
+        return of_input, of_weights
+
+    program = jax.make_jaxpr(backward)(kept, DY)
+    wanted = [True] + [False] * len(WEIGHTS)
+    cut = split_program(program, wanted, [True] * len(kept) + [False])
+    (of_input,), stash = cut.run_first([*kept, DY])
+    unread = [
+        value if is_read else jnp.full_like(value, jnp.nan)
+        for value, is_read in zip([*kept, DY], cut.second_reads, strict=True)
+    ]
+    of_weights = cut.run_second(unread, stash)
+    expected = backward(kept, DY)
+    for found, value in zip(
+        [of_input, *of_weights], jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_allclose(found, value, rtol=2e-6, atol=1e-6)
+    both = matmul_flops(cut.first) + matmul_flops(cut.second)
+    assert both == matmul_flops(program)
+    if block is not switching_block:
+        assert matmul_flops(cut.second) > 0
+
+
+def test_what_the_second_program_is_not_given_again_is_in_the_stash():
+    def backward(w, x, dy):
+        return dy @ w.T, x.T @ dy
+
+    w, x = jnp.ones((2, 3)), jnp.ones((5, 2))
+    program = jax.make_jaxpr(backward)(w, x, x @ w)
+    cut = split_program(program, [True, False], [True, False, False])
+    assert sorted(one.shape for one in cut.stash) == [(5, 2), (5, 3)]
+    assert not any(cut.second_reads)
+
+
+def test_cheap_operations_are_computed_again_where_that_keeps_fewer_bytes():
+    def backward(w, x, dy):
+        wide = jnp.exp(jnp.broadcast_to(x[:, None], (4, 64)))
+        return (dy * wide) @ w, (wide * dy).sum(), wide.T @ dy
+
+    arguments = jnp.ones((64, 4)), jnp.ones(4), jnp.ones((4, 64))
+    program = jax.make_jaxpr(backward)(*arguments)
+    cut = split_program(program, [True, False, False], [False, False, False])
+    assert sorted(one.shape for one in cut.stash) == [(4,), (4, 64)]
+    again = [one.primitive.name for one in equations(cut.second)]
+    assert again.count("exp") == 1
+
+
+AXES = "stage=2,data=2,microbatches=4"
+
+
+@pytest.mark.parametrize("execution", ["uniform", "divergent"])
+@pytest.mark.parametrize(
+    "name",
+    ["zero_bubble_h1", *(slow(name) for name in SPLIT_NAMES if name[-2:] != "h1")],
+)
+def test_every_split_schedule_trains_as_one_device_does(name, execution):
+    chunks = SCHEDULES[name].default_chunks
+    line = f"{AXES},schedule={name},chunks={chunks},execution={execution}"
+    assert_equal_to_plain(mlp_of(8), line)
+
+
+@pytest.mark.parametrize("execution", ["uniform", "divergent"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "stage=2,fsdp=2,microbatches=6,schedule=zero_bubble_v,chunks=2,remat=full",
+        slow("stage=4,data=2,microbatches=6,schedule=zero_bubble_h2,zero=1"),
+        slow("stage=3,microbatches=6,schedule=zero_bubble_h1,remat=stage"),
+    ],
+)
+def test_split_backwards_under_other_axes(line, execution):
+    assert_equal_to_plain(mlp_of(8), f"{line},execution={execution}")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        slow("stage=2,context=2,data=2,microbatches=4,schedule=zero_bubble_h1"),
+        slow(
+            "stage=2,context=2,microbatches=4,schedule=zero_bubble_h1,"
+            "execution=divergent,attention=allgather"
+        ),
+        slow(
+            "stage=2,tensor=2,fsdp=2,microbatches=4,schedule=zero_bubble_v,chunks=2,"
+            "sequence_parallel=true,remat=full"
+        ),
+    ],
+)
+def test_split_backwards_of_a_llama(line):
+    assert_equal_to_plain(model_of(8), line)
+
+
+@pytest.mark.parametrize(
+    "axis", ["context=2", "tensor=2", "tensor=2,sequence_parallel=true"]
+)
+def test_ranks_that_diverge_refuse_an_axis_that_may_permute(axis, refuses):
+    line = f"stage=2,{axis},microbatches=4,execution=divergent"
+    named = axis.split("=")[0]
+    with refuses("layout.divergent_permute", "execution=divergent", f"'{named}'"):
+        step_of(model_of(8), line)
