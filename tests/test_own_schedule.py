@@ -117,7 +117,12 @@ def test_a_wrong_schedule_is_refused_with_what_is_wrong(line, orders, refusal, r
         step_of(model_of(4), line, schedule=orders)
 
 
-def test_split_backwards_are_refused(refuses):
+@pytest.mark.parametrize("execution", ["uniform", "divergent"])
+def test_a_backward_may_be_split_on_one_rank_and_whole_on_another(execution):
     orders = [["0F0", "0I0", "0W0"], ["1F0", "1B0"]]
-    with refuses("schedule.split_backward", "0I0", "0W0", 2):
-        step_of(model_of(4), "stage=2", schedule=orders)
+    line, model = f"stage=2,execution={execution}", mlp_of(4)
+    step = step_of(model, line, schedule=orders)
+    value, gradients = step.loss_and_gradients(state_of(step, model), batch_of())
+    wanted_value, wanted = plain(model)
+    assert abs(float(value) - wanted_value) <= 1e-5 * abs(wanted_value)
+    assert_close(step.in_layer_order(gradients), wanted)

@@ -407,10 +407,7 @@ EXPLICIT = (AxisType.Explicit,)
             dict(schedule=[["0F0", "0B0"], ["1B0", "1F0"]], num_microbatches=1),
             ("schedule.deadlock", 1, "1B0", "1F0"),
         ),
-        (
-            dict(schedule=[["0F0", "0I0", "0W0"], ["1F0", "1B0"]], num_microbatches=1),
-            ("schedule.split_backward", "0I0", "0W0", 2),
-        ),
+        (dict(execution="free"), ("layout.unknown_execution", "'free'", "uniform")),
     ],
 )
 def test_what_cannot_run_is_refused_when_made(options, refusal, refuses):

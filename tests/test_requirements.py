@@ -25,6 +25,7 @@ REFUSED = {
     ("data=2,chunks=2", 8): "layout.option_without_axis",
     ("fsdp=2,attention=ulysses", 8): "layout.option_without_axis",
     ("data=2,remat=stage", 8): "layout.stage_remat_without_stages",
+    ("stage=2,tensor=2,execution=divergent", 8): "layout.divergent_permute",
     ("microbatches=2,remat=offload:mlp_hidden", 8): "layout.offload_in_ticks",
     ("tensor=2,zero=1", 8): "layout.zero_without_effect",
     ("fsdp=2,zero=0,zero_axes=fsdp", 8): "layout.zero_axes_without_effect",

@@ -274,7 +274,7 @@ PLANNED = ["--preset", "llama3-8b", "--hardware", "h100-80gb", "--global-batch",
         ["lint", "--model", "layers=4,hidden=32,heads=4,vocab=64"],
     ],
 )
-@pytest.mark.parametrize("name", ["zero_bubble_h1", "v_half", "dualpipe_v"])
+@pytest.mark.parametrize("name", ["zero_bubble_h3", "v_third"])
 def test_no_command_takes_a_layout_of_a_schedule_that_there_is_none_of(
     argv, name, refuses_command
 ):

@@ -11,6 +11,7 @@ from __future__ import annotations
 from meshpar.layout.layout import (
     BATCH_AXES,
     BY_COST,
+    EXECUTIONS,
     MANUAL_AXES,
     MESH_AXES,
     REMATS,
@@ -25,6 +26,7 @@ __all__ = [
     "BY_COST",
     "MANUAL_AXES",
     "MESH_AXES",
+    "EXECUTIONS",
     "REMATS",
     "STAGE_REMATS",
     "TOKEN_AXES",

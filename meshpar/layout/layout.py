@@ -27,6 +27,9 @@ TOKEN_AXES = ("data", "fsdp", "context", "expert")
 MANUAL_AXES = (*BATCH_AXES, "stage", "context")
 """The mesh axes over which collectives are written out; GSPMD has the others."""
 
+EXECUTIONS = ("uniform", "divergent")
+"""Values of `execution`."""
+
 STAGE_REMATS = ("stage", "stage_full")
 """Values of `remat` that keep only the input of each pipeline stage."""
 
@@ -50,7 +53,7 @@ _RESIDUAL_FORM = (
 )
 
 _CHOICES = {
-    "execution": ("uniform",),
+    "execution": EXECUTIONS,
     "zero": (0, 1, 2, 3),
     "fsdp_gather": ("step", "microbatch"),
     "fsdp_prefetch": ("auto", "on", "off"),
@@ -85,7 +88,7 @@ class Layout:
         splits: Blocks of each stage; empty is as even as possible in number, `cost`
             in what they cost (`BlockGroup.costs`, or else their matmul FLOPs).
         execution: How the ranks of a pipeline run: "uniform", all the same instructions
-            in every tick.
+            in every tick, or "divergent", each one action of its own.
         zero: ZeRO stage, what the devices of a split batch share out: 0 nothing,
             1 optimizer state, 2 gradients too, 3 parameters too. With 1 and 2
             parameters are whole from a step's forward to its backward, and shared out

@@ -133,6 +133,16 @@ def _without_axis(option: str, mesh_axis: str) -> Requirement:
     )
 
 
+def _permuted_axis(layout: Layout) -> str | None:
+    """Return an axis over which blocks permute, or XLA may; None if there is none.
+
+    GSPMD partitions over `tensor`, and makes permutes by itself.
+    """
+    if layout.tensor > 1:
+        return "tensor"
+    return "context" if layout.attention_method.permutes else None
+
+
 LOCAL_STEPS = (
     Requirement(
         "layout.sync_of_one_replica",
@@ -170,6 +180,18 @@ LOCAL_STEPS = (
 
 OPTIONS = (
     _without_axis("schedule", "stage"),
+    _without_axis("execution", "stage"),
+    Requirement(
+        "layout.divergent_permute",
+        "execution",
+        lambda layout, at: (
+            layout.execution == "divergent" and _permuted_axis(layout) is not None
+        ),
+        lambda layout, at: (
+            "execution=divergent: ranks do work of their own, and a permute over "
+            f"{_permuted_axis(layout)!r} would wait for all; set execution=uniform"
+        ),
+    ),
     _without_axis("chunks", "stage"),
     _without_axis("splits", "stage"),
     _without_axis("attention", "context"),

@@ -304,6 +304,8 @@ class Placement:
         nothing (`docs/guides/audit.md`).
         """
         layout = self.layout
+        if layout.execution == "divergent":
+            return False
         by_default = platform_named(self.platform).overlaps_last_microbatch
         wanted = (by_default and layout.stage == 1) or layout.fsdp_prefetch == "on"
         return layout.runs_in_ticks and wanted and bool(self._overlapped_axes)

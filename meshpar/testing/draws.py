@@ -18,7 +18,7 @@ import optax
 
 from meshpar import MESH_AXES, Layout, Model, RuleError, default_rules, make_train_step
 from meshpar.errors import InputError, nearest
-from meshpar.layout import STAGE_REMATS
+from meshpar.layout import EXECUTIONS, STAGE_REMATS
 from meshpar.layout.context_method import CONTEXT_METHODS
 from meshpar.layout.requirements import layout_errors
 from meshpar.parallel.grids.space import splits_tokens
@@ -55,9 +55,9 @@ DRAWS: dict[str, Draw] = {
     **dict.fromkeys(MESH_AXES, _SIZES),
     "microbatches": Draw((1, 1, 2, 3, 4, 5)),
     "schedule": Draw(tuple(SCHEDULES), beside=("stage",)),
+    "execution": Draw(EXECUTIONS, beside=("stage",)),
     "chunks": Draw((1, 2), beside=("stage",)),  # of a schedule that has them
     "splits": Draw(((), "cost"), beside=("stage",)),  # or sizes for the layers
-    "execution": Draw(("uniform",)),
     "zero": Draw((3, 3, 0, 1, 2), beside=("fsdp", "data")),
     "zero_axes": Draw(
         ((), (), (), ("data",), ("fsdp",), ("data", "fsdp"), ("context",)),
@@ -190,6 +190,8 @@ def draw_layout(
     if 1 < num_stages <= num_layers and rng.integers(3) == 0:
         values["splits"] = _random_splits(rng, num_layers, num_stages)
     layout = Layout(**values)
+    if "execution" in layout_errors(layout):
+        layout = replace(layout, execution=Layout().execution)
     if "fsdp_prefetch" in layout_errors(layout):
         return replace(layout, fsdp_prefetch=Layout().fsdp_prefetch)
     return layout

@@ -1,7 +1,9 @@
-"""One executor for every schedule: all ranks in lock step, tick by tick.
+"""One executor for every schedule: all ranks move tick by tick.
 
-Each tick runs the forward of one microbatch and the backward of another with `jax.vjp`,
-and hops gradients down beside the one, activations up beside the other. The backward is
+In lock step a tick runs the forward of one microbatch and the backward of another with
+`jax.vjp`, and hops gradients down beside the one, activations up beside the other. If
+ranks diverge, each does one action of its own in a tick; hops and ends are outside of
+them. Backwards may be split (`split_stages`). The backward is
 not the derivative of the loop, so only what the schedule has in flight is kept, however
 many microbatches there are. Ranks without work skip it (`rank_layers`), or compute on
 zeros and the result is dropped.
@@ -10,7 +12,7 @@ Reference: Narayanan et al. 2021 (PipeDream-flush, interleaved 1F1B).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -30,93 +32,13 @@ from meshpar.parallel.pipeline.crossing import (
     write,
     zero_arrays,
 )
+from meshpar.parallel.pipeline.work import At, Results, Work
 from meshpar.schedules import Phase, Schedule, TickTable, tick_table
 from meshpar.schedules.tick_table import ARRAYS
-
-
-@dataclass(frozen=True)
-class At:
-    """A rank's forward or backward of a tick.
-
-    Args:
-        chunk: Index among the rank's stages, int32.
-        microbatch: Index of the microbatch, int32.
-        is_active: Whether the rank has work; else its results are dropped.
-    """
-
-    chunk: jax.Array
-    microbatch: jax.Array
-    is_active: jax.Array
-
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """The functions that the executor runs, each on this device's part.
-
-    Args:
-        stage: (`At`, payload) -> payload, and sums of the blocks.
-        stage_keeping: (`At`, payload, buffers, slot) -> those, and the buffers with
-            what its backward needs in that slot.
-        stage_gradient: (`At`, buffers, slot, gradient of its payload, totals) ->
-            gradient of the payload it took, the blocks' gradients added to the totals,
-            and gradients of the ends (() for none).
-        last_gradient: The same with the chunks to reduce and what is communicated
-            beside them; it returns this too. None if nothing is reduced in the ticks.
-        reduce_ends: Gradients of the ends -> those, the head's reduced.
-        embed: microbatch -> payload of the first stage, by all ranks.
-        embed_gradient: (microbatch, payload's gradient on the first stage's rank, else
-            0) -> gradients of the ends and of the microbatch's inputs.
-        head: (microbatch, payload on the last stage's rank, else 0) -> (loss sums,
-            payload's gradient, gradients of the ends), by all ranks.
-        payload: Shapes of a microbatch's payload.
-        kept: Shapes of what a stage keeps of one microbatch, a tree.
-        specs: How a payload's arrays lie over automatic mesh axes.
-        gradients: Shapes of the blocks' gradients, (chunks, ...) each.
-        end_gradients: Shapes of the ends' gradients.
-        loss_sums: Shapes of the head's sums.
-        auxiliary: Shapes of the blocks' auxiliary losses, scalars.
-        statistics: Shapes of the blocks' other sums, (chunks, ...) each.
-        inputs: Inputs that have a gradient, (microbatches, ...) each.
-    """
-
-    stage: Callable[..., tuple[Payload, Any]]
-    stage_keeping: Callable[..., tuple[Payload, Any, Any]]
-    stage_gradient: Callable[..., tuple[Payload, Any, Any]]
-    embed: Callable[[jax.Array], Payload]
-    embed_gradient: Callable[[jax.Array, Payload], tuple[Any, Any]]
-    head: Callable[[jax.Array, Payload], tuple[Any, Payload, Any]]
-    payload: Any
-    kept: Any
-    specs: Any
-    gradients: Any
-    end_gradients: Any
-    loss_sums: Any
-    auxiliary: Any
-    statistics: Any
-    inputs: Any = ()
-    last_gradient: Callable[..., tuple[Payload, Any, Any, Any]] | None = None
-    reduce_ends: Callable[[Any], Any] | None = None
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class Results:
-    """Sums and unscaled gradients of a rank, not yet summed over the ranks."""
-
-    block_gradients: Any
-    end_gradients: Any
-    input_gradients: Any
-    loss_sums: Any
-    auxiliary: Any
-    statistics: Any
-
 
 IDLE = 0.0
 """Input of ranks without a microbatch. Nothing of it is kept; zeros, because
 `jnp.where` masks a NaN forward, not its gradient."""
-
-_ROWS = tuple(name for name in ARRAYS if name != "backward_op")
-"""Arrays of the tick table that a tick reads; every backward here is a whole one."""
 
 
 @jax.tree_util.register_dataclass
@@ -127,26 +49,31 @@ class _State:
     inputs: Payload
     gradients: Payload
     downward: Payload
+    upward: Payload
     saved: Any
+    stash: Any
     results: Results
 
 
 @dataclass(frozen=True)
 class Executor:
-    """Run a schedule in lock step.
+    """Run a schedule.
 
     Args:
         schedule: The order of every rank's work.
         work: The functions to run.
+        divergent: True if each rank does an action of its own in a tick; False for lock
+            step.
     """
 
     schedule: Schedule
     work: Work
+    divergent: bool = False
 
     @cached_property
     def table(self) -> TickTable:
         """The schedule, tick by tick."""
-        return tick_table(self.schedule)
+        return tick_table(self.schedule, divergent=self.divergent)
 
     def loss_and_gradients(self) -> Results:
         """Run the forwards and backwards of all ticks: loss sums and gradients."""
@@ -204,13 +131,15 @@ class Executor:
         rows = self._rows(phase.start, phase.stop)
         # No microbatch ends while the pipeline fills: no head is computed there. No
         # gradient arrives in a phase that has but the first backward.
-        has_head, receives = (
-            bool((rows[name] >= 0).any()) for name in ("ended", "gradient_write")
-        )
+        has = {
+            name: bool((rows[name] >= 0).any())
+            for name in ("ended", "input_write", "gradient_write")
+        }
 
         def tick(state: _State, row: Any) -> tuple[_State, None]:
-            flags = has_head, receives, keeps
-            return self._tick(state, row, phase, chunks, *flags), None
+            if self.divergent:
+                return self._own_tick(state, row, phase, has, keeps), None
+            return self._tick(state, row, phase, chunks, has, keeps), None
 
         if chunks:
             # No loop, as what is reduced has another shape. The barrier keeps the
@@ -228,10 +157,14 @@ class Executor:
             return self._hops.laid_out(zeros)
 
         work, table = self.work, self.table
+        payload = self._hops.laid_out(zero_arrays(work.payload))
+        stash = work.split.stash if work.split is not None and keeps else ()
         return _State(
             inputs=buffers(table.input_slots),
             gradients=buffers(table.gradient_slots),
-            downward=self._hops.laid_out(zero_arrays(work.payload)) if keeps else (),
+            downward=payload if keeps else (),
+            upward=payload if self.divergent else (),
+            stash=jax.tree.map(lambda shape: buffer(table.stash_slots, shape), stash),
             saved=jax.tree.map(
                 lambda shape: buffer(table.saved_slots, shape),
                 work.kept if keeps else (),
@@ -262,7 +195,7 @@ class Executor:
     def _rows(self, start: int, stop: int) -> dict[str, Any]:
         """Return the ticks' rows, and the microbatch at either end of the pipeline."""
         table = self.table
-        rows = {name: getattr(table, name)[start:stop] for name in _ROWS}
+        rows = {name: getattr(table, name)[start:stop] for name in ARRAYS}
         at_first = table.forward_stage == 0
         at_last = table.forward_stage == self.schedule.num_stages - 1
         back_at_first = table.backward_stage == 0
@@ -273,6 +206,9 @@ class Executor:
         ):
             rows[name] = np.where(here, microbatch, -1).max(axis=1)[start:stop]
         rows["gradient_write"] = table.gradient_arrival[start:stop]
+        if self.divergent:
+            for name in ("input_write", "gradient_write"):
+                rows[name] = _one_later(getattr(table, name))[start:stop]
         return rows
 
     def _tick(
@@ -281,38 +217,92 @@ class Executor:
         row: dict[str, jax.Array],
         phase: Phase,
         chunks: tuple[int, ...],
-        has_head: bool,
-        receives: bool,
+        has: dict[str, bool],
         keeps: bool,
     ) -> _State:
-        """Run one tick, in an order that leaves matmuls between a hop's start and end.
+        """Run one tick of lock step.
+
+        Its order leaves matmuls between a hop's start and end.
 
         Gradients of the tick before travel beside the forward, activations beside the
         backward, and the ends' collectives stand in between: XLA:GPU has one collective
         in flight at a time.
         """
         rank = lax.axis_index(STAGE)
-        own = {name: jnp.asarray(row[name])[rank] for name in _ROWS}
+        own = {name: jnp.asarray(row[name])[rank] for name in ARRAYS}
         x = dy = down = up = None
         if phase.has_forward:
-            embedded = self.work.embed(jnp.maximum(row["embedded"], 0))
-            arrived = read(state.inputs, own["input_read"])
-            x = where(own["forward_stage"] == 0, embedded, arrived)
-            x = self._hops.laid_out(_or_idle(own["forward_microbatch"] >= 0, x))
-        if phase.has_backward and receives:
+            x = self._input(state, row, own)
+        if phase.has_backward and has["gradient_write"]:
             down = self._hops.sent(
                 state.downward, x, self.table.gradient_hops, "stage_backward"
             )
             state = self._received(state, "gradients", own["gradient_write"], down)
         if phase.has_forward:
             state, y = self._forward(state, own, x, keeps)
-            if has_head:
+            if has["ended"]:
                 state, dy = self._head(state, row, own, after(y, down), keeps)
             up = self._hops.sent(y, dy, self.table.input_hops, "stage_forward")
             state = self._received(state, "inputs", own["input_write"], up)
         if phase.has_backward:
-            state = self._backward(state, row, own, up, chunks)
+            state, dx, more_ends = self._stage_gradient(state, own, chunks)
+            state = self._embed_gradient(state, row, own, dx, up, more_ends)
+        if phase.has_weight_grad:
+            state = self._weight_gradient(state, own)
         return state
+
+    def _own_tick(
+        self,
+        state: _State,
+        row: dict[str, jax.Array],
+        phase: Phase,
+        has: dict[str, bool],
+        keeps: bool,
+    ) -> _State:
+        """Run one tick in which each rank does one action of its own.
+
+        What all ranks do together comes before and after the actions: the hops of what
+        the tick before computed, and the ends. Each waits for the one before, so that
+        no two devices meet two collectives in different orders.
+        """
+        rank, table = lax.axis_index(STAGE), self.table
+        own = {name: jnp.asarray(row[name])[rank] for name in ARRAYS}
+        arrived: Any = None
+        for name, sent, hops in (
+            ("inputs", state.upward, table.input_hops),
+            ("gradients", state.downward, table.gradient_hops),
+        ):
+            slots = f"{name[:-1]}_write"
+            if has[slots] and (keeps or name == "inputs"):
+                arrived = self._hops.sent(sent, arrived, hops, _HOP_REASONS[name])
+                state = self._received(state, name, own[slots], arrived)
+        y = dx = more_ends = None
+        done: list[Any] = [arrived]
+        if phase.has_forward:
+            row = {**row, "embedded": after(row["embedded"], arrived)}
+            state, y = self._forward(state, own, self._input(state, row, own), keeps)
+            done.append(_one_value(y))
+        if phase.has_backward:
+            state, dx, more_ends = self._stage_gradient(state, own)
+            done.append(_one_value(dx))
+        if phase.has_weight_grad:
+            state = self._weight_gradient(state, own)
+            done.append(_one_value(state.results.block_gradients))
+        if y is not None:
+            if has["ended"]:
+                state, dy = self._head(state, row, own, after(y, done), keeps)
+                done.append(_one_value(dy))
+            state = replace(state, upward=y)
+        if dx is not None:
+            state = self._embed_gradient(state, row, own, dx, done, more_ends)
+        return state
+
+    def _input(self, state: _State, row: dict, own: dict) -> Payload:
+        """Return what this rank's forward takes: an embedding, or what arrived."""
+        embedded = self.work.embed(jnp.maximum(row["embedded"], 0))
+        arrived = read(state.inputs, own["input_read"])
+        x = where(own["forward_stage"] == 0, embedded, arrived)
+        return self._hops.laid_out(_or_idle(own["forward_microbatch"] >= 0, x))
 
     @cached_property
     def _hops(self) -> Hops:
@@ -355,9 +345,19 @@ class Executor:
         gradients = self._hops.laid_out(written)
         return replace(state, results=results, gradients=gradients), dy
 
-    def _backward(
-        self, state: _State, row: dict, own: dict, up: Any, chunks: tuple[int, ...]
-    ) -> _State:
+    def _stage_gradient(
+        self, state: _State, own: dict, chunks: tuple[int, ...] = ()
+    ) -> tuple[_State, Payload, Any]:
+        """Run this rank's backward, whole or for the input.
+
+        Args:
+            state: The state.
+            own: The rank's row of the tick table.
+            chunks: Those whose gradients are complete, and reduced, with this backward.
+
+        Returns:
+            The state, the gradient of the stage's input, and gradients of the ends.
+        """
         work, at = self.work, _action(own, "backward")
         if chunks:
             # Here ticks are no iterations of a loop, and the head's logits would stay
@@ -367,32 +367,58 @@ class Executor:
             state = replace(state, results=results, gradients=gradients, saved=saved)
         results = state.results
         dy = _or_idle(at.is_active, read(state.gradients, own["gradient_read"]))
-        given = (
-            at,
-            state.saved,
-            own["saved_read"],
-            self._hops.laid_out(dy),
-            results.block_gradients,
-        )
+        given = at, state.saved, own["saved_read"], self._hops.laid_out(dy)
+        if work.split is not None:
+            dx, stash, more_ends = work.split.input_gradient(
+                *given, state.stash, own["stash_write"]
+            )
+            return replace(state, stash=stash), dx, more_ends
         if chunks and work.last_gradient and work.reduce_ends:
             ends = results.end_gradients
             if chunks == self._completed[min(self._completed)]:
                 ends = work.reduce_ends(ends)
             dx, block_gradients, more_ends, ends = work.last_gradient(
-                *given, chunks=chunks, overlapped=ends
+                *given, results.block_gradients, chunks=chunks, overlapped=ends
             )
             results = replace(results, end_gradients=ends)
         else:
-            dx, block_gradients, more_ends = work.stage_gradient(*given)
+            dx, block_gradients, more_ends = work.stage_gradient(
+                *given, results.block_gradients
+            )
+        results = replace(results, block_gradients=block_gradients)
+        return replace(state, results=results), dx, more_ends
+
+    def _weight_gradient(self, state: _State, own: dict) -> _State:
+        """Run this rank's weight gradient."""
+        assert self.work.split is not None
+        results = state.results
+        total = self.work.split.weight_gradient(
+            _action(own, "weight_grad"),
+            state.stash,
+            own["stash_read"],
+            results.block_gradients,
+        )
+        return replace(state, results=replace(results, block_gradients=total))
+
+    def _embed_gradient(
+        self,
+        state: _State,
+        row: dict,
+        own: dict,
+        dx: Payload,
+        before: Any,
+        more_ends: Any,
+    ) -> _State:
+        """Add up gradients of ends and inputs, once `before` is there; send `dx` on."""
+        at, results = _action(own, "backward"), state.results
         at_start = (own["backward_stage"] == 0) & at.is_active
         embedded = row["embedded_back"]
-        end_gradients, input_gradients = work.embed_gradient(
-            jnp.maximum(embedded, 0), after(where(at_start, dx), up)
+        end_gradients, input_gradients = self.work.embed_gradient(
+            jnp.maximum(embedded, 0), after(where(at_start, dx), before)
         )
         total = _add(results.end_gradients, end_gradients, embedded >= 0)
         results = replace(
             results,
-            block_gradients=block_gradients,
             end_gradients=_add(total, more_ends, at.is_active) if more_ends else total,
             input_gradients=write(results.input_gradients, embedded, input_gradients),
         )
@@ -406,6 +432,22 @@ class Executor:
         for slot, payload in zip(slots, arrived, strict=True):
             buffers = write(buffers, slot, payload)
         return replace(state, **{name: self._hops.laid_out(buffers)})
+
+
+_HOP_REASONS = {"inputs": "stage_forward", "gradients": "stage_backward"}
+"""Why a tick's hops are made, by the buffers that they fill."""
+
+
+def _one_later(slots: np.ndarray) -> np.ndarray:
+    """Return what every tick writes in the tick after it."""
+    later = np.full_like(slots, -1)
+    later[1:] = slots[:-1]
+    return later
+
+
+def _one_value(tree: Any) -> jax.Array:
+    """Return one value of a tree, to wait for it."""
+    return jax.tree.leaves(tree)[0].ravel()[0]
 
 
 def _or_idle(is_active: jax.Array, payload: Payload) -> Payload:

@@ -27,11 +27,14 @@ from meshpar.parallel.pipeline.crossing import (
     shareable_parts,
     zero_arrays,
 )
-from meshpar.parallel.pipeline.executor import At, Executor, Work
+from meshpar.parallel.pipeline.executor import Executor
 from meshpar.parallel.pipeline.last_reduction import LastReduction
 from meshpar.parallel.pipeline.rank_layers import RankLayers
-from meshpar.parallel.pipeline.rank_stages import Enter, GroupSeams, RankStages
+from meshpar.parallel.pipeline.rank_stages import RankStages
+from meshpar.parallel.pipeline.seams import Enter, GroupSeams
+from meshpar.parallel.pipeline.split_stages import SplitStages
 from meshpar.parallel.pipeline.stages import Arrangement, part
+from meshpar.parallel.pipeline.work import At, SplitWork, Work
 from meshpar.parallel.remat import keeps_stage_input
 from meshpar.schedules import Schedule
 from meshpar.trace.dependence import arguments_read, has_gradient, is_read
@@ -88,6 +91,10 @@ class Functions(Protocol):
     def keeps_together(self) -> str | None:
         """Why idle ranks compute on zeros, or None (`mesh_hindrance`)."""
 
+    @property
+    def divergent(self) -> bool:
+        """True if each rank does an action of its own in a tick."""
+
     def blocks(self, arrangement: Arrangement) -> Sequence[Block]:
         """Return a layer of each group."""
 
@@ -141,6 +148,10 @@ class Microbatches:
     cut: ScopeArrays
     random: jax.Array | None
 
+    def executor(self, work: Work) -> Executor:
+        """Return what runs these functions."""
+        return Executor(self.schedule, work, divergent=self.functions.divergent)
+
     def work(self, of_loss: jax.Array | float = 1.0) -> Work:
         """Return the executor's functions for the loss and its gradients.
 
@@ -153,7 +164,8 @@ class Microbatches:
             lambda share: self.functions.head(self.weights, share, arrays, shares),
             jax.tree.map(shares.share_shape, self._streams[-1]),
         )
-        return self._work(partial(self._loss, of_loss), sums, stages)
+        work = self._work(partial(self._loss, of_loss), sums, stages)
+        return replace(work, split=self._split_work(stages))
 
     def weight_sum(self) -> jax.Array:
         """Sum this device's weights of all microbatches, before any of them has run.
@@ -186,7 +198,7 @@ class Microbatches:
                 "the first time for the weights: compute them from the batch alone",
                 stacklevel=2,
             )
-            return Executor(self.schedule, self.work()).loss_sums().weight
+            return self.executor(self.work()).loss_sums().weight
         unread = zero_arrays(share)
 
         def add(total: jax.Array, microbatch: jax.Array) -> tuple[jax.Array, None]:
@@ -314,6 +326,9 @@ class Microbatches:
             keeps_input=keeps_stage_input(self.functions.remat),
             reduction=self.reduction,
         )
+        if self.functions.divergent:
+            stages.require_skippable()
+            return replace(stages, skips=True)
         if self.schedule.num_ranks == 1 or self.functions.keeps_together is not None:
             return stages
         return replace(stages, skips=stages.may_skip())
@@ -346,6 +361,16 @@ class Microbatches:
     def _scope_arrays(self, microbatch: jax.Array | int) -> ScopeArrays:
         arrays = part(self.cut, microbatch)
         return arrays._replace(microbatch=jnp.asarray(microbatch), random=self.random)
+
+    def _split_work(self, stages: RankStages) -> SplitWork | None:
+        if not self.schedule.splits_backward:
+            return None
+        split = SplitStages.of(stages)
+        return SplitWork(
+            input_gradient=partial(self._stage_gradient, split.input_gradient),
+            weight_gradient=split.weight_gradient,
+            stash=split.stash(),
+        )
 
     def _stage_gradient(
         self, gradient: Callable[..., tuple], *given: Any, **more: Any

@@ -22,12 +22,11 @@ from meshpar.model.token_order import TokenOrder
 from meshpar.parallel.blocks import Block, ScopeArrays, one_layer, sums_by_name
 from meshpar.parallel.model_state import updated_state
 from meshpar.parallel.pipeline.crossing import STAGE, Shares, stream_specs
-from meshpar.parallel.pipeline.executor import Executor
 from meshpar.parallel.pipeline.last_reduction import LastReduction, in_own_layout
 from meshpar.parallel.pipeline.microbatches import Microbatches
 from meshpar.parallel.pipeline.rank_layers import mesh_hindrance
-from meshpar.parallel.pipeline.rank_stages import Enter
 from meshpar.parallel.pipeline.reduction import reduce_in_slices, summed_inputs
+from meshpar.parallel.pipeline.seams import Enter
 from meshpar.parallel.pipeline.stages import Arrangement, Pipeline, cut, merge
 from meshpar.parallel.placement import REPLICATED, Placement, Scopes
 from meshpar.parallel.program import LossAndGradients
@@ -69,6 +68,11 @@ class ModelFunctions:
         if layout.attention_method.permutes:
             return "keys and values are permuted over 'context'"
         return mesh_hindrance(self.placement.mesh.shape, self.platform)
+
+    @property
+    def divergent(self) -> bool:
+        """True if each rank does an action of its own in a tick."""
+        return self.placement.layout.execution == "divergent"
 
     def embed(
         self, weights: Params, arrays: ScopeArrays, shares: Shares | None
@@ -209,7 +213,7 @@ class PipelineProgram:
             )
             share = safe_inverse(weight_sum)
             work = microbatches.work(of_loss=share)
-            results = Executor(microbatches.schedule, work).loss_and_gradients()
+            results = microbatches.executor(work).loss_and_gradients()
             sums = results.loss_sums
             loss_sum, auxiliary, terms = placement.sum_losses(
                 (sums.loss, results.auxiliary, sums.terms), placement.manual_axes
@@ -244,7 +248,7 @@ class PipelineProgram:
 
         def local(*of: Any) -> HeadSums:
             microbatches = self._microbatches(*of, training=False)
-            sums = Executor(microbatches.schedule, microbatches.work()).loss_sums()
+            sums = microbatches.executor(microbatches.work()).loss_sums()
             return placement.sum_losses(sums, placement.manual_axes)
 
         return placement.on_state(local, REPLICATED)(*of)
@@ -258,7 +262,7 @@ class PipelineProgram:
             microbatches = one._microbatches(*of, training=False, natural=True)
             functions = cast(ModelFunctions, microbatches.functions)
             work = microbatches.outputs_work(functions.outputs)
-            sums = Executor(schedule, work).loss_sums()
+            sums = microbatches.executor(work).loss_sums()
             return microbatches.head_shares.whole(sums)
 
         return outputs_in_order(self.placement, local, of)
@@ -283,7 +287,8 @@ class PipelineProgram:
         scopes = placement.scopes(training=training, order=order)
         weights, groups = placement.gather_before_loop(params)
         ends, shapes = placement.gradient_shapes(weights, groups)
-        if placement.reduces_in_last_tick:
+        reduces = placement.reduces_in_last_tick and not schedule.splits_backward
+        if reduces:
             stored = placement.model.split(placement.stored)[1]
             groups = jax.tree.map(in_own_layout, stored, groups)
         end_state, states = placement.model.split(state)
@@ -297,9 +302,7 @@ class PipelineProgram:
             weights=weights,
             params=cut(groups, chunks),
             states=cut(states, chunks),
-            reduction=LastReduction(placement)
-            if placement.reduces_in_last_tick
-            else None,
+            reduction=LastReduction(placement) if reduces else None,
             end_gradients=ends,
             gradients=jax.eval_shape(lambda tree: cut(tree, chunks), shapes),
             cut=cut(arrays, schedule.num_microbatches),

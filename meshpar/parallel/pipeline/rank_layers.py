@@ -39,8 +39,8 @@ from meshpar.parallel.blocks import (
     over_layers,
 )
 from meshpar.parallel.pipeline.crossing import STAGE
-from meshpar.parallel.pipeline.executor import At
 from meshpar.parallel.pipeline.stages import NO_LAYER, Arrangement, part
+from meshpar.parallel.pipeline.work import At
 from meshpar.trace.walk import collective_axes, equations
 
 Fact = bool | jax.Array
@@ -141,7 +141,7 @@ def run_layers(
     """Run `run_blocks` on the first `num_layers` places; sums of the others are 0."""
 
     def forward(x: Stream, place: jax.Array | int) -> tuple:
-        weights, layer, of_layer = _layer(stack, arrays, place)
+        weights, layer, of_layer = layer_at(stack, arrays, place)
         return stack.block.forward(weights, x, layer, of_layer), ()
 
     x, sums, _ = _forwards(stack, x, num_layers, forward, [], jnp.int32(0))
@@ -162,7 +162,7 @@ def keep_layers(
     """
 
     def forward(x: Stream, place: jax.Array | int) -> tuple:
-        weights, layer, of_layer = _layer(stack, arrays, place)
+        weights, layer, of_layer = layer_at(stack, arrays, place)
         return stack.block.forward_keeping(weights, x, layer, of_layer)
 
     with jax.named_scope(FORWARD):
@@ -186,23 +186,28 @@ def backward_layers(
     def one(carry: tuple, done: jax.Array) -> tuple:
         dx, totals = carry
         place = num_layers - 1 - done
-        weights, layer, of_layer = _layer(stack, arrays, place)
-        kept = []
-        for buffer in saved.buffers:
-            start = [saved.slot, place, *[jnp.int32(0)] * (buffer.ndim - 2)]
-            shape = buffer.shape[2:]
-            kept.append(lax.dynamic_slice(buffer, start, (1, 1, *shape)).reshape(shape))
-        residuals = jax.tree.unflatten(saved.treedef, kept)
+        weights, layer, of_layer = layer_at(stack, arrays, place)
+        residuals = saved_residuals(saved, place)
         gradients, dx = stack.block.backward(
             weights, residuals, dx, of_loss, layer, of_layer
         )
         return dx, add(totals, stack.block.reduce(gradients), place)
 
     with jax.named_scope(BACKWARD):
-        return _for_places(stack, num_layers, one, (dx, totals))
+        return for_places(stack, num_layers, one, (dx, totals))
 
 
-def _layer(
+def saved_residuals(saved: Saved, place: jax.Array) -> Any:
+    """Return the residuals of the layer at one place."""
+    kept = []
+    for buffer in saved.buffers:
+        start = [saved.slot, place, *[jnp.int32(0)] * (buffer.ndim - 2)]
+        shape = buffer.shape[2:]
+        kept.append(lax.dynamic_slice(buffer, start, (1, 1, *shape)).reshape(shape))
+    return jax.tree.unflatten(saved.treedef, kept)
+
+
+def layer_at(
     stack: Stack, arrays: ScopeArrays, place: jax.Array | int
 ) -> tuple[Any, jax.Array, ScopeArrays]:
     """Return a layer's gathered parameters, its index, and its scope's arrays."""
@@ -237,10 +242,10 @@ def _forwards(
         lambda one: jnp.zeros((len(stack.layers), *one.shape), one.dtype),
         jax.eval_shape(lambda x: forward(x, 0)[0][1], x),
     )
-    return _for_places(stack, num_layers, one, (x, sums, saved))
+    return for_places(stack, num_layers, one, (x, sums, saved))
 
 
-def _for_places(
+def for_places(
     stack: Stack,
     num_layers: jax.Array,
     one: Callable[[Any, jax.Array], Any],

@@ -1,35 +1,30 @@
 """The stages of one rank, for one microbatch at a time, as the executor calls them.
 
-A stage may hold layers of several groups of blocks (`rank_layers`). Between two groups
-is a seam: a group takes the stream of the group before it, through `enter` if it has
-one. Every rank computes this; if the seam lies on another rank, the result is dropped
-and the stream of the payload counts (`crossing`).
+A stage may hold layers of several groups of blocks (`rank_layers`), and `seams`
+between them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from meshpar.errors import InputError
 from meshpar.model.block_run import Sums
 from meshpar.model.contract import Stream
-from meshpar.model.parameter import Params
 from meshpar.parallel import prefetch
 from meshpar.parallel.blocks import (
     Residuals,
     ScopeArrays,
     Stack,
     check_names,
-    restore_vjp,
     run_backward,
     run_blocks,
     run_keeping,
-    vjp_without,
-    where,
 )
 from meshpar.parallel.pipeline.crossing import (
     Payload,
@@ -38,10 +33,8 @@ from meshpar.parallel.pipeline.crossing import (
     write,
     zero_arrays,
 )
-from meshpar.parallel.pipeline.executor import At
 from meshpar.parallel.pipeline.last_reduction import LastReduction
 from meshpar.parallel.pipeline.rank_layers import (
-    Fact,
     RankLayers,
     Saved,
     backward_layers,
@@ -50,115 +43,8 @@ from meshpar.parallel.pipeline.rank_layers import (
     run_layers,
     warn_idle_ranks,
 )
-
-Enter = Callable[[Params, Stream, ScopeArrays], Stream]
-"""(ends' parameters, stream of the group before, what scopes are made of) -> stream."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupSeams:
-    """The seams between the groups of one pipeline.
-
-    Args:
-        enters: `enter` of each group; None if its stream is that of the group before.
-        weights: The ends' parameters for use.
-        payloads: What passes between stages.
-        layers: The layers of this rank.
-    """
-
-    enters: Sequence[Enter | None]
-    weights: Params
-    payloads: Payloads
-    layers: RankLayers
-
-    def entered(
-        self,
-        group: int,
-        chunk: jax.Array,
-        x: Stream,
-        before: tuple,
-        arrays: ScopeArrays,
-    ) -> tuple[Stream, Residuals | None]:
-        """Return the input of a group's first layer here, and residuals of `enter`.
-
-        Args:
-            group: Index of the group.
-            chunk: Index among the rank's stages.
-            x: The group's stream in the payload.
-            before: The payload, and this rank's stream of the group before.
-            arrays: What scopes are made of.
-        """
-        if group == 0:
-            return x, None
-        payload, y = before
-        held = self.layers.holds(group - 1, chunk)
-        previous = _where(held, y, self.payloads.stream(group - 1, payload))
-        entered, residuals = previous, None
-        enter = self.enters[group]
-        if enter is not None:
-            entered, residuals = vjp_without(
-                lambda weights, y: enter(weights, y, arrays),
-                (self.weights, previous),
-                known=(self.weights, arrays),
-            )
-        begins = self.layers.begins(group, chunk)
-        return _where(begins, entered, x), residuals
-
-    def left(self, group: int, chunk: jax.Array, y: Stream) -> Payload:
-        """Return the payload with a group's stream if its last layer is here."""
-        return self.payloads.holding(group, _where(self.layers.ends(group, chunk), y))
-
-    def gradient_out(
-        self, group: int, chunk: jax.Array, of_payload: Payload, of_next: Any
-    ) -> Stream:
-        """Return the gradient of a group's last stream here."""
-        ends = self.layers.ends(group, chunk)
-        dy = _where(ends, self.payloads.stream(group, of_payload))
-        if of_next is None:
-            return dy
-        return jax.tree.map(jnp.add, dy, of_next)
-
-    def gradient_in(
-        self,
-        group: int,
-        chunk: jax.Array,
-        dx: Stream,
-        of_payload: Payload,
-        residuals: Residuals | None,
-        arrays: ScopeArrays,
-    ) -> tuple[Any, Payload, Any]:
-        """Take a group's gradient back through its seam.
-
-        Returns:
-            Gradients of the stream of the group before on this rank; of the payload,
-            this group's added; and of the ends' parameters, or None.
-        """
-        if group == 0:
-            return None, self.payloads.added(of_payload, 0, dx), None
-        begins = self.layers.begins(group, chunk)
-        of_payload = self.payloads.added(of_payload, group, _where(_not(begins), dx))
-        previous, more = _where(begins, dx), None
-        if residuals is not None:
-            vjp = restore_vjp(residuals, (self.weights, arrays))
-            more, previous = _where(begins, vjp(previous))
-        held = self.layers.holds(group - 1, chunk)
-        of_payload = self.payloads.added(
-            of_payload, group - 1, _where(_not(held), previous)
-        )
-        return _where(held, previous), of_payload, more
-
-
-def _where(condition: Fact, tree: Any, other: Any = None) -> Any:
-    """Return `where(...)`, without an operation if the condition is known."""
-    if condition is True:
-        return tree
-    if condition is False:
-        return zero_arrays(tree) if other is None else other
-    return where(condition, tree, other)
-
-
-def _not(condition: Fact) -> Fact:
-    return not condition if isinstance(condition, bool) else ~condition
+from meshpar.parallel.pipeline.seams import GroupSeams
+from meshpar.parallel.pipeline.work import At
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,15 +80,37 @@ class RankStages:
 
     def may_skip(self) -> bool:
         """Return True if an idle rank may skip its layers; else warn why not."""
+        hindrance = self._hindrance()
+        if hindrance is None:
+            return True
+        warn_idle_ranks(*hindrance)
+        return False
+
+    def require_skippable(self) -> None:
+        """Check that an idle rank may skip its layers.
+
+        Raises:
+            InputError: They have a collective that must not run on some ranks alone.
+        """
+        hindrance = self._hindrance()
+        if hindrance is not None:
+            group, collective = hindrance
+            raise InputError(
+                f"execution=divergent: group {group!r} has a {collective}, and ranks "
+                "that do something else would not take part; set execution=uniform",
+                key="layout.divergent_collective",
+            )
+
+    def _hindrance(self) -> tuple[str, str] | None:
+        """Return a group, and its collective that idle ranks cannot skip, or None."""
         arrays, first = self.scope_arrays(jnp.int32(0)), jnp.int32(0)
         for group, block in enumerate(self.layers.blocks):
             stream = self.payloads.streams[group]
             stack = self.layers.stack(group, first)
             hindrance = layers_hindrance(stack, stream, arrays)
             if hindrance is not None:
-                warn_idle_ranks(block.group.name, hindrance)
-                return False
-        return True
+                return block.group.name, hindrance
+        return None
 
     def run(self, at: At, payload: Payload) -> tuple[Payload, tuple]:
         """Run a microbatch through a stage; return the payload and its blocks' sums."""
@@ -260,7 +168,7 @@ class RankStages:
             Gradient of its input, the totals, and gradients of the ends' parameters in
             `enter`; () if no group has it.
         """
-        return self._gradient(
+        return self.gradient_by(
             at, buffers, slot, of_payload, totals, backward=self._backward
         )
 
@@ -291,16 +199,16 @@ class RankStages:
                 dx,
                 arrays,
                 totals,
-                self._adder(at),
+                self.adder(at),
                 reduction.of_chunks(group, chunks),
                 of_loss=self.of_loss,
                 overlapped=overlapped,
             )
             return dx, totals
 
-        return *self._gradient(*given, backward=backward), overlapped
+        return *self.gradient_by(*given, backward=backward), overlapped
 
-    def _gradient(
+    def gradient_by(
         self,
         at: At,
         buffers: Any,
@@ -365,6 +273,15 @@ class RankStages:
         ]
         return y, sums, written
 
+    def layer_residuals(self) -> list[Any]:
+        """Return shapes of the residuals of one layer of each group."""
+        return [
+            jax.tree.map(
+                lambda one: jax.ShapeDtypeStruct(one.shape[1:], one.dtype), of_layers
+            )
+            for _, of_layers in self._kept(self.payloads.shapes)
+        ]
+
     def _kept(self, payload: Payload) -> list[tuple[Residuals | None, Residuals]]:
         """Return shapes of each group's residuals: of `enter`, and of its layers."""
         first = jnp.int32(0)
@@ -409,16 +326,14 @@ class RankStages:
         totals: Any,
     ) -> tuple[Stream, Any]:
         """Run a group's layers backward, their gradients added to the totals."""
-        stack = self.layers.stack(group, at.chunk)
+        stack, add = self.layers.stack(group, at.chunk), self.adder(at)
         given = (stack, kept, dx, arrays)
         if not self.skips:
-            return run_backward(*given, totals, self._adder(at), of_loss=self.of_loss)
+            return run_backward(*given, totals, add, of_loss=self.of_loss)
         num_layers = self.layers.num_layers(group, at)
-        return backward_layers(
-            *given, num_layers, totals, self._adder(at), of_loss=self.of_loss
-        )
+        return backward_layers(*given, num_layers, totals, add, of_loss=self.of_loss)
 
-    def _adder(self, at: At) -> Callable[[Any, Any, jax.Array], Any]:
+    def adder(self, at: At) -> Callable[[Any, Any, jax.Array], Any]:
         """Return (totals, gradients of one layer, its place) -> totals."""
 
         def add(totals: Any, gradients: Any, place: jax.Array) -> Any:

@@ -20,7 +20,7 @@ from meshpar.model.contract import BlockGroup, Stream
 from meshpar.parallel.blocks import Block, ScopeArrays
 from meshpar.parallel.pipeline.crossing import STAGE, Shares, is_spec
 from meshpar.parallel.pipeline.rank_layers import mesh_hindrance
-from meshpar.parallel.pipeline.rank_stages import Enter
+from meshpar.parallel.pipeline.seams import Enter
 from meshpar.parallel.pipeline.stages import Arrangement
 from meshpar.parallel.zero import Stored
 from meshpar.rules.rules import spec_axes
@@ -57,6 +57,7 @@ class UserFunctions:
         auxiliary: Name of each auxiliary loss of the blocks -> its coefficient.
         remat: What the backward recomputes (`Layout.remat`).
         x_spec: How x lies over automatic mesh axes, or a tree of that.
+        divergent: Whether each rank does an action of its own in a tick.
         block_stored: Tree of `Stored` of the blocks, stacked.
         end_stored: Tree of `Stored` of the ends.
     """
@@ -71,6 +72,7 @@ class UserFunctions:
     auxiliary: dict[str, float]
     remat: str
     x_spec: Any
+    divergent: bool
     block_stored: Any
     end_stored: Any
 

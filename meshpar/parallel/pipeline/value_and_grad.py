@@ -14,10 +14,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from meshpar.collectives import asked
 from meshpar.errors import InputError, nearest
-from meshpar.layout import REMATS
+from meshpar.layout import EXECUTIONS, REMATS
 from meshpar.parallel.blocks import ScopeArrays
 from meshpar.parallel.pipeline.crossing import STAGE
-from meshpar.parallel.pipeline.executor import Executor, Results
 from meshpar.parallel.pipeline.microbatches import Microbatches, differentiable
 from meshpar.parallel.pipeline.reduction import along_first_dim, reduced_in_fp32
 from meshpar.parallel.pipeline.stages import Arrangement, arrangement, cut, merge
@@ -32,6 +31,7 @@ from meshpar.parallel.pipeline.user_functions import (
     stacked_layers,
     token_arrays,
 )
+from meshpar.parallel.pipeline.work import Results
 from meshpar.parallel.reduction import safe_inverse, scaled
 from meshpar.parallel.zero import Stored
 from meshpar.schedules import OwnSchedule, chosen_schedule
@@ -97,6 +97,7 @@ def pipeline_value_and_grad(
     auxiliary: Mapping[str, float] | None = None,
     block_specs: Any = None,
     x_spec: Any = PartitionSpec(),  # noqa: B008, immutable
+    execution: str = "uniform",
 ) -> Callable[[Any, Any, Any, Any], tuple[jax.Array, Gradients]]:
     """Return a function for loss and gradients of stacked blocks run as a pipeline.
 
@@ -139,6 +140,7 @@ def pipeline_value_and_grad(
             own part alone over `data` and `fsdp`.
         x_spec: How x lies over GSPMD's mesh axes, where it is split (sequence
             parallel); so that hops move each device's part alone. Or a tree of that.
+        execution: `uniform` (lock step) or `divergent`, as in `Layout`.
 
     Returns:
         `(block_params, end_params, inputs, targets) -> (loss, gradients)`, with
@@ -188,6 +190,11 @@ def pipeline_value_and_grad(
             f"no remat {remat!r} here; {nearest(remat, _REMATS)}",
             key="layout.unknown_remat",
         )
+    if execution not in EXECUTIONS:
+        raise InputError(
+            f"no execution {execution!r}; {nearest(execution, EXECUTIONS)}",
+            key="layout.unknown_execution",
+        )
     ranks = mesh.shape[STAGE]
     chosen = chosen_schedule(
         schedule, num_ranks=ranks, num_microbatches=num_microbatches, chunks=chunks
@@ -210,6 +217,7 @@ def pipeline_value_and_grad(
             auxiliary=dict(auxiliary or {}),
             remat=remat,
             x_spec=x_spec,
+            divergent=execution == "divergent",
             block_stored=_stored(blocks, (STAGE,), block_specs),
             end_stored=_stored(ends, (), None),
         )
@@ -241,7 +249,7 @@ def _run(
         with asked("loss_sum"):
             weight_sum = lax.psum(microbatches.weight_sum(), split_axes)
         share = safe_inverse(weight_sum)
-        executor = Executor(schedule, microbatches.work(of_loss=share))
+        executor = microbatches.executor(microbatches.work(of_loss=share))
         return _reduced(functions, split_axes, share, executor.loss_and_gradients())
 
     loss, of_blocks, of_ends, of_floats = jax.shard_map(
