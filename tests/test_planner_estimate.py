@@ -75,7 +75,10 @@ def test_people_read_memory_time_and_why(capsys):
             ["--layout", "stage=2,chunks=2"],
             ("schedule.unsupported_chunks", "chunks=2", "1f1b"),
         ),
-        (["--layout", "stage=2,schedule=v_min"], ("schedule.unknown_name", "'v_min'")),
+        (
+            ["--layout", "stage=2,schedule=v_third"],
+            ("schedule.unknown_name", "'v_third'"),
+        ),
         (["--layout", "context=3"], ("layout.indivisible", 4096, "context=3")),
         (
             ["--layout", "data=8", "--devices", "16"],

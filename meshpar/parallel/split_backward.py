@@ -28,7 +28,7 @@ from jax.extend.core import (
 )
 
 from meshpar.trace.primitives import CALLS, ELEMENTWISE, MOVES, RESHAPES, UNCHANGED
-from meshpar.trace.walk import Loop, programs_in, without_constants
+from meshpar.trace.walk import Loop, programs_in, steps, without_constants
 
 _CHEAP = ELEMENTWISE | UNCHANGED | RESHAPES | MOVES | {"iota", "optimization_barrier"}
 """Operations that the second program may compute again."""
@@ -101,7 +101,7 @@ def _shape(atom: Any) -> jax.ShapeDtypeStruct:
 
 
 def _read_by(jaxpr: Jaxpr) -> set[Var]:
-    atoms = [atom for equation in jaxpr.eqns for atom in equation.invars]
+    atoms = [atom for equation in steps(jaxpr) for atom in equation.invars]
     return {atom for atom in (*atoms, *jaxpr.outvars) if isinstance(atom, Var)}
 
 
@@ -131,7 +131,7 @@ def _inlined(jaxpr: Jaxpr) -> Jaxpr:
         def read(atom: Any) -> Any:
             return atom if isinstance(atom, Literal) else known.get(atom, atom)
 
-        for equation in jaxpr.eqns:
+        for equation in steps(jaxpr):
             given = [read(atom) for atom in equation.invars]
             source = equation.source_info
             if scope is not None:
@@ -187,8 +187,8 @@ def _needs(jaxpr: Jaxpr, wanted: Sequence[bool]) -> tuple[list[_Needs | None], s
         for var, is_wanted in zip(jaxpr.outvars, wanted, strict=True)
         if is_wanted and isinstance(var, Var)
     }
-    needs: list[_Needs | None] = [None] * len(jaxpr.eqns)
-    for at, equation in reversed([*enumerate(jaxpr.eqns)]):
+    needs: list[_Needs | None] = [None] * len(steps(jaxpr))
+    for at, equation in reversed([*enumerate(steps(jaxpr))]):
         used = [var in read for var in equation.outvars]
         if not any(used):
             continue
@@ -238,7 +238,7 @@ def _cut(
     of_second, _ = _needs(jaxpr, [not one for one in wanted])
     first: list[JaxprEqn] = []
     second: list[JaxprEqn] = []
-    for equation, early, late in zip(jaxpr.eqns, of_first, of_second, strict=True):
+    for equation, early, late in zip(steps(jaxpr), of_first, of_second, strict=True):
         if early is None and late is not None:
             second.append(equation)
         elif early is not None and late is None or equation.effects:
@@ -390,7 +390,7 @@ def _cut_loop(
     ]
     wanted = [out for out, of in zip(body.outvars, needed, strict=True) if of]
     first, second, stash = _cut(
-        _jaxpr(body, body.invars, wanted, body.eqns),
+        _jaxpr(body, body.invars, wanted, steps(body)),
         [one for one, of in zip(early, needed, strict=True) if of],
         {*consts, *carries[1], *xs},
     )
@@ -421,7 +421,7 @@ def _cut_loop(
                         *_picked(arguments[2], xs_read),
                     ],
                     jaxpr.outvars,
-                    jaxpr.eqns,
+                    steps(jaxpr),
                 ),
                 (
                     _picked(operands[0], consts_read),
@@ -476,7 +476,7 @@ def _scan(
     known = dict(zip(traced.invars, flat, strict=True))
     known |= dict(zip(traced.outvars, results, strict=True))
     equations = []
-    for equation in traced.eqns:
+    for equation in steps(traced):
         made = [known.setdefault(var, Var(var.aval)) for var in equation.outvars]
         given = [
             atom if isinstance(atom, Literal) else known[atom]

@@ -452,6 +452,7 @@ def ticks_timeline(
         >>> ticks_timeline(schedule, StageTimes.uniform(2)).end_s
         12
     """
+    check_schedule(schedule)
     if schedule.splits_backward:
         schedule = schedule.with_split_backwards()
     ticks = (divergent_ticks if divergent else lock_step_ticks)(schedule)

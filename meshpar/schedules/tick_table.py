@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshpar.schedules.base import Action, Op, Schedule
+from meshpar.schedules.check import check_schedule
 from meshpar.schedules.simulate import (
     Phase,
     StageTimes,
@@ -319,6 +320,7 @@ def tick_table(schedule: Schedule, *, divergent: bool = False) -> TickTable:
     """
     import numpy as np  # here: to read a layout takes none of it
 
+    check_schedule(schedule)
     if schedule.splits_backward:
         schedule = schedule.with_split_backwards()
     ticks = (divergent_ticks if divergent else lock_step_ticks)(schedule)

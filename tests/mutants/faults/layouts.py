@@ -37,8 +37,8 @@ MUTANTS = (
         name="gradient-slot-free-too-early",
         effect="a buffer slot is reused while a backward still needs it",
         file="meshpar/schedules/tick_table.py",
-        old="return ticks[last], Moment.BACKWARD",
-        new="return ticks[last], Moment.FORWARD",
+        old="return ticks[reader], Moment.BACKWARD",
+        new="return ticks[reader], Moment.FORWARD",
         tests=(
             "tests/test_tick_table.py"
             "::test_no_live_value_is_overwritten_and_all_work_is_done_once",

@@ -33,7 +33,7 @@ MUTANTS = (
         name="experts-count-one-tile-of-rows",
         effect="a plan of a traced model counts too few matmuls of experts",
         file="meshpar/parallel/expert/tiles.py",
-        old="at = expect_iterations(state[0], filled)",
+        old="at = expect_iterations(state[0], tiles.filled)",
         new="at = expect_iterations(state[0], 1.0)",
         tests=(
             "tests/test_own_experts.py::test_a_plan_counts_the_experts_that_a_token_meets",

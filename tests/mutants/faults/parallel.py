@@ -129,8 +129,8 @@ MUTANTS = (
         name="late-gradient-of-another-layer",
         effect="a prefetched layer's gradient goes to the layer before",
         file="meshpar/parallel/prefetch.py",
-        old="totals = add(totals, block.reduce(late), place + 1)",
-        new="totals = add(totals, block.reduce(late), place)",
+        old="totals = add(totals, reduced, place + 1)",
+        new="totals = add(totals, reduced, place)",
         tests=(
             "tests/test_prefetch.py"
             "::test_small_blocks_have_the_loss_and_gradients_of_the_model_alone"
