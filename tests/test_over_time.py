@@ -12,7 +12,8 @@ from meshpar.schedules import (
     simulate,
     tick_table,
 )
-from meshpar.schedules.simulate import in_flight, spans, ticks_timeline
+from meshpar.schedules.simulate import in_flight, spans
+from meshpar.schedules.ticks import ticks_timeline
 
 every_schedule = pytest.mark.parametrize("schedule", ALL, ids=label)
 

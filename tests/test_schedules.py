@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from fractions import Fraction
-from itertools import combinations
+from itertools import accumulate, combinations
 from pathlib import Path
 
 import numpy as np
@@ -242,6 +242,29 @@ def test_a_searched_order_is_near_the_shortest_that_there_is(
     found = search_schedule(microbatches, times, limits=Limits(memory=memory))
     least = shortest_end_s(ranks, microbatches, times, memory)
     assert least - 1e-6 <= simulate(found, times).end_s <= 1.1 * least
+
+
+@pytest.mark.parametrize(
+    "limits, refusal",
+    [
+        (dict(memory=0.5), ("schedule.too_little_memory", "memory=0.5", "1.0")),
+        (dict(memory=2, stash=3.0), ("schedule.too_little_memory", "memory=2", "3.0")),
+        (dict(memory=2, pending=0), ("schedule.too_few_pending", "pending=0", "1")),
+    ],
+)
+def test_limits_that_no_order_keeps_are_refused(limits, refusal, refuses):
+    with refuses(*refusal):
+        Limits(**limits)
+
+
+@pytest.mark.parametrize("pending", [1, 2])
+def test_no_more_weight_gradients_wait_than_allowed(pending):
+    limits = Limits(memory=30, stash=4.0, pending=pending)
+    found = search_schedule(9, StageTimes.uniform(4), limits=limits)
+    check_schedule(found)
+    for order in found.orders:
+        waiting = accumulate((a.op is Op.I) - (a.op is Op.W) for a in order)
+        assert max(waiting) <= pending
 
 
 def shortest_end_s(ranks, microbatches, times, memory):

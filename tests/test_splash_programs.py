@@ -140,15 +140,15 @@ def test_a_step_has_the_kernel_on_every_shard_and_nothing_else(line, seq, pairs)
 def test_a_backward_with_attentions_output_and_log_sums_attends_no_second_time(
     line, seq, scores
 ):
-    """Of two blocks; the ring's keys do not go round again, either."""
+    """Two blocks attend once each; the ring's keys do not go round again, either."""
 
-    def report_of(remat):
+    def audited(remat):
         layout = Layout.parse(f"{line},remat={remat},precision=bf16")
         mesh = absent_mesh(layout)
         step = make_train_step(model(), optax.adamw(1e-3), layout, mesh=mesh)
         return audit(step, traced_batch(step.model, 16, seq), target="tpu:v5e:2x2")
 
-    full, kept = report_of("full"), report_of("save:attention_mixed")
+    full, kept = audited("full"), audited("save:attention_mixed")
     forward = 2 * 2 * 2 * HEAD_DIM * scores
     # XLA may spare one more matmul of a block, a tenth of it.
     assert forward <= full.flops - kept.flops < 1.15 * forward

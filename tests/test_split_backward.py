@@ -4,8 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
 from schedule_cases import SPLIT_NAMES
 
+from meshpar import make_mesh, pipeline_value_and_grad
 from meshpar.parallel.split_backward import split_program
 from meshpar.schedules import SCHEDULES
 from meshpar.trace.walk import equations
@@ -160,6 +163,39 @@ def test_what_the_second_program_is_not_given_again_is_in_the_stash():
     assert not any(cut.second_reads)
 
 
+def test_a_second_program_that_needs_nothing_of_the_first_has_no_stash():
+    def backward(w, dy):
+        return dy * 2.0, jnp.zeros_like(w)
+
+    program = jax.make_jaxpr(backward)(jnp.ones(3), jnp.ones(5))
+    cut = split_program(program, [True, False], [True, False])
+    assert cut.stash == ()
+    assert cut.run_second([jnp.ones(3), jnp.ones(5)], [])[0].shape == (3,)
+
+
+def test_the_stash_is_in_the_same_order_whenever_a_backward_is_cut():
+    def cut():
+        _, vjp = jax.vjp(attention_block, WEIGHTS, X)
+        kept, tree = jax.tree.flatten(vjp)
+
+        def backward(kept, dy):
+            of_weights, of_input = jax.tree.unflatten(tree, kept)(dy)
+            return of_input, of_weights
+
+        program = jax.make_jaxpr(backward)(kept, DY)
+        wanted = [True] + [False] * len(WEIGHTS)
+        return split_program(program, wanted, [False] * (len(kept) + 1))
+
+    shapes = [str(cut().stash) for _ in range(3)]
+    programs = [str(jax.make_jaxpr(run_second(cut()))()) for _ in range(3)]
+    assert len({*shapes}) == len({*programs}) == 1
+
+
+def run_second(cut):
+    values = [jnp.zeros(aval.shape, aval.dtype) for aval in cut.second.in_avals]
+    return lambda: jaxpr_as_fun(cut.second)(*values)
+
+
 def test_cheap_operations_are_computed_again_where_that_keeps_fewer_bytes():
     def backward(w, x, dy):
         wide = jnp.exp(jnp.broadcast_to(x[:, None], (4, 64)))
@@ -216,6 +252,31 @@ def test_split_backwards_under_other_axes(line, execution):
 )
 def test_split_backwards_of_a_llama(line):
     assert_equal_to_plain(model_of(8), line)
+
+
+def runs_divergent(block, axes):
+    mesh = make_mesh(axes, devices=jax.devices()[:4])
+    return pipeline_value_and_grad(
+        block,
+        lambda scale, x, y: jnp.mean((scale * x - y) ** 2),
+        mesh=mesh,
+        num_microbatches=2,
+        execution="divergent",
+    )(jnp.ones((4, 8, 8)), jnp.ones(()), jnp.ones((8, 8)), jnp.ones((8, 8)))
+
+
+def test_a_block_with_a_permute_of_its_own_is_refused_where_ranks_diverge(refuses):
+    def block(w, x):
+        return x + lax.ppermute(x @ w, "data", [(0, 1), (1, 0)])
+
+    named = ("layout.divergent_collective", "execution=divergent", "ppermute", "'data'")
+    with refuses(*named):
+        runs_divergent(block, "data=2,stage=2")
+
+
+def test_a_mesh_that_gspmd_partitions_is_refused_where_ranks_diverge(refuses):
+    with refuses("layout.divergent_permute", "execution=divergent", "'tensor'"):
+        runs_divergent(lambda w, x: x @ w, "stage=2,tensor=2")
 
 
 @pytest.mark.parametrize(

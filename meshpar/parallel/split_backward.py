@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 from jax.extend.core import (
     ClosedJaxpr,
     Jaxpr,
@@ -27,11 +26,9 @@ from jax.extend.core import (
     jaxpr_as_fun,
 )
 
-from meshpar.trace.primitives import CALLS, ELEMENTWISE, MOVES, RESHAPES, UNCHANGED
+from meshpar.parallel.minimum_stash import atom_shape, minimum_stash, read_by
+from meshpar.trace.primitives import CALLS
 from meshpar.trace.walk import Loop, programs_in, steps, without_constants
-
-_CHEAP = ELEMENTWISE | UNCHANGED | RESHAPES | MOVES | {"iota", "optimization_barrier"}
-"""Operations that the second program may compute again."""
 
 _INLINED = CALLS - {"shard_map", "custom_partitioning", "composite"}
 
@@ -87,22 +84,13 @@ def split_program(
     flat = _inlined(without_constants(program))
     free = {*flat.constvars, *(v for v, k in zip(flat.invars, kept, strict=True) if k)}
     first, second, stash = _cut(flat, wanted, free)
-    read = _read_by(second)
+    read = read_by(steps(second), second.outvars)
     return SplitProgram(
         ClosedJaxpr(first, program.consts),
         ClosedJaxpr(second, program.consts),
-        tuple(map(_shape, stash)),
+        tuple(map(atom_shape, stash)),
         tuple(var in read and var in free for var in flat.invars),
     )
-
-
-def _shape(atom: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
-
-
-def _read_by(jaxpr: Jaxpr) -> set[Var]:
-    atoms = [atom for equation in steps(jaxpr) for atom in equation.invars]
-    return {atom for atom in (*atoms, *jaxpr.outvars) if isinstance(atom, Var)}
 
 
 def _jaxpr(
@@ -138,8 +126,8 @@ def _inlined(jaxpr: Jaxpr) -> Jaxpr:
                 source = source.replace(name_stack=scope + source.name_stack)
             called = _called(equation)
             if called is not None:
-                of_call = dict(zip(called.invars, given, strict=True))
-                results = take_in(called, of_call, source.name_stack)
+                operands = dict(zip(called.invars, given, strict=True))
+                results = take_in(called, operands, source.name_stack)
             else:
                 results = [Var(var.aval) for var in equation.outvars]
                 equations.append(
@@ -166,7 +154,7 @@ def _called(equation: JaxprEqn) -> Jaxpr | None:
     return inner
 
 
-def _loop_of(equation: JaxprEqn) -> tuple[Loop, Jaxpr] | None:
+def _parsed_loop(equation: JaxprEqn) -> tuple[Loop, Jaxpr] | None:
     """Return a loop that can be cut, and its body without calls."""
     if equation.primitive.name != "scan":
         return None
@@ -193,7 +181,7 @@ def _needs(jaxpr: Jaxpr, wanted: Sequence[bool]) -> tuple[list[_Needs | None], s
         if not any(used):
             continue
         operands = [True] * len(equation.invars)
-        looped = _loop_of(equation)
+        looped = _parsed_loop(equation)
         if looped is not None:
             used, operands = _loop_needs(*looped, used)
         needs[at] = used, operands
@@ -247,7 +235,7 @@ def _cut(
             only_late = [
                 one and not other for one, other in zip(late[0], early[0], strict=True)
             ]
-            looped = _loop_of(equation)
+            looped = _parsed_loop(equation)
             if looped is None or not any(only_late):
                 first.append(equation)
                 continue
@@ -257,7 +245,7 @@ def _cut(
     results: tuple[list[Any], list[Any]] = [], []
     for atom, is_wanted in zip(jaxpr.outvars, wanted, strict=True):
         results[not is_wanted].append(atom)
-    stash = _minimum_cut(jaxpr, first, second, results[1], free)
+    stash = minimum_stash(jaxpr, first, second, results[1], free)
     again = _computed_again(first, second, results[1], stash)
     # An argument that the second program is not given again comes in the stash, if at
     # all; another variable takes its place.
@@ -269,85 +257,6 @@ def _cut(
     )
 
 
-def _minimum_cut(
-    jaxpr: Jaxpr,
-    first: Sequence[JaxprEqn],
-    second: Sequence[JaxprEqn],
-    results: Sequence[Any],
-    free: set[Var],
-) -> list[Var]:
-    """Return the fewest bytes of the first program from which the second follows.
-
-    A graph has an edge through every variable, of its bytes. Edges without a limit lead
-    to it from what its cheap operation reads, or from the source if its operation is
-    not cheap or it is an argument; and from what the second program reads to the sink.
-    """
-    maker = {var: equation for equation in first for var in equation.outvars}
-    given = {var for var in jaxpr.invars if var not in free}
-    sink_reads = _read_by(_jaxpr(jaxpr, (), results, second)) & (given | {*maker})
-    numbers: dict[Var, int] = {}
-    edges: list[tuple[int, int, float]] = []
-    open_variables = sorted(sink_reads, key=str)
-    while open_variables:
-        var = open_variables.pop()
-        if var in numbers:
-            continue
-        numbers[var] = place = 2 + 2 * len(numbers)
-        edges.append((place, place + 1, _num_bytes(var)))
-        equation = maker.get(var)
-        if equation is None or equation.primitive.name not in _CHEAP:
-            edges.append((_SOURCE, place, np.inf))
-            continue
-        open_variables += [
-            atom
-            for atom in equation.invars
-            if isinstance(atom, Var) and (atom in maker or atom in given)
-        ]
-    for var, place in numbers.items():
-        equation = maker.get(var)
-        if var in sink_reads:
-            edges.append((place + 1, _SINK, np.inf))
-        if equation is not None and equation.primitive.name in _CHEAP:
-            edges += [
-                (numbers[atom] + 1, place, np.inf)
-                for atom in {a for a in equation.invars if isinstance(a, Var)}
-                if atom in numbers
-            ]
-    reached = _source_side(edges, 2 + 2 * len(numbers))
-    return [
-        var
-        for var, place in numbers.items()
-        if place in reached and place + 1 not in reached
-    ]
-
-
-_SOURCE, _SINK = 0, 1
-
-
-def _num_bytes(var: Var) -> int:
-    shape = _shape(var)
-    itemsize = getattr(shape.dtype, "itemsize", 8)  # of keys: none
-    return int(np.prod(shape.shape, dtype=np.int64)) * itemsize + 1
-
-
-def _source_side(edges: Sequence[tuple[int, int, float]], num_nodes: int) -> set[int]:
-    """Return the nodes on the source's side of a minimum cut."""
-    from scipy.sparse import csr_array  # here: only a split backward needs it
-    from scipy.sparse.csgraph import breadth_first_order, maximum_flow
-
-    tails, heads, limits = (np.array(column) for column in zip(*edges, strict=True))
-    finite = limits[np.isfinite(limits)]
-    # Capacities are of 32 bits; an edge without a limit holds more than all others.
-    unit = max(1.0, finite.sum() / 2**29)
-    limits = np.where(np.isfinite(limits), np.ceil(limits / unit), 2**30)
-    graph = csr_array(
-        (limits.astype(np.int32), (tails, heads)), shape=(num_nodes, num_nodes)
-    )
-    left = graph - maximum_flow(graph, _SOURCE, _SINK).flow
-    left.eliminate_zeros()
-    return {*breadth_first_order(left, _SOURCE, return_predecessors=False).tolist()}
-
-
 def _computed_again(
     first: Sequence[JaxprEqn],
     second: Sequence[JaxprEqn],
@@ -356,8 +265,7 @@ def _computed_again(
 ) -> list[JaxprEqn]:
     """Return the cheap operations of the first program that the second does too."""
     known = {*stash}
-    atoms = [atom for equation in second for atom in equation.invars]
-    read = {atom for atom in (*atoms, *results) if isinstance(atom, Var)}
+    read = read_by(second, results)
     again = []
     for equation in reversed(first):
         if any(var in read and var not in known for var in equation.outvars):
@@ -408,7 +316,7 @@ def _cut_loop(
             [*given_xs, *(stacked if more else ())],
         )
         made = [var for var, of in zip(equation.outvars, which, strict=True) if of]
-        read = _read_by(jaxpr)
+        read = read_by(steps(jaxpr), jaxpr.outvars)
         consts_read, xs_read = ([var in read for var in arguments[at]] for at in (0, 2))
         halves.append(
             _scan(
@@ -471,7 +379,7 @@ def _scan(
         return jax.lax.optimization_barrier([*carry, *ys])
 
     flat = [atom for part in operands for atom in part]
-    shapes = [[*map(_shape, part)] for part in operands]
+    shapes = [[*map(atom_shape, part)] for part in operands]
     traced = jax.make_jaxpr(looped)(*shapes).jaxpr
     known = dict(zip(traced.invars, flat, strict=True))
     known |= dict(zip(traced.outvars, results, strict=True))

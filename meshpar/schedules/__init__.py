@@ -37,13 +37,13 @@ from meshpar.schedules.method import ClosedForms, ScheduleMethod
 from meshpar.schedules.one_f_one_b import one_f_one_b
 from meshpar.schedules.simulate import (
     Event,
-    Phase,
     StageTimes,
     Timeline,
     idle_fraction,
     simulate,
 )
 from meshpar.schedules.tick_table import TickTable, lock_step_span_s, tick_table
+from meshpar.schedules.ticks import Phase
 from meshpar.schedules.v_half import v_half
 from meshpar.schedules.v_min import v_min
 from meshpar.schedules.zero_bubble_h1 import zero_bubble_h1

@@ -77,8 +77,8 @@ class Limits:
             )
         if self.pending is not None and self.pending < 1:
             raise InputError(
-                f"pending={self.pending}: a split backward leaves at least 1 weight "
-                "gradient pending",
+                f"pending={self.pending}: a split backward leaves 1 weight gradient "
+                "pending; allow 1 or more",
                 key="schedule.too_few_pending",
             )
 

@@ -22,7 +22,7 @@ from itertools import product
 from typing import NamedTuple
 
 from meshpar.schedules.base import Action, Op
-from meshpar.schedules.method import Orders
+from meshpar.schedules.method import Orders, ScheduleMethod
 from meshpar.schedules.steps import v_stages
 
 PERIOD = 6
@@ -41,7 +41,20 @@ class Distances(NamedTuple):
     input_grad_0: int
 
 
-def repeated(num_ranks: int, num_microbatches: int, distances: Distances) -> Orders:
+def repeated_block(name: str, distances: Distances) -> ScheduleMethod:
+    """Return the schedule that repeats the pattern of these distances."""
+    return ScheduleMethod(
+        name=name,
+        orders=lambda p, m, _: _repeated(p, m, distances),
+        num_chunks=2,
+        stages_of=v_stages,
+        splits_backward=True,
+        reference="Qi et al., 'Pipeline Parallelism with Controllable Memory', NeurIPS "
+        "2024, section 4 (arXiv 2405.15362)",
+    )
+
+
+def _repeated(num_ranks: int, num_microbatches: int, distances: Distances) -> Orders:
     """Return the orders of a pattern that starts anew every `PERIOD` units."""
     return tuple(
         _order(starts, v_stages(rank, num_ranks, 2), num_microbatches)

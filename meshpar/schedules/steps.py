@@ -8,9 +8,10 @@ whatever its chunk.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from meshpar.schedules.base import Action, Op
+from meshpar.schedules.method import Orders
 
 
 def numbered(
@@ -43,6 +44,33 @@ def numbered(
         if op is Op.I:
             pending.append(action._replace(op=Op.W))
     return tuple(action for action in actions if action.microbatch < num_microbatches)
+
+
+def v_orders(
+    steps: Callable[[int, int, int], Iterable[str]],
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    least: int,
+) -> Orders:
+    """Return the orders of two chunks a rank in a V.
+
+    Args:
+        steps: (rank, ranks, microbatches) -> steps of the rank.
+        num_ranks: Ranks.
+        num_microbatches: Microbatches of one step.
+        least: Fewest microbatches that `steps` exists for; of fewer, those steps are
+            taken without the others.
+    """
+    enough = max(num_microbatches, least)
+    return tuple(
+        numbered(
+            steps(rank, num_ranks, enough),
+            v_stages(rank, num_ranks, 2),
+            num_microbatches,
+        )
+        for rank in range(num_ranks)
+    )
 
 
 def v_stages(rank: int, num_ranks: int, _: int) -> tuple[int, int]:

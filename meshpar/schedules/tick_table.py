@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from meshpar.schedules.base import Action, Op, Schedule
 from meshpar.schedules.check import check_schedule
-from meshpar.schedules.simulate import (
+from meshpar.schedules.simulate import StageTimes
+from meshpar.schedules.ticks import (
     Phase,
-    StageTimes,
     divergent_ticks,
     lock_step_ticks,
     tick_phases,

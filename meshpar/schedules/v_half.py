@@ -1,22 +1,14 @@
 """V-Half: half the memory of 1F1B, with a smaller bubble than 1F1B's.
 
-It repeats a building block whose chunks live p units longer than V-Min's.
+It repeats V-Min's building block with two units, not one, from rank to rank for the
+forwards of chunk 0 and the input gradients of chunk 1.
 """
 
 from __future__ import annotations
 
-from meshpar.schedules.building_blocks import Distances, repeated
-from meshpar.schedules.method import ScheduleMethod
-from meshpar.schedules.steps import v_stages
+from meshpar.schedules.building_blocks import Distances, repeated_block
 
-_DISTANCES = Distances(forward_0=2, forward_1=1, input_grad_1=2, input_grad_0=1)
-
-v_half = ScheduleMethod(
-    name="v_half",
-    orders=lambda p, m, _: repeated(p, m, _DISTANCES),
-    num_chunks=2,
-    stages_of=v_stages,
-    splits_backward=True,
-    reference="Qi et al., 'Pipeline Parallelism with Controllable Memory', NeurIPS "
-    "2024, section 4 (arXiv 2405.15362)",
+v_half = repeated_block(
+    "v_half",
+    Distances(forward_0=2, forward_1=1, input_grad_1=2, input_grad_0=1),
 )

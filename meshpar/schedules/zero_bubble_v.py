@@ -9,20 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshpar.schedules.method import Orders, ScheduleMethod
-from meshpar.schedules.steps import numbered, v_stages
-
-
-def _orders(num_ranks: int, num_microbatches: int, chunks: int) -> Orders:
-    enough = max(num_microbatches, 2 * num_ranks - 1)
-    return tuple(
-        numbered(
-            _steps(rank, num_ranks, enough),
-            v_stages(rank, num_ranks, chunks),
-            num_microbatches,
-        )
-        for rank in range(num_ranks)
-    )
+from meshpar.schedules.method import ScheduleMethod
+from meshpar.schedules.steps import v_orders, v_stages
 
 
 def _steps(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[str]:
@@ -41,7 +29,7 @@ def _steps(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[str]:
 
 zero_bubble_v = ScheduleMethod(
     name="zero_bubble_v",
-    orders=_orders,
+    orders=lambda p, m, _: v_orders(_steps, p, m, least=2 * p - 1),
     num_chunks=2,
     stages_of=v_stages,
     splits_backward=True,

@@ -17,7 +17,8 @@ from meshpar.planner.cost.step_time import stage_times
 from meshpar.planner.cost.step_traffic import Sent
 from meshpar.planner.machine.cluster import Link
 from meshpar.schedules import StageTimes, Timeline, make_schedule, simulate
-from meshpar.schedules.simulate import spans, ticks_timeline
+from meshpar.schedules.simulate import spans
+from meshpar.schedules.ticks import ticks_timeline
 
 _MOST_ACTIONS = 4000
 """Most actions of a timeline that a page can draw."""

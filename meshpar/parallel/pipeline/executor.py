@@ -12,7 +12,7 @@ Reference: Narayanan et al. 2021 (PipeDream-flush, interleaved 1F1B).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -64,11 +64,13 @@ class Executor:
         work: The functions to run.
         divergent: True if each rank does an action of its own in a tick; False for lock
             step.
+        first: Scalars that are computed before the first tick (`_waiting_for`).
     """
 
     schedule: Schedule
     work: Work
     divergent: bool = False
+    first: Sequence[jax.Array] = ()
 
     @cached_property
     def table(self) -> TickTable:
@@ -128,13 +130,16 @@ class Executor:
         *,
         keeps: bool = True,
     ) -> _State:
-        rows = self._rows(phase.start, phase.stop)
+        rows: dict[str, Any] = self._rows(phase.start, phase.stop)
         # No microbatch ends while the pipeline fills: no head is computed there. No
         # gradient arrives in a phase that has but the first backward.
         has = {
             name: bool((rows[name] >= 0).any())
             for name in ("ended", "input_write", "gradient_write")
         }
+
+        if phase.start == 0:
+            rows = {name: _waiting_for(self.first, row) for name, row in rows.items()}
 
         def tick(state: _State, row: Any) -> tuple[_State, None]:
             if self.divergent:
@@ -220,9 +225,7 @@ class Executor:
         has: dict[str, bool],
         keeps: bool,
     ) -> _State:
-        """Run one tick of lock step.
-
-        Its order leaves matmuls between a hop's start and end.
+        """Run one tick of lock step, in an order that leaves matmuls beside the hops.
 
         Gradients of the tick before travel beside the forward, activations beside the
         backward, and the ends' collectives stand in between: XLA:GPU has one collective
@@ -248,7 +251,8 @@ class Executor:
             state, dx, more_ends = self._stage_gradient(state, own, chunks)
             state = self._embed_gradient(state, row, own, dx, up, more_ends)
         if phase.has_weight_grad:
-            state = self._weight_gradient(state, own)
+            done = _one_value(state.results.end_gradients) if phase.has_backward else up
+            state = self._weight_gradient(state, own, done)
         return state
 
     def _own_tick(
@@ -286,7 +290,7 @@ class Executor:
             state, dx, more_ends = self._stage_gradient(state, own)
             done.append(_one_value(dx))
         if phase.has_weight_grad:
-            state = self._weight_gradient(state, own)
+            state = self._weight_gradient(state, own, arrived)
             done.append(_one_value(state.results.block_gradients))
         if y is not None:
             if has["ended"]:
@@ -388,9 +392,13 @@ class Executor:
         results = replace(results, block_gradients=block_gradients)
         return replace(state, results=results), dx, more_ends
 
-    def _weight_gradient(self, state: _State, own: dict) -> _State:
-        """Run this rank's weight gradient."""
+    def _weight_gradient(self, state: _State, own: dict, before: Any) -> _State:
+        """Run this rank's weight gradient, once `before` is there.
+
+        Its collectives then follow those of the tick on every device.
+        """
         assert self.work.split is not None
+        own = {**own, "stash_read": after(own["stash_read"], before)}
         results = state.results
         total = self.work.split.weight_gradient(
             _action(own, "weight_grad"),
@@ -443,6 +451,19 @@ def _one_later(slots: np.ndarray) -> np.ndarray:
     later = np.full_like(slots, -1)
     later[1:] = slots[:-1]
     return later
+
+
+def _waiting_for(first: Sequence[jax.Array], numbers: np.ndarray) -> Any:
+    """Return numbers that are known only once some scalars are.
+
+    XLA:CPU orders a collective behind a loop by data alone, and barriers are gone when
+    it does. A sum over devices beside the first tick's loop ran before that loop's
+    permutes on one device and after them on another, so both waited forever. No scalar
+    is below minus infinity, which XLA does not simplify.
+    """
+    for scalar in first:
+        numbers = numbers + (scalar < -jnp.inf).astype(numbers.dtype)
+    return numbers
 
 
 def _one_value(tree: Any) -> jax.Array:

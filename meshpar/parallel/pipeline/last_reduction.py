@@ -37,7 +37,7 @@ class LastReduction:
 
     placement: Placement
 
-    def of_chunks(self, group: int, chunks: tuple[int, ...]) -> ChunkReduction:
+    def chunk_reduction(self, group: int, chunks: tuple[int, ...]) -> ChunkReduction:
         """Return how a group's layers in these chunks of the rank are reduced."""
         return ChunkReduction(one_layer(self.placement.last_reductions[group]), chunks)
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar.errors import InputError
+from meshpar.hardware.platforms import platform_named
 from meshpar.model.block_run import HeadSums
 from meshpar.model.contract import Stream
 from meshpar.model.parameter import Params
@@ -148,9 +149,15 @@ class Microbatches:
     cut: ScopeArrays
     random: jax.Array | None
 
-    def executor(self, work: Work) -> Executor:
-        """Return what runs these functions."""
-        return Executor(self.schedule, work, divergent=self.functions.divergent)
+    def executor(self, work: Work, *first: jax.Array) -> Executor:
+        """Return what runs these functions, on hosts once some scalars are known."""
+        is_host = platform_named(self.functions.platform).is_host
+        return Executor(
+            self.schedule,
+            work,
+            divergent=self.functions.divergent,
+            first=first if is_host else (),
+        )
 
     def work(self, of_loss: jax.Array | float = 1.0) -> Work:
         """Return the executor's functions for the loss and its gradients.

@@ -213,7 +213,7 @@ class PipelineProgram:
             )
             share = safe_inverse(weight_sum)
             work = microbatches.work(of_loss=share)
-            results = microbatches.executor(work).loss_and_gradients()
+            results = microbatches.executor(work, share).loss_and_gradients()
             sums = results.loss_sums
             loss_sum, auxiliary, terms = placement.sum_losses(
                 (sums.loss, results.auxiliary, sums.terms), placement.manual_axes

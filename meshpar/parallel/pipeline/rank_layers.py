@@ -282,6 +282,11 @@ def mesh_hindrance(mesh_shape: Mapping[str, int], platform: str) -> str | None:
     """
     if not platform_named(platform).is_host:
         return f"a {platform} has nothing else to do, and would wait for its host"
+    return partitioning_hindrance(mesh_shape)
+
+
+def partitioning_hindrance(mesh_shape: Mapping[str, int]) -> str | None:
+    """Return that GSPMD partitions a mesh and over which axes; None if it does not."""
     automatic = [
         axis
         for axis, size in mesh_shape.items()

@@ -200,7 +200,7 @@ class RankStages:
                 arrays,
                 totals,
                 self.adder(at),
-                reduction.of_chunks(group, chunks),
+                reduction.chunk_reduction(group, chunks),
                 of_loss=self.of_loss,
                 overlapped=overlapped,
             )

@@ -18,6 +18,7 @@ from meshpar.layout import EXECUTIONS, REMATS
 from meshpar.parallel.blocks import ScopeArrays
 from meshpar.parallel.pipeline.crossing import STAGE
 from meshpar.parallel.pipeline.microbatches import Microbatches, differentiable
+from meshpar.parallel.pipeline.rank_layers import partitioning_hindrance
 from meshpar.parallel.pipeline.reduction import along_first_dim, reduced_in_fp32
 from meshpar.parallel.pipeline.stages import Arrangement, arrangement, cut, merge
 from meshpar.parallel.pipeline.user_functions import (
@@ -155,8 +156,9 @@ def pipeline_value_and_grad(
 
     Raises:
         InputError: When made: no `stage`, a mesh axis that is not `Auto`, no such
-            schedule, or one for other ranks or microbatches, an `x_spec` that names
-            other mesh axes than GSPMD's. When called: fewer layers than stages, splits
+            schedule or execution, or one for other ranks or microbatches, an `x_spec`
+            that names other mesh axes than GSPMD's, a divergent execution on a mesh
+            that GSPMD partitions. When called: fewer layers than stages, splits
             that do not add up, a batch that does not divide over devices and
             microbatches, a block that changes the shape of x, specs of another tree
             than block_params, or of more dims than there are.
@@ -194,6 +196,13 @@ def pipeline_value_and_grad(
         raise InputError(
             f"no execution {execution!r}; {nearest(execution, EXECUTIONS)}",
             key="layout.unknown_execution",
+        )
+    hindrance = partitioning_hindrance(mesh.shape)
+    if execution == "divergent" and hindrance is not None:
+        raise InputError(
+            f"execution=divergent: {hindrance}, which must not run on some ranks "
+            "alone; set execution=uniform",
+            key="layout.divergent_permute",
         )
     ranks = mesh.shape[STAGE]
     chosen = chosen_schedule(
@@ -249,7 +258,7 @@ def _run(
         with asked("loss_sum"):
             weight_sum = lax.psum(microbatches.weight_sum(), split_axes)
         share = safe_inverse(weight_sum)
-        executor = microbatches.executor(microbatches.work(of_loss=share))
+        executor = microbatches.executor(microbatches.work(of_loss=share), share)
         return _reduced(functions, split_axes, share, executor.loss_and_gradients())
 
     loss, of_blocks, of_ends, of_floats = jax.shard_map(
