@@ -64,13 +64,16 @@ class Executor:
         work: The functions to run.
         divergent: True if each rank does an action of its own in a tick; False for lock
             step.
-        first: Scalars that are computed before the first tick (`_waiting_for`).
+        first: Arrays that are computed before the first tick.
+        ordered_by_data: True if nothing but data orders collectives and loops
+            (`_once_known`).
     """
 
     schedule: Schedule
     work: Work
     divergent: bool = False
     first: Sequence[jax.Array] = ()
+    ordered_by_data: bool = False
 
     @cached_property
     def table(self) -> TickTable:
@@ -138,8 +141,20 @@ class Executor:
             for name in ("ended", "input_write", "gradient_write")
         }
 
-        if phase.start == 0:
-            rows = {name: _waiting_for(self.first, row) for name, row in rows.items()}
+        # JAX and XLA unroll a loop of one tick, whose end orders nothing then.
+        results = state.results
+        before = (
+            self.first
+            if phase.start == 0
+            else (
+                (state.gradients, state.downward, state.stash),
+                results.block_gradients,
+                results.end_gradients,
+                results.input_gradients,
+            )
+        )
+        downward, rows = self._once_known((state.downward, rows), before)
+        state = replace(state, downward=downward)
 
         def tick(state: _State, row: Any) -> tuple[_State, None]:
             if self.divergent:
@@ -241,19 +256,35 @@ class Executor:
                 state.downward, x, self.table.gradient_hops, "stage_backward"
             )
             state = self._received(state, "gradients", own["gradient_write"], down)
+            own = self._once_known(own, down)
         if phase.has_forward:
             state, y = self._forward(state, own, x, keeps)
             if has["ended"]:
                 state, dy = self._head(state, row, own, after(y, down), keeps)
             up = self._hops.sent(y, dy, self.table.input_hops, "stage_forward")
             state = self._received(state, "inputs", own["input_write"], up)
+            own = self._once_known(own, dy, up)
         if phase.has_backward:
             state, dx, more_ends = self._stage_gradient(state, own, chunks)
             state = self._embed_gradient(state, row, own, dx, up, more_ends)
         if phase.has_weight_grad:
-            done = _one_value(state.results.end_gradients) if phase.has_backward else up
-            state = self._weight_gradient(state, own, done)
+            ends = state.results.end_gradients, state.results.input_gradients
+            state = self._weight_gradient(state, own, (state.downward, ends))
         return state
+
+    def _once_known(self, tree: Any, *known: Any) -> Any:
+        """Return a tree of arrays that are known only once all of `known` are.
+
+        XLA:CPU orders a collective and a loop by data alone, and barriers are gone when
+        it does. A sum over devices beside a loop ran before that loop's permutes on one
+        device and after them on another, so both waited forever. No number is below
+        minus infinity, which XLA does not simplify.
+        """
+        if not self.ordered_by_data:
+            return tree
+        values = [jnp.real(leaf).ravel()[0] for leaf in jax.tree.leaves(known)]
+        never = sum(value < -jnp.inf for value in values)
+        return jax.tree.map(lambda x: x + jnp.asarray(never, x.dtype), tree)
 
     def _own_tick(
         self,
@@ -398,7 +429,7 @@ class Executor:
         Its collectives then follow those of the tick on every device.
         """
         assert self.work.split is not None
-        own = {**own, "stash_read": after(own["stash_read"], before)}
+        own = self._once_known(own, before)
         results = state.results
         total = self.work.split.weight_gradient(
             _action(own, "weight_grad"),
@@ -451,19 +482,6 @@ def _one_later(slots: np.ndarray) -> np.ndarray:
     later = np.full_like(slots, -1)
     later[1:] = slots[:-1]
     return later
-
-
-def _waiting_for(first: Sequence[jax.Array], numbers: np.ndarray) -> Any:
-    """Return numbers that are known only once some scalars are.
-
-    XLA:CPU orders a collective behind a loop by data alone, and barriers are gone when
-    it does. A sum over devices beside the first tick's loop ran before that loop's
-    permutes on one device and after them on another, so both waited forever. No scalar
-    is below minus infinity, which XLA does not simplify.
-    """
-    for scalar in first:
-        numbers = numbers + (scalar < -jnp.inf).astype(numbers.dtype)
-    return numbers
 
 
 def _one_value(tree: Any) -> jax.Array:

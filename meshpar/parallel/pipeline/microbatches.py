@@ -150,13 +150,14 @@ class Microbatches:
     random: jax.Array | None
 
     def executor(self, work: Work, *first: jax.Array) -> Executor:
-        """Return what runs these functions, on hosts once some scalars are known."""
+        """Return what runs these functions once `first` is known."""
         is_host = platform_named(self.functions.platform).is_host
         return Executor(
             self.schedule,
             work,
             divergent=self.functions.divergent,
-            first=first if is_host else (),
+            first=first,
+            ordered_by_data=is_host,
         )
 
     def work(self, of_loss: jax.Array | float = 1.0) -> Work:
