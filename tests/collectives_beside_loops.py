@@ -19,6 +19,16 @@ def beside_loops(text: str) -> list[tuple[str, str]]:
     XLA:CPU orders a collective after a loop by the loop's result alone.
     """
     program = parse_program(text)
+    return [
+        (loop, later)
+        for loop, later in unordered(text)
+        if _channels_of(program, loop) & _channels_of(program, later)
+    ]
+
+
+def unordered(text: str) -> list[tuple[str, str]]:
+    """Loops with collectives, and what comes later, has some too and does not wait."""
+    program = parse_program(text)
     assert "is_scheduled=true" in program.text
     found = []
     for computation, loop in _loops(program):
@@ -28,9 +38,19 @@ def beside_loops(text: str) -> list[tuple[str, str]]:
         for later in computation.instructions[after:]:
             if waiting.intersection(later.operands):
                 waiting.add(later.name)
-            elif inside & _channels(program, later):
+            elif inside and _channels(program, later):
                 found.append((loop.name, later.name))
     return found
+
+
+def _channels_of(program: Program, name: str) -> set[str]:
+    """Channels of the instruction of that name."""
+    return next(
+        _channels(program, instruction)
+        for computation in program.computations.values()
+        for instruction in computation.instructions
+        if instruction.name == name
+    )
 
 
 def _loops(program: Program) -> list[tuple[Computation, Instruction]]:

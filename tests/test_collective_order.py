@@ -11,12 +11,12 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar import Layout, make_train_step
+from meshpar import Layout, make_mesh, make_train_step, pipeline_value_and_grad
 from meshpar.machine import collective_channels
 from meshpar.models.presets import build
 from meshpar.testing.batches import random_batch
 from meshpar.testing.equivalence import quick_compile_options
-from tests.collectives_beside_loops import beside_loops
+from tests.collectives_beside_loops import beside_loops, unordered
 from tests.marks import slow
 
 T5 = {
@@ -24,6 +24,9 @@ T5 = {
     **{"vocab": 64, "logits_bytes": 2000},
 }
 DIT = {"layers": 3, "embed": 48, "heads": 6, "image": 12}
+
+H1 = "stage=2,microbatches=2,schedule=zero_bubble_h1"
+V = "stage=2,microbatches=4,schedule=zero_bubble_v,chunks=2"
 
 LOOP = """
 HloModule program, is_scheduled=true
@@ -82,15 +85,23 @@ def test_what_stands_beside_a_loop_is_found(given, channel, found):
     assert beside_loops(text) == found
 
 
+@pytest.mark.slow
+def test_no_collective_shares_its_channel_with_a_loop_beside_it():
+    layout = "fsdp=2,context=4,fsdp_prefetch=on,remat=dots"
+    text = program(build("tiny", layers=3), layout, 20)
+    assert beside_loops(text) == []
+    assert beside_loops(re.sub(r"channel_id=\d+", "channel_id=1", text)) != []
+
+
 @pytest.mark.parametrize(
     ("preset", "sizes", "layout", "examples"),
     [
+        ("tiny", {"layers": 2}, f"{H1},data=2,zero=2", 16),
         # A layer, and the same layer computed again.
         slow(
             *("tiny", {"layers": 1}),
             *("context=4,tensor=2,microbatches=5,remat=selective", 20),
         ),
-        slow("tiny", {"layers": 3}, "fsdp=2,context=4,fsdp_prefetch=on,remat=dots", 20),
         # The embeddings of a pipeline's phase, and the phase before it.
         slow(
             "tiny-dit",
@@ -100,14 +111,34 @@ def test_what_stands_beside_a_loop_is_found(given, channel, found):
         ),
         # Stages computed again.
         slow("tiny-dit", DIT, "stage=2,context=2,microbatches=5,remat=stage", 20),
+        slow("tiny", {"layers": 4}, "stage=2,tensor=2,fsdp=2,microbatches=4", 16),
+        slow("tiny", {"layers": 4}, f"{V},fsdp=2,execution=divergent", 16),
+        slow("tiny", {"layers": 4}, f"{H1},fsdp=4,zero=2,remat=full", 16),
+        slow("tiny-moe", {}, f"{H1},expert=2", 16),
+        slow("tiny-moe", {}, f"{H1},expert=2,execution=divergent", 16),
+        slow("tiny-t5", T5, f"{H1},data=2", 8),
+        slow("tiny", {"layers": 4}, "fsdp=4,microbatches=2,fsdp_prefetch=on", 16),
     ],
 )
-def test_no_collective_shares_its_channel_with_a_loop_beside_it(
-    preset, sizes, layout, examples
-):
-    text = program(build(preset, **sizes), layout, examples)
-    assert beside_loops(text) == []
-    assert beside_loops(re.sub(r"channel_id=\d+", "channel_id=1", text)) != []
+def test_what_ticks_send_stands_in_one_order(preset, sizes, layout, examples):
+    """Without an order, each of two devices can wait for what the other has left."""
+    assert unordered(program(build(preset, **sizes), layout, examples)) == []
+
+
+def test_the_sum_of_weights_stands_before_the_first_tick():
+    run = pipeline_value_and_grad(
+        lambda w, x: x + jnp.tanh(x @ w),
+        lambda scale, x, y: jnp.mean((scale * x - y) ** 2),
+        mesh=make_mesh("stage=2", devices=jax.devices()[:2]),
+        num_microbatches=2,
+        chunks=2,
+        schedule="interleaved_1f1b",
+        splits=(1, 2, 3, 1),
+    )
+    x = jnp.ones((8, 8))
+    jitted = jax.jit(run, compiler_options=quick_compile_options("cpu"))
+    lowered = jitted.lower(jnp.ones((7, 8, 8)), jnp.ones(()), x, x)
+    assert unordered(lowered.compile().as_text()) == []
 
 
 @pytest.mark.parametrize(

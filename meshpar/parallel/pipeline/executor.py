@@ -30,8 +30,8 @@ from meshpar.parallel.pipeline.crossing import (
     after,
     read,
     write,
-    zero_arrays,
 )
+from meshpar.parallel.pipeline.tick_state import TickState, first_state
 from meshpar.parallel.pipeline.work import At, Results, Work
 from meshpar.schedules import Phase, Schedule, TickTable, tick_table
 from meshpar.schedules.tick_table import ARRAYS
@@ -39,20 +39,6 @@ from meshpar.schedules.tick_table import ARRAYS
 IDLE = 0.0
 """Input of ranks without a microbatch. Nothing of it is kept; zeros, because
 `jnp.where` masks a NaN forward, not its gradient."""
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class _State:
-    """The loop's carry from one tick to the next."""
-
-    inputs: Payload
-    gradients: Payload
-    downward: Payload
-    upward: Payload
-    saved: Any
-    stash: Any
-    results: Results
 
 
 @dataclass(frozen=True)
@@ -127,12 +113,12 @@ class Executor:
 
     def _run(
         self,
-        state: _State,
+        state: TickState,
         phase: Phase,
         chunks: tuple[int, ...] = (),
         *,
         keeps: bool = True,
-    ) -> _State:
+    ) -> TickState:
         rows: dict[str, Any] = self._rows(phase.start, phase.stop)
         # No microbatch ends while the pipeline fills: no head is computed there. No
         # gradient arrives in a phase that has but the first backward.
@@ -156,7 +142,7 @@ class Executor:
         downward, rows = self._once_known((state.downward, rows), before)
         state = replace(state, downward=downward)
 
-        def tick(state: _State, row: Any) -> tuple[_State, None]:
+        def tick(state: TickState, row: Any) -> tuple[TickState, None]:
             if self.divergent:
                 return self._own_tick(state, row, phase, has, keeps), None
             return self._tick(state, row, phase, chunks, has, keeps), None
@@ -168,48 +154,9 @@ class Executor:
             return tick(state, after(row, state.results.loss_sums))[0]
         return lax.scan(tick, state, rows)[0]
 
-    def _first_state(self, *, keeps: bool = True) -> _State:
-        def buffer(slots: tuple[int, ...], shape: Any) -> jax.Array:
-            return jnp.zeros((max(max(slots), 1), *shape.shape), shape.dtype)
-
-        def buffers(slots: tuple[int, ...]) -> Payload:
-            zeros = jax.tree.map(lambda shape: buffer(slots, shape), work.payload)
-            return self._hops.laid_out(zeros)
-
-        work, table = self.work, self.table
-        payload = self._hops.laid_out(zero_arrays(work.payload))
-        stash = work.split.stash if work.split is not None and keeps else ()
-        return _State(
-            inputs=buffers(table.input_slots),
-            gradients=buffers(table.gradient_slots),
-            downward=payload if keeps else (),
-            upward=payload if self.divergent else (),
-            stash=jax.tree.map(lambda shape: buffer(table.stash_slots, shape), stash),
-            saved=jax.tree.map(
-                lambda shape: buffer(table.saved_slots, shape),
-                work.kept if keeps else (),
-            ),
-            results=Results(
-                block_gradients=zero_arrays(work.gradients if keeps else ()),
-                end_gradients=self._first_end_gradients() if keeps else (),
-                input_gradients=zero_arrays(work.inputs if keeps else ()),
-                loss_sums=zero_arrays(work.loss_sums),
-                auxiliary=zero_arrays(work.auxiliary),
-                statistics=zero_arrays(work.statistics),
-            ),
-        )
-
-    def _first_end_gradients(self) -> Any:
-        """Return zeros, which XLA:GPU makes apart from those of the last tick.
-
-        It made both at once, and kept those of the last tick through all others.
-        """
-        zero = jnp.float32(0)
-        if self.work.last_gradient is not None:
-            zero = lax.optimization_barrier(zero)
-        return jax.tree.map(
-            lambda shape: jnp.broadcast_to(zero.astype(shape.dtype), shape.shape),
-            self.work.end_gradients,
+    def _first_state(self, *, keeps: bool = True) -> TickState:
+        return first_state(
+            self.work, self.table, self._hops, divergent=self.divergent, keeps=keeps
         )
 
     def _rows(self, start: int, stop: int) -> dict[str, Any]:
@@ -233,13 +180,13 @@ class Executor:
 
     def _tick(
         self,
-        state: _State,
+        state: TickState,
         row: dict[str, jax.Array],
         phase: Phase,
         chunks: tuple[int, ...],
         has: dict[str, bool],
         keeps: bool,
-    ) -> _State:
+    ) -> TickState:
         """Run one tick of lock step, in an order that leaves matmuls beside the hops.
 
         Gradients of the tick before travel beside the forward, activations beside the
@@ -288,12 +235,12 @@ class Executor:
 
     def _own_tick(
         self,
-        state: _State,
+        state: TickState,
         row: dict[str, jax.Array],
         phase: Phase,
         has: dict[str, bool],
         keeps: bool,
-    ) -> _State:
+    ) -> TickState:
         """Run one tick in which each rank does one action of its own.
 
         What all ranks do together comes before and after the actions: the hops of what
@@ -325,14 +272,16 @@ class Executor:
             done.append(_one_value(state.results.block_gradients))
         if y is not None:
             if has["ended"]:
-                state, dy = self._head(state, row, own, after(y, done), keeps)
+                whole = self._once_known(after(y, done), done)
+                state, dy = self._head(state, row, own, whole, keeps)
                 done.append(_one_value(dy))
             state = replace(state, upward=y)
         if dx is not None:
+            dx = self._once_known(dx, done)
             state = self._embed_gradient(state, row, own, dx, done, more_ends)
         return state
 
-    def _input(self, state: _State, row: dict, own: dict) -> Payload:
+    def _input(self, state: TickState, row: dict, own: dict) -> Payload:
         """Return what this rank's forward takes: an embedding, or what arrived."""
         embedded = self.work.embed(jnp.maximum(row["embedded"], 0))
         arrived = read(state.inputs, own["input_read"])
@@ -344,8 +293,8 @@ class Executor:
         return Hops(num_ranks=self.schedule.num_ranks, specs=self.work.specs)
 
     def _forward(
-        self, state: _State, own: dict, x: Payload, keeps: bool
-    ) -> tuple[_State, Payload]:
+        self, state: TickState, own: dict, x: Payload, keeps: bool
+    ) -> tuple[TickState, Payload]:
         work, at = self.work, _action(own, "forward")
         results, saved = state.results, state.saved
         if keeps:
@@ -361,8 +310,8 @@ class Executor:
         return replace(state, saved=saved, results=results), y
 
     def _head(
-        self, state: _State, row: dict, own: dict, y: Payload, keeps: bool
-    ) -> tuple[_State, Payload]:
+        self, state: TickState, row: dict, own: dict, y: Payload, keeps: bool
+    ) -> tuple[TickState, Payload]:
         """Run the head of the microbatch that ends; return its gradient too."""
         is_last = own["forward_stage"] == self.schedule.num_stages - 1
         at_end, some = is_last & (own["forward_microbatch"] >= 0), row["ended"] >= 0
@@ -381,8 +330,8 @@ class Executor:
         return replace(state, results=results, gradients=gradients), dy
 
     def _stage_gradient(
-        self, state: _State, own: dict, chunks: tuple[int, ...] = ()
-    ) -> tuple[_State, Payload, Any]:
+        self, state: TickState, own: dict, chunks: tuple[int, ...] = ()
+    ) -> tuple[TickState, Payload, Any]:
         """Run this rank's backward, whole or for the input.
 
         Args:
@@ -423,7 +372,7 @@ class Executor:
         results = replace(results, block_gradients=block_gradients)
         return replace(state, results=results), dx, more_ends
 
-    def _weight_gradient(self, state: _State, own: dict, before: Any) -> _State:
+    def _weight_gradient(self, state: TickState, own: dict, before: Any) -> TickState:
         """Run this rank's weight gradient, once `before` is there.
 
         Its collectives then follow those of the tick on every device.
@@ -441,13 +390,13 @@ class Executor:
 
     def _embed_gradient(
         self,
-        state: _State,
+        state: TickState,
         row: dict,
         own: dict,
         dx: Payload,
         before: Any,
         more_ends: Any,
-    ) -> _State:
+    ) -> TickState:
         """Add up gradients of ends and inputs, once `before` is there; send `dx` on."""
         at, results = _action(own, "backward"), state.results
         at_start = (own["backward_stage"] == 0) & at.is_active
@@ -464,8 +413,8 @@ class Executor:
         return replace(state, downward=dx, results=results)
 
     def _received(
-        self, state: _State, name: str, slots: jax.Array, arrived: list[Payload]
-    ) -> _State:
+        self, state: TickState, name: str, slots: jax.Array, arrived: list[Payload]
+    ) -> TickState:
         """Return the state with the arrived payloads in slots of the named buffers."""
         buffers = getattr(state, name)
         for slot, payload in zip(slots, arrived, strict=True):
