@@ -96,7 +96,7 @@ def test_no_collective_shares_its_channel_with_a_loop_beside_it():
 @pytest.mark.parametrize(
     ("preset", "sizes", "layout", "examples"),
     [
-        ("tiny", {"layers": 2}, f"{H1},data=2,zero=2", 16),
+        ("tiny", {"layers": 4}, f"{H1},data=2,zero=2", 16),
         # A layer, and the same layer computed again.
         slow(
             *("tiny", {"layers": 1}),

@@ -31,8 +31,8 @@ from meshpar.parallel.pipeline.crossing import (
     read,
     write,
 )
-from meshpar.parallel.pipeline.tick_state import TickState, first_state
-from meshpar.parallel.pipeline.work import At, Results, Work
+from meshpar.parallel.pipeline.work import At, Results, TickState, Work, first_state
+from meshpar.rules.rules import auto_mesh_shape
 from meshpar.schedules import Phase, Schedule, TickTable, tick_table
 from meshpar.schedules.tick_table import ARRAYS
 
@@ -129,20 +129,18 @@ class Executor:
 
         # JAX and XLA unroll a loop of one tick, whose end orders nothing then.
         results = state.results
-        before = (
-            self.first
-            if phase.start == 0
-            else (
+        before: Any = self.first
+        if phase.start > 0:
+            before = (
                 (state.gradients, state.downward, state.stash),
-                results.block_gradients,
-                results.end_gradients,
+                (results.block_gradients, results.end_gradients),
                 results.input_gradients,
             )
-        )
-        downward, rows = self._once_known((state.downward, rows), before)
-        state = replace(state, downward=downward)
+        state = replace(state, downward=self._once_known(state.downward, before))
+        never = self._never(before)
 
         def tick(state: TickState, row: Any) -> tuple[TickState, None]:
+            row = _plus(row, never)
             if self.divergent:
                 return self._own_tick(state, row, phase, has, keeps), None
             return self._tick(state, row, phase, chunks, has, keeps), None
@@ -227,11 +225,22 @@ class Executor:
         device and after them on another, so both waited forever. No number is below
         minus infinity, which XLA does not simplify.
         """
-        if not self.ordered_by_data:
-            return tree
-        values = [jnp.real(leaf).ravel()[0] for leaf in jax.tree.leaves(known)]
-        never = sum(value < -jnp.inf for value in values)
-        return jax.tree.map(lambda x: x + jnp.asarray(never, x.dtype), tree)
+        return _plus(tree, self._never(known))
+
+    def _never(self, known: Any) -> jax.Array | None:
+        """Return False, once arrays are known; None if there is no need to wait.
+
+        GSPMD would communicate for a value of an array that it splits.
+        """
+        whole = max(auto_mesh_shape().values(), default=1) == 1
+        values = [
+            jnp.real(leaf).ravel()[0]
+            for leaf in jax.tree.leaves(known)
+            if leaf.ndim == 0 or whole
+        ]
+        if not (self.ordered_by_data and values):
+            return None
+        return jnp.any(jnp.stack([value < -jnp.inf for value in values]))
 
     def _own_tick(
         self,
@@ -431,6 +440,13 @@ def _one_later(slots: np.ndarray) -> np.ndarray:
     later = np.full_like(slots, -1)
     later[1:] = slots[:-1]
     return later
+
+
+def _plus(tree: Any, never: jax.Array | None) -> Any:
+    """Add a boolean that is never true to every array of a tree."""
+    if never is None:
+        return tree
+    return jax.tree.map(lambda x: x + never.astype(x.dtype), tree)
 
 
 def _one_value(tree: Any) -> jax.Array:
