@@ -1,7 +1,9 @@
 """Gradients reduced beside the last backwards of ticks: the same sums, earlier."""
 
 import dataclasses
+import math
 
+import jax
 import optax
 import pytest
 
@@ -69,10 +71,15 @@ def test_gpus_hide_what_accumulated_gradients_send():
         max_grad_norm=1.0,
     )
     report = audit(step, batch_shapes(256, 4096), target="gpu:h100:8x8")
-    in_loops = [
-        row
-        for row in report.collectives
-        if row.kind == "reduce-scatter" and row.executions > 1
-    ]
-    assert in_loops
-    assert all(report.overlaps[row.line].is_hidden for row in in_loops)
+    (scattered,) = (
+        total
+        for total in report.overlap()
+        if (total.mesh_axes, total.kind) == (("data",), "reduce-scatter")
+    )
+    of_blocks = of_all = 0
+    for path, one in jax.tree.leaves_with_path(step.model.parameters):
+        size = math.prod(one.stacked_shape)
+        of_all += size
+        of_blocks += size * (path[0].key == "blocks")
+    # With a few layers the embedding, whose gradient comes last, weighs much.
+    assert scattered.hidden_share >= of_blocks / of_all
