@@ -58,13 +58,14 @@ def main(argv: Sequence[str] | None = None, command: str = "pretrain") -> int:
         print(f"{command}: {needed}", file=sys.stderr)
         return BAD_INPUT
     except BadStepError as error:
-        print(f"{command}: {error}", file=sys.stderr)
+        print(f"{command}: {_one_line(error, config)}", file=sys.stderr)
         return leave(NO)
     except (InputError, OSError) as error:
         print(f"{command}: {_one_line(error, config)}", file=sys.stderr)
         return leave(exit_status(error))
-    except KeyboardInterrupt:
-        print(f"{command}: stopped at once, nothing more is saved", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        told = _with_notes("stopped at once, nothing more is saved", error)
+        print(f"{command}: {told}", file=sys.stderr)
         return leave(INTERRUPTED + 2)
     except Exception as error:
         return leave(print_fault(command, error))
@@ -72,8 +73,15 @@ def main(argv: Sequence[str] | None = None, command: str = "pretrain") -> int:
 
 
 def _one_line(error: Exception, config: RunConfig | None) -> str:
+    told = str(error)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         out = Path("runs") if config is None or config.out is None else config.out
         where = str(error.filename or out)
-        return f"the disk of {where!r} is full; free some space or name another folder"
-    return printable(" ".join(str(error).split()))
+        told = f"the disk of {where!r} is full; free some space or name another folder"
+    return _with_notes(told, error)
+
+
+def _with_notes(told: str, error: BaseException) -> str:
+    """Return one line of what is told of an error, and of what failed beside it."""
+    parts = [told, *getattr(error, "__notes__", ())]
+    return printable("; besides, ".join(" ".join(part.split()) for part in parts))

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from meshpar.errors import InputError
 from meshpar.recipes import pretrain
 from meshpar.train import folder_in_use as module
 from meshpar.train.folder_in_use import folder_in_use
@@ -136,4 +137,19 @@ def test_a_run_whose_folder_is_deleted_does_not_end_well(
 
     compute_nothing(monkeypatch, timed_step)
     run = trained(tmp_path / "run", small_text, "--save-every", save_every)
-    refuses_recipe(run, "run.folder_deleted", tmp_path / "run")
+    words = save_every == "200"  # With 1, a save that fails may be told as well.
+    refuses_recipe(run, "run.folder_deleted", tmp_path / "run", words=words)
+
+
+def test_what_fails_beside_an_error_is_told_on_its_line(
+    tmp_path, small_text, monkeypatch, refuses_recipe
+):
+    def timed_step(step, state, batch):
+        error = InputError("a bad step", key="test.bad_step")
+        error.add_note("checkpoint of step 2 not written")
+        raise error
+
+    compute_nothing(monkeypatch, timed_step)
+    told = "a bad step; besides, checkpoint of step 2 not written"
+    run = trained(tmp_path / "run", small_text)
+    refuses_recipe(run, "test.bad_step", told, words=False)

@@ -336,7 +336,9 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+    def __exit__(
+        self, kind: object, error: BaseException | None, traceback: object
+    ) -> None:
         failed, self._is_open = self._failure(), False
         try:
             with self._writer:  # Which Orbax has told of every save that failed.
@@ -344,8 +346,8 @@ class Checkpoints:
         finally:
             if failed and error is None:
                 raise failed
-            if failed:  # The other error goes on; this one is not to be lost beside it.
-                warnings.warn(str(failed), stacklevel=2)
+            if error is not None and failed:  # A warning could replace that error.
+                error.add_note(str(failed))
 
 
 def _manager(
