@@ -8,7 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from schedule_cases import ALL, NAMED, NAMES, SIZES, label, split_1f1b, v_shaped
+from schedule_cases import (
+    ALL,
+    NAMED,
+    NAMES,
+    SIZES,
+    SPLIT_NAMES,
+    label,
+    split_1f1b,
+    v_shaped,
+)
 
 from meshpar.schedules import (
     SCHEDULES,
@@ -265,6 +274,34 @@ def test_no_more_weight_gradients_wait_than_allowed(pending):
     for order in found.orders:
         waiting = accumulate((a.op is Op.I) - (a.op is Op.W) for a in order)
         assert max(waiting) <= pending
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("ranks, microbatches", [(2, 5), (4, 7), (4, 12)])
+@pytest.mark.parametrize("name", SPLIT_NAMES)
+def test_a_limit_moves_weight_gradients_only(name, ranks, microbatches, count):
+    free = make_schedule(name, ranks, microbatches)
+    limited = make_schedule(name, ranks, microbatches, max_pending_w=count)
+    check_schedule(limited)
+    for order, other in zip(free.orders, limited.orders, strict=True):
+        if name != "auto":  # whose search takes the limit into account
+            kept = [action for action in order if action.op is not Op.W]
+            assert kept == [action for action in other if action.op is not Op.W]
+        waiting = accumulate((a.op is Op.I) - (a.op is Op.W) for a in other)
+        assert max(waiting) <= count
+    for divergent in (False, True):
+        assert max(tick_table(limited, divergent=divergent).stash_slots) <= count
+
+
+def test_a_limit_that_nothing_reaches_changes_nothing():
+    limited = make_schedule("zero_bubble_h2", 4, 9, max_pending_w=7)
+    assert limited.orders == make_schedule("zero_bubble_h2", 4, 9).orders
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b"])
+def test_a_limit_of_whole_backwards_is_refused(name, refuses):
+    with refuses("schedule.nothing_pending", "max_pending_w=2", name):
+        make_schedule(name, 2, 4, max_pending_w=2)
 
 
 def shortest_end_s(ranks, microbatches, times, memory):

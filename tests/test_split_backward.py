@@ -230,6 +230,7 @@ def test_every_split_schedule_trains_as_one_device_does(name, execution):
         "stage=2,fsdp=2,microbatches=6,schedule=zero_bubble_v,chunks=2,remat=full",
         slow("stage=4,data=2,microbatches=6,schedule=zero_bubble_h2,zero=1"),
         slow("stage=3,microbatches=6,schedule=zero_bubble_h1,remat=stage"),
+        slow("stage=4,microbatches=6,schedule=zero_bubble_h2,max_pending_w=2"),
     ],
 )
 def test_split_backwards_under_other_axes(line, execution):

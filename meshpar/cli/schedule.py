@@ -55,6 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "file's)",
             "--microbatches": "microbatches per step (default: the file's)",
             "--chunks": "stages per rank (default: the schedule's, or 1)",
+            "--max-pending-w": "most weight gradients that wait on a rank (default: no "
+            "limit)",
             "--max-in-flight": "most microbatches in a rank's buffers (default: no "
             "limit)",
         },
@@ -111,7 +113,8 @@ def _checked_schedule(args: argparse.Namespace) -> Schedule:
             num_microbatches=args.microbatches,
             chunks=args.chunks,
         )
-        return schedule
+        limit = args.max_pending_w
+        return schedule.with_most_pending(limit) if limit else schedule
     if args.stages is None or args.microbatches is None:
         raise InputError(
             f"--schedule {args.schedule} needs sizes: give --stages N and "
@@ -132,7 +135,13 @@ def _checked_schedule(args: argparse.Namespace) -> Schedule:
             f"{places} places in a timeline; give at most {_MOST_PLACES}",
             key="schedule.too_large",
         )
-    return make_schedule(args.schedule, args.stages, args.microbatches, args.chunks)
+    return make_schedule(
+        args.schedule,
+        args.stages,
+        args.microbatches,
+        args.chunks,
+        max_pending_w=args.max_pending_w or 0,
+    )
 
 
 def _stage_s(

@@ -87,6 +87,8 @@ class Layout:
         chunks: Stages per rank of an interleaved schedule.
         splits: Blocks of each stage; empty is as even as possible in number, `cost`
             in what they cost (`BlockGroup.costs`, or else their matmul FLOPs).
+        max_pending_w: Most weight gradients that wait on a rank where backwards are
+            split, each with a stash; 0 is as many as the schedule leaves.
         execution: How the ranks of a pipeline run: "uniform", all the same instructions
             in every tick, or "divergent", each one action of its own.
         zero: ZeRO stage, what the devices of a split batch share out: 0 nothing,
@@ -150,6 +152,7 @@ class Layout:
     schedule: str = "1f1b"
     chunks: int = 1
     splits: tuple[int, ...] | Literal["cost"] = ()
+    max_pending_w: int = 0
     execution: str = "uniform"
     zero: int = 3
     zero_axes: tuple[str, ...] = ()
@@ -174,6 +177,8 @@ class Layout:
                 _check_choice(name, value, choices)
         if self.schedule not in tuple(SCHEDULES):
             schedule_method(self.schedule)  # Which names the nearest.
+        if self.max_pending_w != 0:
+            _check_count("max_pending_w", self.max_pending_w)
         for size in () if self.splits == BY_COST else self.splits:
             _check_count("splits", size)
         _check_zero_axes(self.zero_axes)

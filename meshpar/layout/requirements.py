@@ -181,6 +181,7 @@ LOCAL_STEPS = (
 OPTIONS = (
     _without_axis("schedule", "stage"),
     _without_axis("execution", "stage"),
+    _without_axis("max_pending_w", "stage"),
     Requirement(
         "layout.divergent_permute",
         "execution",

@@ -17,6 +17,7 @@ from meshpar.schedules.base import (
     Action,
     Op,
     Schedule,
+    nothing_pending,
     read_csv,
     require_counts,
     schedule_from_orders,
@@ -118,7 +119,12 @@ __all__ = [
 
 
 def make_schedule(
-    name: str, num_ranks: int, num_microbatches: int, chunks: int | None = None
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    chunks: int | None = None,
+    *,
+    max_pending_w: int = 0,
 ) -> Schedule:
     """Return the schedule of that name.
 
@@ -127,6 +133,7 @@ def make_schedule(
         num_ranks: Size of the `stage` mesh axis.
         num_microbatches: Microbatches of one step.
         chunks: Stages of one rank; when left out the schedule's own number, or 1.
+        max_pending_w: Most weight gradients that wait on a rank; 0 for any number.
 
     Raises:
         InputError: No such schedule, or sizes that it cannot have.
@@ -140,20 +147,27 @@ def make_schedule(
     chunks = schedule_method(name).default_chunks if chunks is None else chunks
     require_counts(stages=num_ranks, microbatches=num_microbatches, chunks=chunks)
     sizes = num_ranks, num_microbatches, chunks
-    for refusal in size_refusals(name, *sizes).values():
+    for refusal in size_refusals(name, *sizes, max_pending_w).values():
         raise refusal
-    return SCHEDULES[name](*sizes)
+    return SCHEDULES[name](*sizes, max_pending_w=max_pending_w)
 
 
 def size_refusals(
-    name: str, num_ranks: int, num_microbatches: int, chunks: int
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    chunks: int,
+    max_pending_w: int = 0,
 ) -> dict[str, InputError]:
     """Return why a schedule does not exist for these sizes, by the layout's key.
 
     Raises:
         InputError: No such schedule.
     """
-    refusals = schedule_method(name).refusals(num_ranks, num_microbatches, chunks)
+    method = schedule_method(name)
+    refusals = method.refusals(num_ranks, num_microbatches, chunks)
+    if max_pending_w and not method.splits_backward:
+        refusals["max_pending_w"] = nothing_pending(name, max_pending_w)
     others = [other for other in SCHEDULES if SCHEDULES[other].has_chunks(chunks)]
     if "chunks" in refusals and others:
         refused = refusals["chunks"]
@@ -195,7 +209,12 @@ def schedule_method(name: str) -> ScheduleMethod:
 
 
 def chosen_schedule(
-    given: OwnSchedule, *, num_ranks: int, num_microbatches: int, chunks: int = 1
+    given: OwnSchedule,
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    chunks: int = 1,
+    max_pending_w: int = 0,
 ) -> Schedule:
     """Return the checked schedule that a pipeline runs.
 
@@ -204,6 +223,7 @@ def chosen_schedule(
         num_ranks: Size of the `stage` mesh axis.
         num_microbatches: Microbatches of one step.
         chunks: Stages of one rank.
+        max_pending_w: Most weight gradients that wait on a rank; 0 for any number.
 
     Raises:
         InputError: No such schedule or file, or one made for other sizes.
@@ -220,7 +240,8 @@ def chosen_schedule(
                 f"schedule file {given!r}: end its name in .csv",
                 key="schedule.file_not_csv",
             )
-        return make_schedule(given, num_ranks, num_microbatches, chunks)
+        sizes = num_ranks, num_microbatches, chunks
+        return make_schedule(given, *sizes, max_pending_w=max_pending_w)
     schedule = own_schedule(given)
     check_size(
         schedule,
@@ -228,7 +249,7 @@ def chosen_schedule(
         num_microbatches=num_microbatches,
         chunks=chunks,
     )
-    return schedule
+    return schedule.with_most_pending(max_pending_w) if max_pending_w else schedule
 
 
 def own_schedule(given: OwnSchedule) -> Schedule:

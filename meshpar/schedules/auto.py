@@ -237,11 +237,13 @@ class _Replay:
             self._there[Op.I][rank - 1].append(end_s + self._hop_s)
 
 
-def _orders(num_ranks: int, num_microbatches: int, _: int) -> Orders:
+def _orders(
+    num_ranks: int, num_microbatches: int, _: int, max_pending_w: int | None = None
+) -> Orders:
     found = search_schedule(
         num_microbatches,
         StageTimes.uniform(num_ranks),
-        limits=Limits(memory=num_ranks),
+        limits=Limits(memory=num_ranks, pending=max_pending_w),
     )
     return found.orders
 
@@ -249,6 +251,7 @@ def _orders(num_ranks: int, num_microbatches: int, _: int) -> Orders:
 auto = ScheduleMethod(
     name="auto",
     orders=_orders,
+    orders_within=_orders,
     splits_backward=True,
     reference="searched here for equal F, I and W in the memory of 1F1B; after the "
     "heuristic of Qi et al., 'Zero Bubble Pipeline Parallelism', ICLR 2024, section 3",

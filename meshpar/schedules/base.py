@@ -83,6 +83,8 @@ class Schedule:
         num_stages: Stages of all ranks together, a multiple of the ranks.
         num_microbatches: Microbatches of one step.
         name: What errors and reports call it.
+        max_pending_w: Most weight gradients that wait on a rank in lock step, where the
+            order leaves their ticks open; 0 for any number (`with_most_pending`).
 
     Raises:
         InputError: No ranks, or sizes that are no schedule's. `check_schedule` reads
@@ -98,6 +100,7 @@ class Schedule:
     num_stages: int
     num_microbatches: int
     name: str = "custom"
+    max_pending_w: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "orders", tuple(map(tuple, self.orders)))
@@ -166,6 +169,21 @@ class Schedule:
         )
         return replace(self, orders=orders)
 
+    def with_most_pending(self, count: int) -> Schedule:
+        """Return the schedule with at most `count` weight gradients waiting on a rank.
+
+        Before an input gradient that would leave one more, a rank does a weight
+        gradient that waits, so all else keeps its order.
+
+        Raises:
+            InputError: No backward is split, or `count` is below 1.
+        """
+        require_counts(max_pending_w=count)
+        if not self.splits_backward:
+            raise nothing_pending(self.name, count)
+        orders = tuple(_with_most_pending(order, count) for order in self.orders)
+        return replace(self, orders=orders, max_pending_w=count)
+
     def with_one_microbatch(self) -> Schedule:
         """Return the schedule for the first microbatch alone."""
         orders = tuple(
@@ -194,6 +212,33 @@ class Schedule:
         """Return the backward of the next stage, B or I, whose gradient it reads."""
         split = Action(action.stage + 1, Op.I, action.microbatch)
         return split if split in self.actions else split._replace(op=Op.B)
+
+
+def nothing_pending(name: str, max_pending_w: int) -> InputError:
+    """Return the error of a limit for a schedule whose backwards are whole."""
+    return InputError(
+        f"max_pending_w={max_pending_w}: no weight gradient waits in schedule "
+        f"{name!r}, whose backwards are whole; leave it out",
+        key="schedule.nothing_pending",
+    )
+
+
+def _with_most_pending(order: Sequence[Action], count: int) -> tuple[Action, ...]:
+    place = {action: at for at, action in enumerate(order)}
+    bounded: list[Action] = []
+    waiting: list[Action] = []
+    for action in order:
+        # An I that finds no room makes some; a W is the next of those that wait.
+        full = action.op is Op.I and len(waiting) == count
+        if full or (action.op is Op.W and waiting):
+            first = min(waiting, key=place.__getitem__)
+            waiting.remove(first)
+            bounded.append(first)
+        if action.op is Op.I:
+            waiting.append(action._replace(op=Op.W))
+        if action.op is not Op.W:
+            bounded.append(action)
+    return tuple(bounded)
 
 
 def require_counts(**counts: int) -> None:

@@ -86,6 +86,9 @@ class ScheduleMethod:
             and a way out; None where it does.
         splits_backward: Whether any of its backwards are I and W.
         closed_forms: Its length and what is in flight.
+        orders_within: (p, m, v, count) -> orders in which at most `count` weight
+            gradients of a rank wait; None to take those of `orders`, with some weight
+            gradients earlier (`Schedule.with_most_pending`).
         no_better_than: Another schedule's name that is as long for any sizes and holds
             no more: the planner's search takes that one.
 
@@ -105,12 +108,24 @@ class ScheduleMethod:
     microbatches_refusal: Callable[[int, int], str | None] = lambda p, m: None
     splits_backward: bool = False
     closed_forms: ClosedForms | None = None
+    orders_within: Callable[[int, int, int, int], Orders] | None = None
     no_better_than: str | None = None
 
     def __call__(
-        self, num_ranks: int, num_microbatches: int, chunks: int | None = None
+        self,
+        num_ranks: int,
+        num_microbatches: int,
+        chunks: int | None = None,
+        *,
+        max_pending_w: int = 0,
     ) -> Schedule:
         """Return the schedule of these sizes; `chunks` defaults to `default_chunks`.
+
+        Args:
+            num_ranks: Ranks.
+            num_microbatches: Microbatches of one step.
+            chunks: Stages of one rank.
+            max_pending_w: Most weight gradients that wait on a rank; 0 for any number.
 
         Raises:
             InputError: A size below 1, or one that it does not exist for.
@@ -119,9 +134,14 @@ class ScheduleMethod:
         require_counts(stages=num_ranks, microbatches=num_microbatches, chunks=chunks)
         for refusal in self.refusals(num_ranks, num_microbatches, chunks).values():
             raise refusal
-        orders = self.orders(num_ranks, num_microbatches, chunks)
+        sizes, search = (num_ranks, num_microbatches, chunks), self.orders_within
+        if max_pending_w and search is not None:
+            orders = search(*sizes, max_pending_w)
+        else:
+            orders = self.orders(*sizes)
         of_ranks = tuple(map(tuple, orders))
-        return Schedule(of_ranks, num_ranks * chunks, num_microbatches, self.name)
+        made = Schedule(of_ranks, num_ranks * chunks, num_microbatches, self.name)
+        return made.with_most_pending(max_pending_w) if max_pending_w else made
 
     @property
     def default_chunks(self) -> int:

@@ -35,7 +35,8 @@ def lock_step_ticks(schedule: Schedule) -> dict[Action, int]:
     microbatches in flight on rank r of S, not its asynchronous S-r.
 
     As all ranks pay for a tick with a W, they do theirs together: when each rank that
-    has any left can do one, or when nothing else is left.
+    has any left can do one, when nothing else is left, or when on some rank as many
+    wait as may (`Schedule.max_pending_w`).
 
     Raises:
         ScheduleError: The schedule is wrong.
@@ -51,6 +52,7 @@ def lock_step_ticks(schedule: Schedule) -> dict[Action, int]:
         deque(action for action in order if action.op is Op.W)
         for order in schedule.orders
     ]
+    most = schedule.max_pending_w
     ticks: dict[Action, int] = {}
     tick = 0
     while any(queues) or any(weight_grads):
@@ -60,7 +62,8 @@ def lock_step_ticks(schedule: Schedule) -> dict[Action, int]:
                 ticks[action] = tick
         left = [queue for queue in weight_grads if queue]
         ready = [queue for queue in left if schedule.inputs(queue[0])[0] in ticks]
-        if len(ready) == len(left) or not any(queues):
+        full = most and any(_num_waiting(queue, ticks) == most for queue in ready)
+        if len(ready) == len(left) or not any(queues) or full:
             ticks.update((queue.popleft(), tick) for queue in ready)
         tick += 1
     return ticks
@@ -131,6 +134,11 @@ def _phases(ticks: dict[Action, int], *, coarse: bool) -> tuple[Phase, ...]:
         else:
             phases.append(phase)
     return tuple(phases)
+
+
+def _num_waiting(weight_grads: deque[Action], ticks: dict[Action, int]) -> int:
+    """Count the weight gradients of a rank whose input gradient is done."""
+    return sum(action._replace(op=Op.I) in ticks for action in weight_grads)
 
 
 def _queues(order: tuple[Action, ...]) -> tuple[deque[_Next], deque[_Next]]:

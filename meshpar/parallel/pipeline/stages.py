@@ -149,6 +149,7 @@ def pipeline_for(
         num_ranks=layout.stage,
         num_microbatches=layout.microbatches,
         chunks=layout.chunks,
+        max_pending_w=layout.max_pending_w,
     )
     placed = arrangement(chosen, sizes, [group.num_layers for group in model.groups])
     orders = {group.name: placed.order(at) for at, group in enumerate(model.groups)}
