@@ -42,6 +42,7 @@ BUILT = {
     "precision",
 }
 BUILT |= {"microbatches", "schedule", "chunks", "splits"}
+BUILT |= {"execution", "max_pending_w"}
 BUILT |= {"fsdp_prefetch", "context", "attention"}
 BUILT |= {"zero", "zero_axes", "fsdp_gather", "optimizer_memory", "param_dtype"}
 """What the training step lays out: a new axis or option must be added here."""

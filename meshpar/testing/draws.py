@@ -56,6 +56,7 @@ DRAWS: dict[str, Draw] = {
     "microbatches": Draw((1, 1, 2, 3, 4, 5)),
     "schedule": Draw(tuple(SCHEDULES), beside=("stage",)),
     "execution": Draw(EXECUTIONS, beside=("stage",)),
+    "max_pending_w": Draw((0, 1, 2), beside=("stage",)),  # of split backwards
     "chunks": Draw((1, 2), beside=("stage",)),  # of a schedule that has them
     "splits": Draw(((), "cost"), beside=("stage",)),  # or sizes for the layers
     "zero": Draw((3, 3, 0, 1, 2), beside=("fsdp", "data")),
@@ -128,6 +129,10 @@ def _is_built(
         needed["schedule"] = next(
             name for name, method in SCHEDULES.items() if method.num_chunks is None
         )
+    if name == "max_pending_w" and value:
+        needed["schedule"] = next(
+            name for name, method in SCHEDULES.items() if method.splits_backward
+        )
     if name == "schedule":
         needed["chunks"] = SCHEDULES[value].default_chunks
     if value in STAGE_REMATS:
@@ -184,6 +189,8 @@ def draw_layout(
     method = SCHEDULES[values.get("schedule", Layout().schedule)]
     if not method.has_chunks(values.setdefault("chunks", 1)):
         values["chunks"] = method.default_chunks
+    if not method.splits_backward:
+        values.pop("max_pending_w", None)
     if values.get("stage", 1) == 1 and values["remat"] in STAGE_REMATS:
         values["remat"] = "full"
     num_stages = values.get("stage", 1) * values["chunks"]
