@@ -9,7 +9,7 @@ from jax.extend.core import jaxpr_as_fun
 from schedule_cases import SPLIT_NAMES
 
 from meshpar import make_mesh, pipeline_value_and_grad
-from meshpar.parallel.split_backward import split_program
+from meshpar.parallel.pipeline.split_backward import split_program
 from meshpar.schedules import SCHEDULES
 from meshpar.trace.walk import equations
 from tests.marks import slow
@@ -83,6 +83,22 @@ def switching_block(weights, x):
     return jax.lax.cond(x.sum() > -1e9, mlp_block, lambda weights, x: x, weights, x)
 
 
+@jax.custom_vjp
+def tied_linear(x, weight):
+    return linear(x, weight)
+
+
+tied_linear.defvjp(
+    lambda x, weight: (x @ weight, (x, weight)),
+    lambda kept, dy: jax.lax.optimization_barrier((dy @ kept[1].T, kept[0].T @ dy)),
+)
+
+
+def tied_block(weights, x):
+    """An MLP whose gradients a barrier ties."""
+    return x + tied_linear(tied_linear(x, weights["up"]), weights["down"])
+
+
 def layers_block(weights, x):
     stacked = jax.tree.map(lambda weight: jnp.stack([weight, 0.9 * weight]), weights)
 
@@ -92,7 +108,7 @@ def layers_block(weights, x):
     return jax.lax.scan(layer, x, stacked)[0]
 
 
-BLOCKS = [attention_block, mlp_block, switching_block, layers_block]
+BLOCKS = [attention_block, mlp_block, tied_block, switching_block, layers_block]
 REMATS = {
     "none": lambda block: block,
     "dots": lambda block: jax.checkpoint(

@@ -26,8 +26,8 @@ from meshpar.parallel.pipeline.rank_layers import (
     saved_residuals,
 )
 from meshpar.parallel.pipeline.rank_stages import RankStages
+from meshpar.parallel.pipeline.split_backward import SplitProgram, split_program
 from meshpar.parallel.pipeline.work import At
-from meshpar.parallel.split_backward import SplitProgram, split_program
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 The first makes the results wanted first, and a stash of what the second needs of it.
 Neither does a matmul, a collective or a kernel that the other does: the second computes
 only cheap operations again, where that makes the stash smaller (a minimum cut of the
-program's graph). Loops are cut in their bodies; a loop with a data-dependent number of
-trips, a branch and a `shard_map` stay whole.
+program's graph). Loops are cut in their bodies, barriers by operand; a loop with a
+data-dependent number of trips, a branch and a `shard_map` stay whole.
 
 Reference: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2, for B =
 I + W (arXiv 2401.10241).
@@ -26,7 +26,7 @@ from jax.extend.core import (
     jaxpr_as_fun,
 )
 
-from meshpar.parallel.minimum_stash import atom_shape, minimum_stash, read_by
+from meshpar.parallel.pipeline.minimum_stash import atom_shape, minimum_stash, read_by
 from meshpar.trace.primitives import CALLS
 from meshpar.trace.walk import Loop, programs_in, steps, without_constants
 
@@ -164,6 +164,8 @@ def _parsed_loop(equation: JaxprEqn) -> tuple[Loop, Jaxpr] | None:
     return None if body.constvars else (loop, _inlined(body))
 
 
+_BARRIER = "optimization_barrier"
+
 _Needs = tuple[list[bool], list[bool]]
 """For each result of an operation, and each operand, whether it is needed."""
 
@@ -184,6 +186,8 @@ def _needs(jaxpr: Jaxpr, wanted: Sequence[bool]) -> tuple[list[_Needs | None], s
         looped = _parsed_loop(equation)
         if looped is not None:
             used, operands = _loop_needs(*looped, used)
+        elif equation.primitive.name == _BARRIER:
+            operands = used
         needs[at] = used, operands
         read |= {
             atom
@@ -227,21 +231,9 @@ def _cut(
     first: list[JaxprEqn] = []
     second: list[JaxprEqn] = []
     for equation, early, late in zip(steps(jaxpr), of_first, of_second, strict=True):
-        if early is None and late is not None:
-            second.append(equation)
-        elif early is not None and late is None or equation.effects:
-            first.append(equation)
-        elif early is not None and late is not None:
-            only_late = [
-                one and not other for one, other in zip(late[0], early[0], strict=True)
-            ]
-            looped = _parsed_loop(equation)
-            if looped is None or not any(only_late):
-                first.append(equation)
-                continue
-            early_loop, late_loop = _cut_loop(equation, *looped, early[0], only_late)
-            first += early_loop
-            second += late_loop
+        halves = _halves(equation, early, late)
+        first += halves[0]
+        second += halves[1]
     results: tuple[list[Any], list[Any]] = [], []
     for atom, is_wanted in zip(jaxpr.outvars, wanted, strict=True):
         results[not is_wanted].append(atom)
@@ -255,6 +247,36 @@ def _cut(
         _jaxpr(jaxpr, [*arguments, *stash], results[1], [*again, *second]),
         stash,
     )
+
+
+def _halves(
+    equation: JaxprEqn, early: _Needs | None, late: _Needs | None
+) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
+    """Return what both programs do of an operation, given what they need of it."""
+    unused = [False] * len(equation.outvars)
+    in_first = early[0] if early else unused
+    only_late = [
+        one and not other
+        for one, other in zip(late[0] if late else unused, in_first, strict=True)
+    ]
+    if equation.primitive.name == _BARRIER:
+        return _barrier_of(equation, in_first), _barrier_of(equation, only_late)
+    if early is None:
+        return (
+            ([], [equation]) if late else ([equation] if equation.effects else [], [])
+        )
+    looped = _parsed_loop(equation)
+    if looped is None or not any(only_late):
+        return [equation], []
+    return _cut_loop(equation, *looped, in_first, only_late)
+
+
+def _barrier_of(barrier: JaxprEqn, which: Sequence[bool]) -> list[JaxprEqn]:
+    """Return a barrier of some of the operands of another."""
+    if not any(which):
+        return []
+    invars, outvars = (_picked(of, which) for of in (barrier.invars, barrier.outvars))
+    return [barrier.replace(invars=invars, outvars=outvars)]
 
 
 def _computed_again(
