@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from meshpar.hardware.platforms import platform_named
 
@@ -36,6 +37,8 @@ ASKED = {
     "embed_scatter": ("reduce-scatter", "embedding's gradient, shared by the ranks"),
     "head_scatter": ("reduce-scatter", "last stage's output, shared by the ranks"),
     "head_gather": ("all-gather", "loss's gradient, back to the last stage"),
+    "token_gather": ("collective-permute", "tokens to a column-parallel matmul"),
+    "token_scatter": ("collective-permute", "partial sums of a row-parallel matmul"),
     "vocab_lookup": ("all-reduce", "embedding rows from a split vocabulary"),
     "vocab_loss": ("all-reduce", "cross-entropy over a split vocabulary"),
     "head_input_gather": ("all-gather", "sequence gathered before the head's matmul"),
@@ -97,6 +100,20 @@ def asked(name: str) -> AbstractContextManager:
     if name not in ASKED:
         raise KeyError(name)
     return jax.named_scope(ASKED_PREFIX + name)
+
+
+def own_lane() -> AbstractContextManager:
+    """Let the permutes made inside run beside other collectives on GPUs.
+
+    XLA:GPU schedules one collective at a time, or as many as an option says, and runs
+    all on one stream: a short permute waits for a long gather that started before it.
+    These attributes name another resource of its scheduler and another stream of its
+    runtime (read from XLA's source; the scheduled program shows the first). Other
+    compilers ignore them.
+    """
+    return set_xla_metadata(
+        _xla_gpu_collective_stream="p2p", _xla_stream_annotation="1"
+    )
 
 
 RUNNING_TIMES = "running-times-"

@@ -103,10 +103,13 @@ def parts(examples, seq, scope, *, mesh="tensor=8"):
 
 
 def test_parts_divide_the_examples_and_keep_their_tokens():
-    assert parts(8, 2048, scope_on()) == 4
-    assert parts(6, 2048, scope_on()) == 3
-    assert parts(7, 2048, scope_on()) == 1
-    assert parts(8, 512, scope_on()) == 2
+    assert parts(8, 2048, scope_on("tpu")) == 4
+    assert parts(6, 2048, scope_on("tpu")) == 3
+    assert parts(7, 2048, scope_on("tpu")) == 1
+    assert parts(8, 512, scope_on("tpu")) == 2
+    assert parts(8, 4096, scope_on()) == 4
+    assert parts(8, 2048, scope_on()) == 2
+    assert parts(2, 4096, scope_on()) == 1
     assert parts(1, 65536, scope_on()) == 1
     assert parts(8, 2048, scope_on("cpu")) == 1
     assert parts(8, 2048, scope_on(rules=DATA_PARALLEL)) == 1

@@ -185,9 +185,14 @@ class Window:
     first: int
     last: int
 
-    @property
-    def lane(self) -> tuple[object, ...]:
-        """Mesh axes and pairs of devices; collectives of one lane run in sequence."""
+    def lane(self, cluster: Cluster) -> tuple[object, ...]:
+        """Return what collectives that run in sequence have in common.
+
+        The mesh axes; on a torus, whose links lead to one neighbour each, the pairs of
+        devices too.
+        """
+        if not cluster.torus:
+            return (self.row.mesh_axes,)
         pairs = self.start.attribute(r"source_target_pairs=(\{\{.*?\}\})")
         return self.row.mesh_axes, pairs
 
@@ -252,7 +257,7 @@ def _beside(
         )
         if cluster is not None:
             wire_s = collective_wire_s(window.row, mesh_shape, cluster)
-            hidden_s = lanes[window.lane].hide(works, wire_s)
+            hidden_s = lanes[window.lane(cluster)].hide(works, wire_s)
             overlap = replace(overlap, wire_s=wire_s, hidden_s=hidden_s)
         yield overlap
 

@@ -20,6 +20,12 @@ LEAST_TOKENS = 2048
 longer fill the device."""
 
 
+LEAST_CHUNKED_TOKENS = 8192
+"""The same where matmuls run in chunks of tokens, of which a part has as many as the
+whole: in two parts of 4,096 tokens the matmuls of llama3-8b, which read their weights
+for each chunk, took 6 % longer on H100s, and no more was hidden."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Platform:
     """One kind of device, and how programs for it differ.
@@ -45,6 +51,8 @@ class Platform:
             so that one hides another's collectives. At the ends of a block the first
             part's gather and the last's scatter stay exposed: of two parts a half, of
             four a quarter.
+        chunks_matmuls: True if matmuls of sequence parallelism run in chunks of tokens,
+            which devices send one another (`parallel.collective_matmul`).
         lanes: The last dim of an array takes a multiple of so many values.
         heap_over_arrays: Room of arrays of ever coarser volumes, gaps between them
             included, over their bytes.
@@ -72,6 +80,7 @@ class Platform:
     has_torus: bool = False
     fused_attention: str = ""
     max_batch_parts: int = 1
+    chunks_matmuls: bool = False
     lanes: int = 1
     heap_over_arrays: float = 1.0
     scatter_columns: int = 1
@@ -92,9 +101,10 @@ class Platform:
         Example:
             >>> gpu = PLATFORMS["gpu"]
             >>> gpu.num_batch_parts(4, 4 * 4096), gpu.num_batch_parts(1, 4096)
-            (4, 1)
+            (2, 1)
         """
-        most = min(self.max_batch_parts, tokens // LEAST_TOKENS)
+        least = LEAST_CHUNKED_TOKENS if self.chunks_matmuls else LEAST_TOKENS
+        most = min(self.max_batch_parts, tokens // least)
         divisors = (parts for parts in range(most, 1, -1) if num_examples % parts == 0)
         return next(divisors, 1)
 
@@ -118,6 +128,7 @@ _GPU = Platform(
     overlaps_last_microbatch=True,
     fused_attention="cudnn",
     max_batch_parts=4,
+    chunks_matmuls=True,
     probe_size=8192,
     export_name="cuda",
     compiler_module="jax_plugins.xla_cuda13",
@@ -189,6 +200,9 @@ SPARSE_CORE_OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
 _tpu = partial(CompilerOption, "tpu")
 _prefetching_gpu = partial(CompilerOption, "gpu", if_prefetching=True)
 _sequence_parallel_gpu = partial(CompilerOption, "gpu", if_sequence_parallel=True)
+_prefetching_beside_tensor = partial(
+    CompilerOption, "gpu", if_prefetching=True, if_sequence_parallel=True
+)
 
 # The other way, a TensorCore that moves an all-gather inside of its matmuls
 # (`xla_tpu_enable_async_collective_fusion_fuse_all_gather` and its kin), is what v5e
@@ -235,6 +249,17 @@ COMPILER_OPTIONS: tuple[CompilerOption, ...] = (
         "all-gathers over all of a slice stay all-gathers: XLA:TPU makes all-reduces "
         "of twice the bytes of them otherwise",
     ),
+    _sequence_parallel_gpu(
+        "xla_gpu_all_gather_combine_threshold_bytes",
+        0,
+        "gathers of two parts of the batch stay apart: joined, both wait for the later "
+        "part, and no matmul is left to stand beside them (`model.block_run`)",
+    ),
+    _sequence_parallel_gpu(
+        "xla_gpu_reduce_scatter_combine_threshold_bytes",
+        0,
+        "the same of scatters",
+    ),
     _prefetching_gpu(
         "xla_gpu_all_gather_combine_threshold_bytes",
         1 << 29,
@@ -261,15 +286,33 @@ COMPILER_OPTIONS: tuple[CompilerOption, ...] = (
         if_sequence_parallel=True,
     ),
     _sequence_parallel_gpu(
-        "xla_gpu_all_gather_combine_threshold_bytes",
+        "xla_gpu_dot_merger_threshold_mb",
         0,
-        "gathers of two parts of the batch stay apart: joined, both wait for the later "
-        "part, and no matmul is left to stand beside them (`model.batch_parts`)",
+        "matmuls of a weight and of chunks of tokens stay apart: joined, all wait for "
+        "the chunk that arrives last (`parallel.collective_matmul`)",
     ),
     _sequence_parallel_gpu(
-        "xla_gpu_reduce_scatter_combine_threshold_bytes",
+        "xla_gpu_collective_permute_combine_threshold_bytes",
         0,
-        "the same of scatters",
+        "the same of the sends of those chunks",
+    ),
+    _sequence_parallel_gpu(
+        "xla_gpu_experimental_parallel_collective_overlap_limit",
+        3,
+        "a gather, a scatter and a small sum under way, beside the sends of chunks, "
+        "which do not count",
+    ),
+    _prefetching_beside_tensor(
+        "xla_gpu_reduce_scatter_combine_threshold_bytes",
+        1 << 29,
+        "a block's gradients are one reduce-scatter, as its parameters are one gather: "
+        "of one sequence a device they take longer than its matmuls",
+    ),
+    _prefetching_beside_tensor(
+        "xla_gpu_experimental_collective_start_as_early_as_possible",
+        True,
+        "those start at the beginning of a block, where a barrier has their operands "
+        "ready (`parallel.prefetch`), not as late as a faster network would allow",
     ),
 )
 """Rows of all platforms; of one name the last row that applies counts."""

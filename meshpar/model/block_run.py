@@ -22,7 +22,6 @@ from meshpar.hardware.platforms import platform_named
 from meshpar.layout import BATCH_AXES
 from meshpar.model.inputs import Batch
 from meshpar.model.scope import Scope
-from meshpar.rules.rules import auto_mesh_shape
 from meshpar.trace.walk import collective_axes, equations
 
 METRICS = ("loss", "loss_sum", "weight_sum", "grad_norm", "skipped")
@@ -249,7 +248,8 @@ def num_batch_parts(stream: Any, scope: Scope) -> int:
     1 unless the sequence of the residual stream is split. Otherwise as many as the
     platform can overlap, if they divide the examples and leave enough tokens each.
     """
-    if not _splits_sequence(scope):
+    # A user's own pipeline has scopes of its own, without rules.
+    if not getattr(scope, "sequence_axes", ()):
         return 1
     leaves = jax.tree.leaves(stream)
     examples = {leaf.shape[0] if leaf.ndim else 0 for leaf in leaves}
@@ -258,15 +258,6 @@ def num_batch_parts(stream: Any, scope: Scope) -> int:
     num_examples = examples.pop()
     tokens = max(math.prod(leaf.shape[:-1]) for leaf in leaves)
     return platform_named(scope.platform).num_batch_parts(num_examples, tokens)
-
-
-def _splits_sequence(scope: Scope) -> bool:
-    # A user's own pipeline has scopes of its own, without rules.
-    rules = getattr(scope, "rules", None)
-    if rules is None or "residual_seq" not in rules.table:
-        return False
-    sizes = auto_mesh_shape()
-    return any(sizes.get(axis, 1) > 1 for axis in rules.mesh_axes("residual_seq"))
 
 
 def _asks_for_whole_batch(run: Run, params: Any, stream: Any, scope: Scope) -> bool:

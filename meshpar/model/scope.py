@@ -79,6 +79,14 @@ class Scope:
         mapped = () if self.rules is None else self.rules.table.get("experts") or ()
         return tuple(axis for axis in mapped if axis in self.batch_axes)
 
+    @property
+    def sequence_axes(self) -> tuple[str, ...]:
+        """Return the mesh axes of GSPMD, of size above 1, that split `residual_seq`."""
+        if self.rules is None or "residual_seq" not in self.rules.table:
+            return ()
+        sizes, axes = auto_mesh_shape(), self.rules.mesh_axes("residual_seq")
+        return tuple(axis for axis in axes if sizes.get(axis, 1) > 1)
+
     def constrain(self, x: jax.Array, logical_axes: LogicalAxes) -> jax.Array:
         """Return `x` laid out by the rules (`Rules.constrain`), if there is a mesh."""
         return x if self.rules is None else self.rules.constrain(x, logical_axes)

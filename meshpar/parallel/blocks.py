@@ -19,7 +19,7 @@ from meshpar.layout.layout import is_named
 from meshpar.model.block_run import Sums
 from meshpar.model.contract import BlockGroup, Stream
 from meshpar.parallel.remat import names_in, refuse_unknown, rematerialised
-from meshpar.parallel.zero import Stored, gather, in_loop, reduce_in_loop
+from meshpar.parallel.zero import Stored, gather_shards, in_loop, reduce_in_loop
 
 
 class ScopeArrays(NamedTuple):
@@ -142,14 +142,23 @@ class Block:
         One all-gather over the batch axes for each parameter that is split there while
         the blocks run: of its P values a device receives the P (n-1)/n that it lacks.
         """
-        return self.joined(self.gather_split(shard), shard)
+        return self.joined(self.gather_split(shard)[0], shard)
 
-    def gather_split(self, shard: Any) -> list[jax.Array]:
-        """Gather those of one layer's parameters that `gather` communicates."""
+    def gather_split(self, shard: Any, before: Any = ()) -> tuple[list[jax.Array], Any]:
+        """Gather those of one layer's parameters that `gather` communicates.
+
+        Args:
+            shard: The layer's parameters on this device.
+            before: Arrays that come back behind a barrier after what the gathers send,
+                so that nothing that needs them delays the gathers.
+        """
         layouts, treedef = jax.tree.flatten(self._stored)
         pairs = zip(layouts, treedef.flatten_up_to(shard), strict=True)
         split = [(layout, x) for layout, x in pairs if in_loop(layout)]
-        return gather([of for of, _ in split], [x for _, x in split], in_loop)
+        sent = [x.astype(layout.compute_dtype) for layout, x in split]
+        if sent and jax.tree.leaves(before):
+            sent, before = lax.optimization_barrier((sent, before))
+        return gather_shards([layout for layout, _ in split], sent, in_loop), before
 
     def joined(self, gathered: Sequence[jax.Array], shard: Any) -> Any:
         """Join parameters from `gather_split` and the whole ones of a layer's shard."""

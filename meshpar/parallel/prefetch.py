@@ -130,11 +130,12 @@ def run_backward(
 
     def body(carry: tuple, place: jax.Array) -> tuple[tuple, None]:
         dx, totals, gathered, late = carry
-        following = []
+        following: list[jax.Array] = []
         if stack.keep:
             gathered = _at(kept.other_weights, place)
         else:
-            following = _gather(stack, jnp.maximum(place - 1, 0))
+            place_before = jnp.maximum(place - 1, 0)
+            following, (dx, late) = _gather(stack, place_before, before=(dx, late))
         sent = block.reduce(late), following
         late, dx = run(gathered, _at(kept.others, place), dx, place)
         if stack.sends_rows:
@@ -147,11 +148,11 @@ def run_backward(
 
     last = len(stack.layers) - 1
     with jax.named_scope(BACKWARD):
-        following = []
+        following: list[jax.Array] = []
         if last and not stack.keep:
             # The barrier delays the gather until there is work to overlap with it.
             dx, shard = lax.optimization_barrier((dx, _at(stack.shards, last - 1)))
-            following = block.gather_split(shard)
+            following, _ = block.gather_split(shard)
         late, dx = run(kept.weights, kept.last, dx, last)
         dx, overlapped = lax.optimization_barrier((dx, overlapped))
         if last:
@@ -251,11 +252,12 @@ def _forward(
 
     def body(carry: tuple, place: jax.Array) -> tuple[tuple, Any]:
         x, gathered = carry
-        following = _gather(stack, place + 1)
+        following, x = _gather(stack, place + 1, before=x)
         x, output = run(_weights(stack, gathered, place), x, place, True)
         return (x, following), (output, gathered if stack.keep else None)
 
-    last, gathered, others = len(stack.layers) - 1, _gather(stack, 0), None
+    last, others = len(stack.layers) - 1, None
+    gathered, _ = _gather(stack, 0)
     if last:
         (x, gathered), others = lax.scan(body, (x, gathered), jnp.arange(last))
     x, overlapped = lax.optimization_barrier((x, overlapped))
@@ -263,8 +265,8 @@ def _forward(
     return x, others, (output, gathered), overlapped
 
 
-def _gather(stack: Stack, place: Any) -> list[jax.Array]:
-    return stack.block.gather_split(_at(stack.shards, place))
+def _gather(stack: Stack, place: Any, before: Any = ()) -> tuple[list[jax.Array], Any]:
+    return stack.block.gather_split(_at(stack.shards, place), before)
 
 
 def _weights(stack: Stack, gathered: Any, place: Any) -> Any:

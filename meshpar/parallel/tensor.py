@@ -1,8 +1,9 @@
-"""Tensor parallel: vocabulary lookup, cross-entropy and column-parallel matmuls.
+"""Tensor parallel: vocabulary lookup, cross-entropy, column- and row-parallel matmuls.
 
-Other matmuls need nothing here: the rules lay out the weights and `Scope.constrain` the
-activations, and GSPMD inserts one all-reduce per row-parallel output (or, with the
-residual stream split along its sequence, one all-gather and one reduce-scatter).
+The rules lay out the weights and `Scope.constrain` the activations, and GSPMD inserts
+one all-reduce per row-parallel output (or, with the residual stream split along its
+sequence, one all-gather and one reduce-scatter, which GPUs run in chunks:
+`collective_matmul`).
 Reference: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.
 """
 
@@ -22,6 +23,12 @@ from jaxtyping import Array, Bool, Float, Int32, Integer, Shaped
 from meshpar.collectives import asked, on_parts, sum_dtype
 from meshpar.errors import InputError
 from meshpar.model.scope import Scope
+from meshpar.parallel.collective_matmul import (
+    TokenMatmul,
+    gathered_matmul,
+    scattered_matmul,
+    token_matmul,
+)
 from meshpar.rules.rules import LogicalAxes, array_split, spec_axes
 
 AnyArray = Array | np.ndarray
@@ -230,7 +237,52 @@ def column_parallel(
     """
     if scope.rules is None:
         return jnp.einsum(dims, x, weight)
+    how = _in_chunks(dims, x, weight, out_axes, scope, column=True)
+    if how is not None:
+        return gathered_matmul(how, x, weight)
     return scope.constrain(_matmul(dims, scope.rules, x, weight), out_axes)
+
+
+def row_parallel(
+    dims: str,
+    x: Float[AnyArray, "batch seq *hidden"],
+    weight: Float[AnyArray, "*weight"],
+    axes: LogicalAxes,
+    scope: Scope,
+) -> Float[Array, "batch seq embed"]:
+    """Return `einsum(dims, x, weight)`, to be constrained as the residual stream.
+
+    GSPMD sums the partial products over the mesh axes that split the contracted dims:
+    an all-reduce of batch x seq x embed values, or a reduce-scatter if the residual
+    stream is split along its sequence. GPUs send those in chunks (`collective_matmul`).
+
+    Args:
+        dims: Subscripts of the einsum; `x` is (batch, seq, ...).
+        x: The input, with the whole sequence on every device.
+        weight: The matrix, split along its contracted dims and not along `embed`.
+        axes: Logical axes of `x`.
+        scope: Where the function runs.
+    """
+    how = _in_chunks(dims, x, weight, axes, scope, column=False)
+    if how is None:
+        return jnp.einsum(dims, x, weight)
+    return scattered_matmul(how, x, weight)
+
+
+def _in_chunks(
+    dims: str,
+    x: AnyArray,
+    weight: AnyArray,
+    whole_axes: LogicalAxes,
+    scope: Scope,
+    *,
+    column: bool,
+) -> TokenMatmul | None:
+    """Return how a matmul runs in chunks of tokens; None if it runs at once."""
+    if not scope.sequence_axes:
+        return None
+    shapes = x.shape, weight.shape
+    return token_matmul(dims, shapes, whole_axes, scope, column=column)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

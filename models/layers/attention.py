@@ -32,7 +32,7 @@ from meshpar.parallel.context.attention import kernel_ring, shard_attention
 from meshpar.parallel.context.mask import Mask, blockwise
 from meshpar.parallel.context.splash import splash_attention
 from meshpar.parallel.reduction import scaled
-from meshpar.parallel.tensor import AnyArray, column_parallel
+from meshpar.parallel.tensor import AnyArray, column_parallel, row_parallel
 
 _HEADS = ("batch", "seq", "heads", "head_dim")
 _KV_HEADS = ("batch", "seq", "kv_heads", "head_dim")
@@ -156,7 +156,7 @@ class Attention(nnx.Module):
                 distance=self.bias_distance,
                 seen=seen,
             )
-        out = jnp.tensordot(mixed, self.out[...], 2)
+        out = row_parallel("BTNH,NHD->BTD", mixed, self.out[...], _HEADS, scope)
         return out if self.out_bias is None else out + self.out_bias[...]
 
     def _split(

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from meshpar import Scope
 from meshpar.models.layers.attention import attend, normal
 from meshpar.parallel.reduction import scaled
-from meshpar.parallel.tensor import column_parallel
+from meshpar.parallel.tensor import column_parallel, row_parallel
 
 
 class CrossAttention(nnx.Module):
@@ -87,4 +86,4 @@ class CrossAttention(nnx.Module):
             mixed = scope.cache.attend_to_source(q, k, v, scope, scale=scale)
         else:
             mixed = attend(q, k, v, scope, causal=False, seen=seen)
-        return jnp.tensordot(mixed, self.out[...], 2)
+        return row_parallel("BTNH,NHD->BTD", mixed, self.out[...], heads, scope)

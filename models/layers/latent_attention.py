@@ -23,7 +23,7 @@ from meshpar.models.layers.norm import RMSNorm
 from meshpar.models.layers.recomputed import recomputed
 from meshpar.models.layers.rope import apply_rope
 from meshpar.parallel.reduction import scaled
-from meshpar.parallel.tensor import AnyArray, column_parallel
+from meshpar.parallel.tensor import AnyArray, column_parallel, row_parallel
 
 _HEADS = ("batch", "seq", "heads", "head_dim")
 _LATENT = ("batch", "residual_seq", None)
@@ -115,7 +115,7 @@ class LatentAttention(nnx.Module):
         mixed = attend(q, k, v, scope, causal=True, segments=segments)
         mixed = mixed[..., : self.sizes.value]
         mixed = scope.constrain(mixed, _HEADS)
-        return jnp.tensordot(mixed, self.out[...], 2)
+        return row_parallel("BTNH,NHD->BTD", mixed, self.out[...], _HEADS, scope)
 
     def _cached(self, x: jax.Array, scope: Scope) -> jax.Array:
         """Attention to cached latents, which are one key and value for all heads.

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from meshpar import Scope
 from meshpar.models.layers.recomputed import recomputed
 from meshpar.parallel.remat import in_token_chunks
-from meshpar.parallel.tensor import AnyArray, column_parallel
+from meshpar.parallel.tensor import AnyArray, column_parallel, row_parallel
 
 # Both operands of the contraction over `mlp` are constrained, the hidden values too:
 # otherwise GSPMD may gather the weight in the backward where it is the smaller one.
@@ -74,7 +74,7 @@ class GatedMLP(nnx.Module):
                 recomputed(_gated, self.activation)(both_BTPF), _HIDDEN
             )
             hidden_BTF = scope.save(hidden_BTF, "mlp_hidden")
-            return jnp.einsum("BTF,FD->BTD", hidden_BTF, down)
+            return row_parallel("BTF,FD->BTD", hidden_BTF, down, _HIDDEN, scope)
 
         weights = self.gate_up[...], self.down[...]
         widest = (*x.shape[:2], *weights[0].shape[1:])
@@ -137,7 +137,7 @@ class PlainMLP(nnx.Module):
                 recomputed(_activated, self.activation)(up_BTF), _HIDDEN
             )
             hidden_BTF = scope.save(hidden_BTF, "mlp_hidden")
-            down_BTD = jnp.einsum("BTF,FD->BTD", hidden_BTF, down)
+            down_BTD = row_parallel("BTF,FD->BTD", hidden_BTF, down, _HIDDEN, scope)
             return down_BTD if down_bias is None else down_BTD + down_bias
 
         parameters = self.up, self.up_bias, self.down, self.down_bias
