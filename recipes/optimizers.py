@@ -9,7 +9,7 @@ import jax
 import optax
 from optax import contrib
 
-from meshpar import Model
+from meshpar import Layout, Model
 from meshpar.optimizers import muon
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.optimizer_options import parse_optimizer
@@ -31,7 +31,13 @@ def make_optimizer(config: RunConfig, model: Model) -> optax.GradientTransformat
         config: Options of the run.
         model: The model, whose logical axes tell Muon what a matrix contracts.
     """
-    optimizer = named_optimizer(config.optimizer, learning_rate_schedule(config), model)
+    rate = learning_rate_schedule(config)
+    updates = Layout.of(config.layout).updates_each_step
+    optimizer = named_optimizer(
+        config.optimizer,
+        rate if updates == 1 else lambda count: rate(count / updates),
+        model,
+    )
     if config.ema_decay is None:
         return optimizer
     return optax.chain(optimizer, parameter_average(config.ema_decay))
@@ -67,7 +73,7 @@ def is_matrix(params: Any) -> Any:
 
 
 def learning_rate_schedule(config: RunConfig) -> optax.Schedule:
-    """Return the learning rate as a function of the updates done.
+    """Return the learning rate as a function of the steps done.
 
     It rises linearly over `warmup_steps`, then falls as `learning_rate_schedule` says,
     and has its last value from `decay_steps` on.

@@ -24,6 +24,7 @@ from meshpar.recipes.resume import Position
 from meshpar.recipes.run_log import Drawn
 from meshpar.train.data import bigram_loss, unigram_loss
 from meshpar.train.faults import BadStepError
+from meshpar.train.stashed_steps import stash_note
 
 LOGGER = logging.getLogger("meshpar.recipes.pretrain")
 
@@ -108,6 +109,8 @@ def log_layout(step: TrainStep, config: RunConfig) -> None:
         f"layout {step.layout} on {which} {device.device_kind} devices, "
         f"{step.model.num_parameters:,} parameters"
     )
+    if step.layout.updates_each_microbatch:
+        LOGGER.info(stash_note(step.layout))
     LOGGER.info(Drawn(parameter_table(found.parameters)))
     for finding in found.findings:
         line = f"{finding.kind}: {finding.message}"

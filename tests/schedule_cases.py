@@ -14,7 +14,10 @@ SPLIT_NAMES = (
     "auto",
 )
 
-NAMES = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", *SPLIT_NAMES)
+SYNCHRONOUS = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", *SPLIT_NAMES)
+"""Schedules that train as one device does."""
+
+NAMES = (*SYNCHRONOUS, "pipedream_stash")
 
 NAMED = [
     (name, ranks, microbatches, chunks)

@@ -27,6 +27,7 @@ DIT = {"layers": 3, "embed": 48, "heads": 6, "image": 12}
 
 H1 = "stage=2,microbatches=2,schedule=zero_bubble_h1"
 V = "stage=2,microbatches=4,schedule=zero_bubble_v,chunks=2"
+STASH = "stage=2,microbatches=4,schedule=pipedream_stash,execution=divergent"
 
 LOOP = """
 HloModule program, is_scheduled=true
@@ -116,6 +117,7 @@ def test_no_collective_shares_its_channel_with_a_loop_beside_it():
         slow("tiny", {"layers": 4}, f"{H1},fsdp=4,zero=2,remat=full", 16),
         slow("tiny-moe", {}, f"{H1},expert=2", 16),
         slow("tiny-moe", {}, f"{H1},expert=2,execution=divergent", 16),
+        slow("tiny", {"layers": 4, "tied": False}, f"{STASH},data=2", 16),
         slow("tiny-t5", T5, f"{H1},data=2", 8),
         slow("tiny", {"layers": 4}, "fsdp=4,microbatches=2,fsdp_prefetch=on", 16),
     ],

@@ -36,6 +36,7 @@ from meshpar.trace.token_mixing import mixes_tokens
 from tests.covering import every_pair
 from tests.marks import slow
 from tests.pipelined import assert_close
+from tests.schedule_cases import SYNCHRONOUS
 from tests.states import normal_values, with_parameters
 from tests.zoo.denoising import DENOISING
 from tests.zoo.sequence import SEQUENCE
@@ -223,7 +224,7 @@ def test_every_method_trains_as_one_device_does(layout, kv_heads, window, packed
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["ring", "allgather", "ulysses"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", SYNCHRONOUS)
 def test_it_composes_with_every_schedule(schedule, method):
     chunks = SCHEDULES[schedule].default_chunks
     line = f"stage=2,context=2,schedule={schedule},chunks={chunks},microbatches=4"

@@ -16,7 +16,6 @@ from meshpar.cli.main import _parser, main
 from meshpar.layout import BY_COST
 from meshpar.layout.layout import _CHOICES
 from meshpar.parallel import placement
-from meshpar.schedules import SCHEDULES
 from meshpar.testing import comparison, equivalence, layout_cases
 from meshpar.testing.comparison import Deviation, simpler_cases
 from meshpar.testing.draws import DRAWS, TWISTS
@@ -24,6 +23,7 @@ from meshpar.testing.layout_cases import Case, Choices, draw_cases, refusal
 from meshpar.testing.masks import MASKS
 from tests.marks import slow
 from tests.refusals import check_words
+from tests.schedule_cases import SYNCHRONOUS
 
 TURNS = fuzz.fuzzed_turns()
 MODELS = tuple(dict.fromkeys(itertools.chain(*TURNS)))
@@ -112,7 +112,7 @@ def test_everything_built_is_drawn_and_nothing_else(drawn):
 @pytest.mark.slow
 def test_stages_of_every_kind_are_drawn(drawn):
     layouts = [case.layout for case in drawn if case.layout.stage > 1]
-    assert {layout.schedule for layout in layouts} == set(SCHEDULES)
+    assert {layout.schedule for layout in layouts} == set(SYNCHRONOUS)
     assert any(layout.chunks > 1 for layout in layouts)
     assert any(layout.microbatches % layout.stage for layout in layouts)
     assert any(

@@ -29,6 +29,7 @@ from tests.pipelined import (
     state_of,
     step_of,
 )
+from tests.schedule_cases import SYNCHRONOUS
 
 TABLE = [
     (4, "microbatches=3"),
@@ -71,7 +72,7 @@ MESHES = [
 def every_combination():
     """Schedules, meshes, microbatches and layers: any two of these values meet."""
     for schedule, (stage, split), num, is_even in every_pair(
-        SCHEDULES, MESHES, (1, 3, 6, 12), (True, False)
+        SYNCHRONOUS, MESHES, (1, 3, 6, 12), (True, False)
     ):
         chunks = SCHEDULES[schedule].num_chunks or 2
         even = stage * chunks

@@ -10,7 +10,7 @@ import pytest
 from meshpar import Layout, default_rules, make_train_step
 from meshpar.schedules import SCHEDULES
 from tests.marks import slow
-from tests.schedule_cases import NAMES
+from tests.schedule_cases import SYNCHRONOUS
 from tests.zoo.batch_statistics import BATCH_NORM, RUNNING_MEAN
 from tests.zoo.denoising import DENOISING
 from tests.zoo.diffusion import DIT
@@ -49,7 +49,9 @@ FLOOR = 2.0**-24 / BOUND
 
 ALL_AXES = "data=2,fsdp=2,tensor=2,sequence_parallel=true"
 # Two stages a rank where a schedule exists for them.
-CHUNKS = {name: ",chunks=2" if SCHEDULES[name].has_chunks(2) else "" for name in NAMES}
+CHUNKS = {
+    name: ",chunks=2" if SCHEDULES[name].has_chunks(2) else "" for name in SYNCHRONOUS
+}
 
 
 def unpipelined(number, entry):

@@ -17,6 +17,7 @@ from meshpar.schedules import (
     Schedule,
     StageTimes,
     Timeline,
+    WeightVersions,
     check_size,
     idle_fraction,
     lock_step_span_s,
@@ -173,7 +174,17 @@ def _report(timeline: Timeline, lock_step: dict[str, Any]) -> dict[str, Any]:
         "execution": "asynchronous",
         "ticks": lock_step["ticks"],
         "lock_step": lock_step,
+        **_weight_versions(timeline.schedule),
     }
+
+
+def _weight_versions(schedule: Schedule) -> dict[str, list[int]]:
+    """Return how many versions of its weights each rank keeps, if it has several."""
+    method = SCHEDULES.get(schedule.name)
+    if method is None or not method.updates_each_microbatch:
+        return {}
+    versions = WeightVersions(schedule, tick_table(schedule, divergent=True))
+    return {"weight_versions": list(versions.kept)}
 
 
 def _lock_step(timeline: Timeline, times: StageTimes, hop_s: Any) -> dict[str, Any]:
@@ -205,18 +216,22 @@ def _sizes(schedule: Schedule) -> dict[str, Any]:
 def _text(timeline: Timeline, report: dict[str, Any]) -> str:
     columns = shutil.get_terminal_size((_PIPE_COLUMNS, 0)).columns
     lock_step = report["lock_step"]
-    return "\n".join(
-        (
-            summary(timeline),
-            ascii_timeline(timeline, max_width=columns),
-            f"in flight a rank: {_numbers(report['peak_in_flight'])}",
-            f"in lock step: {lock_step['ticks']} ticks ({lock_step['forward_ticks']} "
-            f"with forwards, {lock_step['backward_ticks']} with backwards), span "
-            f"{lock_step['span_s'] * 1e3:g} ms, bubble "
-            f"{lock_step['bubble_fraction']:.2%}",
-            f"in flight a rank in lock step: {_numbers(lock_step['peak_in_flight'])}",
-        )
+    lines: tuple[str, ...] = (
+        summary(timeline),
+        ascii_timeline(timeline, max_width=columns),
+        f"in flight a rank: {_numbers(report['peak_in_flight'])}",
+        f"in lock step: {lock_step['ticks']} ticks ({lock_step['forward_ticks']} "
+        f"with forwards, {lock_step['backward_ticks']} with backwards), span "
+        f"{lock_step['span_s'] * 1e3:g} ms, bubble "
+        f"{lock_step['bubble_fraction']:.2%}",
+        f"in flight a rank in lock step: {_numbers(lock_step['peak_in_flight'])}",
     )
+    if "weight_versions" in report:
+        lines += (
+            "an update after every backward, which changes what is trained; versions "
+            f"of weights a rank: {_numbers(report['weight_versions'])}",
+        )
+    return "\n".join(lines)
 
 
 def _numbers(numbers: list[int]) -> str:

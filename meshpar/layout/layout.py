@@ -290,6 +290,16 @@ class Layout:
         return self.stage > 1 or self.microbatches > 1
 
     @property
+    def updates_each_microbatch(self) -> bool:
+        """True if each stage updates its weights by itself after every microbatch."""
+        return SCHEDULES[self.schedule].updates_each_microbatch
+
+    @property
+    def updates_each_step(self) -> int:
+        """Updates of a step's parameters: 1, or one for every microbatch."""
+        return self.microbatches if self.updates_each_microbatch else 1
+
+    @property
     def split_axes(self) -> tuple[str, ...]:
         """The mesh axes that `zero` shares states out over; empty if it does not."""
         if self.zero == 0:

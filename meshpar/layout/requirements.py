@@ -178,6 +178,80 @@ LOCAL_STEPS = (
 )
 """Requirements of local steps."""
 
+
+def _with_stash(
+    option: str, is_broken: Callable[[Layout], bool], why: str
+) -> Requirement:
+    """Return the row of an option that a layout with stashed weights cannot have."""
+    return Requirement(
+        "layout.needs_one_update",
+        option,
+        lambda layout, at: layout.updates_each_microbatch and is_broken(layout),
+        lambda layout, at: (
+            f"schedule={layout.schedule} updates each stage by itself after every "
+            f"microbatch, but {option}={getattr(layout, option)} {why}; leave it out, "
+            "or take schedule=1f1b"
+        ),
+    )
+
+
+STASHED_WEIGHTS = (
+    Requirement(
+        "layout.stash_in_lock_step",
+        "execution",
+        lambda layout, at: (
+            layout.updates_each_microbatch and layout.execution != "divergent"
+        ),
+        lambda layout, at: (
+            f"schedule={layout.schedule} runs one forward or one backward of each "
+            f"stage at a time, but execution={layout.execution} moves all ranks in "
+            "lock step, in which a gradient is late by twice as many updates; set "
+            "execution=divergent"
+        ),
+    ),
+    _with_stash(
+        "fsdp",
+        lambda layout: layout.fsdp > 1,
+        "shares out parameters that are gathered once a batch",
+    ),
+    _with_stash(
+        "zero",
+        lambda layout: layout.fsdp == 1 and _state_shards(layout) > 1,
+        "shares out states that are updated once a batch",
+    ),
+    _with_stash(
+        "context",
+        lambda layout: layout.context > 1,
+        "sums gradients of a sequence once a batch",
+    ),
+    _with_stash(
+        "expert",
+        lambda layout: layout.expert > 1,
+        "sums gradients of experts once a batch",
+    ),
+    _with_stash(
+        "optimizer_memory",
+        lambda layout: layout.optimizer_memory != "device",
+        "moves the optimizer's state once a batch",
+    ),
+    _with_stash(
+        "param_dtype",
+        lambda layout: layout.param_dtype != "fp32",
+        "rounds parameters once a batch",
+    ),
+    _with_stash(
+        "sync_every",
+        lambda layout: layout.sync_every > 1,
+        "averages replicas that take one step a batch",
+    ),
+    _with_stash(
+        "fsdp_prefetch",
+        lambda layout: layout.fsdp_prefetch == "on",
+        "sums gradients beside the last microbatch of a batch",
+    ),
+)
+"""Requirements of stages that update their weights by themselves."""
+
 OPTIONS = (
     _without_axis("schedule", "stage"),
     _without_axis("execution", "stage"),
@@ -273,6 +347,7 @@ OPTIONS = (
         ),
     ),
     *LOCAL_STEPS,
+    *STASHED_WEIGHTS,
 )
 """Requirements of a layout alone."""
 

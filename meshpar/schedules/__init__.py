@@ -23,6 +23,7 @@ from meshpar.schedules.base import (
     schedule_from_orders,
     to_csv,
 )
+from meshpar.schedules.building_blocks import v_half, v_min
 from meshpar.schedules.check import (
     ScheduleError,
     check_schedule,
@@ -36,6 +37,7 @@ from meshpar.schedules.interleaved_1f1b import interleaved_1f1b, zero_bubble_pap
 from meshpar.schedules.looped_bfs import looped_bfs
 from meshpar.schedules.method import ClosedForms, ScheduleMethod
 from meshpar.schedules.one_f_one_b import one_f_one_b
+from meshpar.schedules.pipedream_stash import WeightVersions, pipedream_stash
 from meshpar.schedules.simulate import (
     Event,
     StageTimes,
@@ -45,8 +47,6 @@ from meshpar.schedules.simulate import (
 )
 from meshpar.schedules.tick_table import TickTable, lock_step_span_s, tick_table
 from meshpar.schedules.ticks import Phase
-from meshpar.schedules.v_half import v_half
-from meshpar.schedules.v_min import v_min
 from meshpar.schedules.zero_bubble_h1 import zero_bubble_h1
 from meshpar.schedules.zero_bubble_h2 import zero_bubble_h2
 from meshpar.schedules.zero_bubble_v import zero_bubble_v
@@ -65,6 +65,7 @@ SCHEDULES: dict[str, ScheduleMethod] = {
         v_min,
         dualpipe_v,
         auto,
+        pipedream_stash,
     )
 }
 """Name -> schedule: all that a layout can name."""
@@ -87,6 +88,7 @@ __all__ = [
     "StageTimes",
     "TickTable",
     "Timeline",
+    "WeightVersions",
     "auto",
     "check_schedule",
     "check_size",
@@ -99,6 +101,7 @@ __all__ = [
     "make_schedule",
     "one_f_one_b",
     "peak_in_flight",
+    "pipedream_stash",
     "plan_refusal",
     "problems",
     "read_csv",
@@ -183,9 +186,20 @@ def plan_refusal(name: str) -> InputError | None:
     Raises:
         InputError: No such schedule.
     """
+    if schedule_method(name).updates_each_microbatch:
+        return InputError(
+            f"schedule={name} changes what is trained, so that no plan compares it "
+            "with others; name it in the layout of a step, or estimate schedule=1f1b, "
+            "whose ticks it has",
+            key="schedule.changes_the_update",
+        )
     if not schedule_method(name).splits_backward:
         return None
-    whole = [other for other in SCHEDULES if not SCHEDULES[other].splits_backward]
+    whole = [
+        other
+        for other, method in SCHEDULES.items()
+        if not (method.splits_backward or method.updates_each_microbatch)
+    ]
     return InputError(
         f"schedule={name} splits backwards into I and W: a step runs it, but the "
         "planner does not know the time and the stash of the two; estimate it with "

@@ -120,3 +120,23 @@ def _weight_gradients(starts: list[Start]) -> list[Start]:
         ),
         key=lambda two: sum(start for start, *_ in two),
     )
+
+
+v_half = repeated_block(
+    "v_half",
+    Distances(forward_0=2, forward_1=1, input_grad_1=2, input_grad_0=1),
+)
+"""V-Half: half the memory of 1F1B, with a smaller bubble than 1F1B's.
+
+It repeats V-Min's building block with two units, not one, from rank to rank for the
+forwards of chunk 0 and the input gradients of chunk 1.
+"""
+
+v_min = repeated_block(
+    "v_min",
+    Distances(forward_0=1, forward_1=1, input_grad_1=1, input_grad_0=1),
+)
+"""V-Min: a third of the memory of 1F1B, the least that a V can hold.
+
+It repeats the building block in which everything goes from rank to rank at once.
+"""

@@ -85,6 +85,8 @@ class ScheduleMethod:
         microbatches_refusal: (p, m) -> why it does not exist for so many microbatches,
             and a way out; None where it does.
         splits_backward: Whether any of its backwards are I and W.
+        updates_each_microbatch: Whether each stage updates its weights after every
+            backward, which changes what is trained.
         closed_forms: Its length and what is in flight.
         orders_within: (p, m, v, count) -> orders in which at most `count` weight
             gradients of a rank wait; None to take those of `orders`, with some weight
@@ -107,6 +109,7 @@ class ScheduleMethod:
     stages_of: Callable[[int, int, int], Sequence[int]] = in_turn
     microbatches_refusal: Callable[[int, int], str | None] = lambda p, m: None
     splits_backward: bool = False
+    updates_each_microbatch: bool = False
     closed_forms: ClosedForms | None = None
     orders_within: Callable[[int, int, int, int], Orders] | None = None
     no_better_than: str | None = None

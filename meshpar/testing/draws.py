@@ -54,7 +54,12 @@ _SIZES = Draw((1, 2, 2, 2, 3, 4, 4, 5, 6, 7, 8))  # of an axis that is split: no
 DRAWS: dict[str, Draw] = {
     **dict.fromkeys(MESH_AXES, _SIZES),
     "microbatches": Draw((1, 1, 2, 3, 4, 5)),
-    "schedule": Draw(tuple(SCHEDULES), beside=("stage",)),
+    "schedule": Draw(
+        tuple(  # others train otherwise than one device does
+            name for name in SCHEDULES if not SCHEDULES[name].updates_each_microbatch
+        ),
+        beside=("stage",),
+    ),
     "execution": Draw(EXECUTIONS, beside=("stage",)),
     "max_pending_w": Draw((0, 1, 2), beside=("stage",)),  # of split backwards
     "chunks": Draw((1, 2), beside=("stage",)),  # of a schedule that has them

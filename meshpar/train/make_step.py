@@ -206,6 +206,8 @@ def _checked(options: StepOptions) -> StepOptions:
     model, layout, rules = options.model, options.layout, options.rules
     refuse(layout, rules, options.mesh, options.platform)
     _check_options(options)
+    if layout.updates_each_microbatch:
+        _refuse_of_one_update(options)
     for refused in (experts_refusal(model, layout), inputs_refusal(model, layout)):
         if refused is not None:
             raise refused
@@ -232,6 +234,30 @@ def _check_options(options: StepOptions) -> None:
             f"max_grad_norm={norm!r}: must be positive, or None for no limit",
             key="value.not_positive",
         )
+
+
+def _refuse_of_one_update(options: StepOptions) -> None:
+    """Refuse options that need all gradients of a batch at once, or one update of it.
+
+    Raises:
+        InputError: One is given.
+    """
+    given = {
+        "max_grad_norm": options.max_grad_norm is not None,
+        "gradient_reduction": options.gradient_reduction != "flat",
+        "state_spec": options.state_spec is not None,
+        "unroll_optimizer": options.unroll_optimizer,
+    }
+    for name, is_given in given.items():
+        if is_given:
+            value = getattr(options, name)
+            none = " (0 in a recipe's options)" * (name == "max_grad_norm")
+            raise InputError(
+                f"schedule={options.layout.schedule} updates each stage by itself "
+                f"after every microbatch, but {name}={value!r} is for all gradients of "
+                f"a batch at once; leave it out{none}, or take schedule=1f1b",
+                key="step.needs_one_update",
+            )
 
 
 def _check_optimizer(optimizer: Any, name: str = "optimizer") -> None:

@@ -43,6 +43,11 @@ from meshpar.train.local_steps import (
 )
 from meshpar.train.optimizer.by_layer import by_layer, unrolled
 from meshpar.train.optimizer_state import StateSharding, StateSpec
+from meshpar.train.stashed_steps import (
+    StashedStepFunctions,
+    stash_note,
+    stashed_step_functions,
+)
 from meshpar.train.state import TrainState, without_optimizer
 from meshpar.train.step_functions import StepFunctions
 
@@ -160,9 +165,17 @@ class StepPlan:
         return self._functions(self.placement)
 
     @cached_property
-    def functions(self) -> StepFunctions | LocalStepFunctions:
-        """The functions that update a state: `whole`, or those of local steps."""
-        if self.options.outer_optimizer is None:
+    def functions(self) -> StepFunctions | LocalStepFunctions | StashedStepFunctions:
+        """The functions that update a state: `whole`, or those of another update.
+
+        With local steps, or updates of each stage by itself (`pipedream_stash`).
+        """
+        options = self.options
+        if options.layout.updates_each_microbatch:
+            return stashed_step_functions(
+                self.whole, options.optimizer, options.layout.stage
+            )
+        if options.outer_optimizer is None:
             return self.whole
         replicas = replace(self.placement, replica_axes=REPLICA_AXES)
         return LocalStepFunctions(
@@ -234,6 +247,8 @@ class StepPlan:
             return programs.gradients, (programs.reading_shapes, batch), notes
         if self.options.outer_optimizer is not None:
             notes += sync_notes(self.sync_programs.functions, self.options.layout)
+        if self.options.layout.updates_each_microbatch:
+            notes += (stash_note(self.options.layout),)
         return programs.update, (state, batch), notes
 
     def _functions(self, placement: Placement) -> StepFunctions:

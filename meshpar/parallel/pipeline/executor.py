@@ -31,7 +31,14 @@ from meshpar.parallel.pipeline.crossing import (
     read,
     write,
 )
-from meshpar.parallel.pipeline.work import At, Results, TickState, Work, first_state
+from meshpar.parallel.pipeline.work import (
+    At,
+    Learning,
+    Results,
+    TickState,
+    Work,
+    first_state,
+)
 from meshpar.rules.rules import auto_mesh_shape
 from meshpar.schedules import Phase, Schedule, TickTable, tick_table
 from meshpar.schedules.tick_table import ARRAYS
@@ -52,7 +59,9 @@ class Executor:
             step.
         first: Arrays that are computed before the first tick.
         ordered_by_data: True if nothing but data orders collectives and loops
-            (`_once_known`).
+            (`once_known`).
+        learning: Weights that change from tick to tick, where ranks diverge; None if
+            `work` holds those of all ticks.
     """
 
     schedule: Schedule
@@ -60,6 +69,7 @@ class Executor:
     divergent: bool = False
     first: Sequence[jax.Array] = ()
     ordered_by_data: bool = False
+    learning: Learning | None = None
 
     @cached_property
     def table(self) -> TickTable:
@@ -68,10 +78,14 @@ class Executor:
 
     def loss_and_gradients(self) -> Results:
         """Run the forwards and backwards of all ticks: loss sums and gradients."""
+        return self.last_state().results
+
+    def last_state(self) -> TickState:
+        """Run the forwards and backwards of all ticks: the state after the last."""
         state = self._first_state()
         for phase, chunks in self._parts():
             state = self._run(state, phase, chunks)
-        return state.results
+        return state
 
     def loss_sums(self) -> Any:
         """Run the forwards of all ticks: loss sums."""
@@ -136,11 +150,17 @@ class Executor:
                 (results.block_gradients, results.end_gradients),
                 results.input_gradients,
             )
-        state = replace(state, downward=self._once_known(state.downward, before))
+        state = replace(state, downward=self.once_known(state.downward, before))
         never = self._never(before)
 
         def tick(state: TickState, row: Any) -> tuple[TickState, None]:
             row = _plus(row, never)
+            if self.learning is not None and keeps:
+                work = self.learning.work(state.weights, row)
+                state = replace(self, work=work)._own_tick(
+                    state, row, phase, has, keeps
+                )
+                return self.learning.learned(state, row, self.once_known), None
             if self.divergent:
                 return self._own_tick(state, row, phase, has, keeps), None
             return self._tick(state, row, phase, chunks, has, keeps), None
@@ -153,9 +173,12 @@ class Executor:
         return lax.scan(tick, state, rows)[0]
 
     def _first_state(self, *, keeps: bool = True) -> TickState:
-        return first_state(
+        state = first_state(
             self.work, self.table, self._hops, divergent=self.divergent, keeps=keeps
         )
+        if self.learning is None or not keeps:
+            return state
+        return replace(state, weights=self.learning.first())
 
     def _rows(self, start: int, stop: int) -> dict[str, Any]:
         """Return the ticks' rows, and the microbatch at either end of the pipeline."""
@@ -174,6 +197,8 @@ class Executor:
         if self.divergent:
             for name in ("input_write", "gradient_write"):
                 rows[name] = _one_later(getattr(table, name))[start:stop]
+        if self.learning is not None:
+            rows.update(self.learning.rows(start, stop))
         return rows
 
     def _tick(
@@ -201,14 +226,14 @@ class Executor:
                 state.downward, x, self.table.gradient_hops, "stage_backward"
             )
             state = self._received(state, "gradients", own["gradient_write"], down)
-            own = self._once_known(own, down)
+            own = self.once_known(own, down)
         if phase.has_forward:
             state, y = self._forward(state, own, x, keeps)
             if has["ended"]:
                 state, dy = self._head(state, row, own, after(y, down), keeps)
             up = self._hops.sent(y, dy, self.table.input_hops, "stage_forward")
             state = self._received(state, "inputs", own["input_write"], up)
-            own = self._once_known(own, dy, up)
+            own = self.once_known(own, dy, up)
         if phase.has_backward:
             state, dx, more_ends = self._stage_gradient(state, own, chunks)
             state = self._embed_gradient(state, row, own, dx, up, more_ends)
@@ -217,7 +242,7 @@ class Executor:
             state = self._weight_gradient(state, own, (state.downward, ends))
         return state
 
-    def _once_known(self, tree: Any, *known: Any) -> Any:
+    def once_known(self, tree: Any, *known: Any) -> Any:
         """Return a tree of arrays that are known only once all of `known` are.
 
         XLA:CPU orders a collective and a loop by data alone, and barriers are gone when
@@ -281,12 +306,12 @@ class Executor:
             done.append(_one_value(state.results.block_gradients))
         if y is not None:
             if has["ended"]:
-                whole = self._once_known(after(y, done), done)
+                whole = self.once_known(after(y, done), done)
                 state, dy = self._head(state, row, own, whole, keeps)
                 done.append(_one_value(dy))
             state = replace(state, upward=y)
         if dx is not None:
-            dx = self._once_known(dx, done)
+            dx = self.once_known(dx, done)
             state = self._embed_gradient(state, row, own, dx, done, more_ends)
         return state
 
@@ -387,7 +412,7 @@ class Executor:
         Its collectives then follow those of the tick on every device.
         """
         assert self.work.split is not None
-        own = self._once_known(own, before)
+        own = self.once_known(own, before)
         results = state.results
         total = self.work.split.weight_gradient(
             _action(own, "weight_grad"),

@@ -184,15 +184,7 @@ class Microbatches:
         Raises:
             InputError: The weights of the loss have a gradient.
         """
-        shares = self.head_shares
-        share = jax.tree.map(shares.share_shape, self._streams[-1])
-
-        def own_weight_sum(
-            weights: Params, share: Stream, microbatch: jax.Array | int = 0
-        ) -> jax.Array:
-            arrays = self._scope_arrays(microbatch)
-            return self.functions.head(weights, share, arrays, shares).weight
-
+        share, own_weight_sum = self._head_share_shape, self._own_weight_sum
         if has_gradient(own_weight_sum, self.weights, share):
             raise InputError(
                 "weight_sum depends on parameters, so that the mean loss is known, and "
@@ -207,14 +199,28 @@ class Microbatches:
                 stacklevel=2,
             )
             return self.executor(self.work()).loss_sums().weight
-        unread = zero_arrays(share)
 
         def add(total: jax.Array, microbatch: jax.Array) -> tuple[jax.Array, None]:
-            weights = own_weight_sum(self.weights, unread, microbatch)
-            return total + shares.counted(weights), None
+            return total + self._counted_weight_sum(microbatch), None
 
         numbers = jnp.arange(self.schedule.num_microbatches)
         return lax.scan(add, jnp.float32(0), numbers)[0]
+
+    def weight_sums(self) -> jax.Array:
+        """Return this device's sum of weights of each microbatch, (microbatches,).
+
+        Raises:
+            InputError: The weights of the loss depend on parameters.
+        """
+        if is_read(self._own_weight_sum, self.weights, self._head_share_shape):
+            raise InputError(
+                f"schedule={self.schedule.name} updates the weights after each "
+                "microbatch by its own mean loss, but weight_sum depends on "
+                "parameters; compute it from the batch alone, or take schedule=1f1b",
+                key="model.weight_sum_of_each_microbatch",
+            )
+        numbers = jnp.arange(self.schedule.num_microbatches)
+        return lax.map(self._counted_weight_sum, numbers)
 
     def outputs_work(self, outputs: Callable[..., Any]) -> Work:
         """Return the executor's functions for the outputs of a single microbatch.
@@ -419,6 +425,21 @@ class Microbatches:
         """Reduce the ends' gradients that no later backward adds to."""
         assert self.reduction is not None
         return self.reduction.reduce_ends(gradients, self.late_ends)
+
+    @property
+    def _head_share_shape(self) -> Any:
+        return jax.tree.map(self.head_shares.share_shape, self._streams[-1])
+
+    def _own_weight_sum(
+        self, weights: Params, share: Stream, microbatch: jax.Array | int = 0
+    ) -> jax.Array:
+        arrays = self._scope_arrays(microbatch)
+        return self.functions.head(weights, share, arrays, self.head_shares).weight
+
+    def _counted_weight_sum(self, microbatch: jax.Array) -> jax.Array:
+        unread = zero_arrays(self._head_share_shape)
+        weight = self._own_weight_sum(self.weights, unread, microbatch)
+        return self.head_shares.counted(weight)
 
     def _head_share(self, payload: Any) -> Stream:
         """Return this rank's share of the last group's stream."""

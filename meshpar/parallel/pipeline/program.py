@@ -28,6 +28,7 @@ from meshpar.parallel.pipeline.rank_layers import mesh_hindrance
 from meshpar.parallel.pipeline.reduction import reduce_in_slices, summed_inputs
 from meshpar.parallel.pipeline.seams import Enter
 from meshpar.parallel.pipeline.stages import Arrangement, Pipeline, cut, merge
+from meshpar.parallel.pipeline.work import Results
 from meshpar.parallel.placement import REPLICATED, Placement, Scopes
 from meshpar.parallel.program import LossAndGradients
 from meshpar.parallel.reduction import loss_metrics, random_key, safe_inverse
@@ -207,19 +208,14 @@ class PipelineProgram:
         placement, model = self.placement, self.placement.model
 
         def local(*of: Any) -> LossAndGradients:
-            microbatches = self._microbatches(*of, training=True)
+            microbatches = self.microbatches(*of, training=True)
             weight_sum = placement.sum_losses(
                 microbatches.weight_sum(), placement.manual_axes
             )
             share = safe_inverse(weight_sum)
             work = microbatches.work(of_loss=share)
             results = microbatches.executor(work, share).loss_and_gradients()
-            sums = results.loss_sums
-            loss_sum, auxiliary, terms = placement.sum_losses(
-                (sums.loss, results.auxiliary, sums.terms), placement.manual_axes
-            )
-            for group, losses in zip(model.groups, auxiliary, strict=True):
-                loss_sum += group.weighted(losses)
+            loss, metrics = self.loss_and_metrics(results, weight_sum)
             blocks, statistics = (
                 [merge(tree) for tree in trees]
                 for trees in (results.block_gradients, results.statistics)
@@ -234,20 +230,37 @@ class PipelineProgram:
             new_state = of[1]
             if model.changes_state:
                 new_state = updated_state(placement, of[0], of[1], statistics)
-            metrics = loss_metrics(weight_sum, sums_by_name(auxiliary), terms)
             names = sorted(split_gradient_inputs(model.inputs, of[2])[1])
             of_inputs = merge(dict(zip(names, results.input_gradients, strict=True)))
             of_inputs = summed_inputs(placement, of_inputs)
-            return loss_sum * share, metrics, gradients, new_state, of_inputs
+            return loss, metrics, gradients, new_state, of_inputs
 
         return placement.on_training_state(local)(*of)
+
+    def loss_and_metrics(
+        self, results: Results, weight_sum: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Return mean loss and metrics of all devices, from this device's results.
+
+        Args:
+            results: Of the executor.
+            weight_sum: Sum of the weights of all devices.
+        """
+        sums = results.loss_sums
+        loss_sum, auxiliary, terms = self.placement.sum_losses(
+            (sums.loss, results.auxiliary, sums.terms), self.placement.manual_axes
+        )
+        for group, losses in zip(self.placement.model.groups, auxiliary, strict=True):
+            loss_sum += group.weighted(losses)
+        metrics = loss_metrics(weight_sum, sums_by_name(auxiliary), terms)
+        return loss_sum * safe_inverse(weight_sum), metrics
 
     def loss_sums(self, *of: Any) -> HeadSums:
         """Return the head's sums over the global batch, not in training."""
         placement = self.placement
 
         def local(*of: Any) -> HeadSums:
-            microbatches = self._microbatches(*of, training=False)
+            microbatches = self.microbatches(*of, training=False)
             sums = microbatches.executor(microbatches.work()).loss_sums()
             return placement.sum_losses(sums, placement.manual_axes)
 
@@ -259,7 +272,7 @@ class PipelineProgram:
         one = replace(self, pipeline=replace(self.pipeline, schedule=schedule))
 
         def local(*of: Any) -> Any:
-            microbatches = one._microbatches(*of, training=False, natural=True)
+            microbatches = one.microbatches(*of, training=False, natural=True)
             functions = cast(ModelFunctions, microbatches.functions)
             work = microbatches.outputs_work(functions.outputs)
             sums = microbatches.executor(work).loss_sums()
@@ -267,7 +280,7 @@ class PipelineProgram:
 
         return outputs_in_order(self.placement, local, of)
 
-    def _microbatches(
+    def microbatches(
         self,
         params: Params,
         state: Params,
@@ -278,6 +291,7 @@ class PipelineProgram:
         training: bool,
         natural: bool = False,
     ) -> Microbatches:
+        """Return the microbatches of this device, with these parameters."""
         placement, schedule = self.placement, self.pipeline.schedule
         chunks = schedule.num_chunks
         order: TokenOrder | None = None

@@ -35,7 +35,7 @@ from meshpar.parallel.pipeline.user_functions import (
 from meshpar.parallel.pipeline.work import Results
 from meshpar.parallel.reduction import safe_inverse, scaled
 from meshpar.parallel.zero import Stored
-from meshpar.schedules import OwnSchedule, chosen_schedule
+from meshpar.schedules import SCHEDULES, OwnSchedule, chosen_schedule
 from meshpar.schedules.stage_splits import stage_sizes
 
 Gradients = tuple[Any, Any, Any]
@@ -205,6 +205,13 @@ def pipeline_value_and_grad(
             key="layout.divergent_permute",
         )
     ranks = mesh.shape[STAGE]
+    named = SCHEDULES.get(schedule) if isinstance(schedule, str) else None
+    if named is not None and named.updates_each_microbatch:
+        raise InputError(
+            f"schedule={schedule} updates weights between microbatches, and this "
+            "function returns the gradients of one set of weights; take schedule=1f1b",
+            key="schedule.changes_the_update",
+        )
     chosen = chosen_schedule(
         schedule, num_ranks=ranks, num_microbatches=num_microbatches, chunks=chunks
     )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from meshpar.parallel.pipeline.crossing import Hops, Payload, zero_arrays
@@ -122,6 +123,34 @@ class TickState:
     saved: Any
     stash: Any
     results: Results
+    weights: Any = ()
+
+
+class Learning(Protocol):
+    """Weights that change from tick to tick, in `TickState.weights`."""
+
+    def first(self) -> Any:
+        """Return the weights before the first tick."""
+
+    def rows(self, start: int, stop: int) -> dict[str, np.ndarray]:
+        """Return what the other functions read of those ticks, (ticks, ...) each."""
+
+    def work(self, weights: Any, row: dict[str, jax.Array]) -> Work:
+        """Return the functions of a tick, with the weights that its actions use."""
+
+    def learned(
+        self,
+        state: TickState,
+        row: dict[str, jax.Array],
+        once_known: Callable[..., Any],
+    ) -> TickState:
+        """Return the state with weights updated by a tick's gradients, now zeros.
+
+        Args:
+            state: After the tick.
+            row: The tick.
+            once_known: `Executor.once_known`, for collectives of the update.
+        """
 
 
 def first_state(

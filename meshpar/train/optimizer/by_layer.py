@@ -100,6 +100,34 @@ def by_layer(
     return _optimizer(trace, _Layers(filled, make_owners))
 
 
+def by_layer_of_one_rank(
+    optimizer: optax.GradientTransformation, model: Model, ranks: int
+) -> tuple[Traced, optax.GradientTransformationExtraArgs]:
+    """Return the trace of an optimizer that `by_layer` takes, and it on one rank.
+
+    That one's arrays have the places of one of so many ranks; it does not know which of
+    them are empty.
+
+    Raises:
+        InputError: The optimizer is made for the stacked arrays of all layers.
+    """
+    try:
+        trace = traced(optimizer, _shapes(model, lambda one: one.shape))
+    except Exception as error:  # whatever it raises
+        raise InputError(
+            "the optimizer raises on arrays of one layer's shape "
+            f"({type(error).__name__}: {error}), so that no rank can run it on its "
+            f"own layers; {_WAY_OUT}",
+            key="optimizer.raises",
+        ) from error
+    filled = {
+        path: np.ones(len(one.places) // ranks, bool)
+        for path, one in model.flat_parameters().items()
+        if one.num_layers is not None
+    }
+    return trace, _optimizer(trace, _Layers(filled))
+
+
 def _refuse_for_stacked(
     optimizer: optax.GradientTransformation,
     model: Model,
