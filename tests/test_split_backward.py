@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
+from jax.sharding import Mesh
 from schedule_cases import SPLIT_NAMES
 
 from meshpar import make_mesh, pipeline_value_and_grad
@@ -304,3 +305,39 @@ def test_ranks_that_diverge_refuse_an_axis_that_may_permute(axis, refuses):
     named = axis.split("=")[0]
     with refuses("layout.divergent_permute", "execution=divergent", f"'{named}'"):
         step_of(model_of(8), line)
+
+
+def test_a_rank_of_one_layer_computes_a_weight_gradient_in_its_own_ticks_alone():
+    ran = []
+
+    def noted(x):
+        def note(_):
+            ran.append(1)
+            return np.zeros((), np.float32)
+
+        return jax.pure_callback(
+            note, jax.ShapeDtypeStruct((), jnp.float32), x.ravel()[0]
+        )
+
+    @jax.custom_vjp
+    def block(w, x):
+        return jnp.tanh(x @ w)
+
+    block.defvjp(
+        lambda w, x: (block(w, x), (w, x)),
+        lambda kept, dy: (kept[1].T @ dy + noted(dy), dy @ kept[0].T),
+    )
+    stages, microbatches = 2, 3
+    run = pipeline_value_and_grad(
+        block,
+        lambda scale, x, y: jnp.mean((scale * x - y) ** 2),
+        mesh=Mesh(np.array(jax.devices()[:stages]), ("stage",)),
+        num_microbatches=microbatches,
+        schedule="zero_bubble_h1",
+        execution="divergent",
+    )
+    rows = jnp.ones((2 * microbatches, EMBED))
+    jax.block_until_ready(
+        run(jnp.ones((stages, EMBED, EMBED)), jnp.ones(()), rows, rows)
+    )
+    assert len(ran) == stages * microbatches

@@ -258,7 +258,10 @@ class SplitStages:
             return add(totals, stack.block.reduce(gradients), place)
 
         def one_place(totals: Any, place: jax.Array) -> Any:
-            return one(totals, place, _at_place(stash, slot, place))
+            # XLA moves what no iteration changes before the loop, where idle ranks
+            # compute it too: all of this with a single place.
+            own_slot, _ = lax.optimization_barrier((slot, place))
+            return one(totals, place, _at_place(stash, own_slot, place))
 
         def body(totals: Any, xs: tuple) -> tuple[Any, None]:
             return one(totals, *xs), None
