@@ -285,6 +285,11 @@ class Layout:
         return math.prod(self.mesh_shape[axis] for axis in BATCH_AXES)
 
     @property
+    def divergent(self) -> bool:
+        """True if each rank of a pipeline does an action of its own in a tick."""
+        return self.execution == "divergent"
+
+    @property
     def runs_in_ticks(self) -> bool:
         """True if a step runs in ticks: with stages or microbatches."""
         return self.stage > 1 or self.microbatches > 1

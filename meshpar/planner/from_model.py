@@ -34,16 +34,17 @@ from meshpar.model.tracing import (
     traced_streams,
     tracing_scope,
 )
-from meshpar.parallel.blocks import vjp_without
+from meshpar.parallel.blocks import Residuals, restore_vjp, vjp_without
 from meshpar.parallel.pipeline.stages import layer_costs
 from meshpar.parallel.placement import DTYPES
 from meshpar.parallel.remat import rematerialised
+from meshpar.parallel.split_backward import split_program
+from meshpar.planner.cost.pipeline_time import schedule_ticks
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.step_traffic import sent_in_a_step
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import MESHPAR
-from meshpar.planner.workload.workload import TracedBlock, Workload
-from meshpar.schedules import tick_table
+from meshpar.planner.workload.workload import Cut, TracedBlock, Workload
 from meshpar.trace.costs import Operand, matmul_flops
 from meshpar.trace.walk import array_shape, equations
 from meshpar.train.step import Batch, TrainStep
@@ -134,6 +135,7 @@ def _traced_block(
         residual_dtype_bytes=jnp.dtype(dtype).itemsize,
         other_end_parameters=_count(ends) - sum(map(math.prod, _tables(model))),
         layer_costs=cache(partial(layer_costs, model)),
+        cut=cache(partial(_mean_cut, model, seq, dtype)),
     )
 
 
@@ -228,6 +230,72 @@ def _residual_bytes(
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
+def _mean_cut(model: Model, seq: int, dtype: Any, remat: str) -> Cut:
+    """Return the mean cut of the layers' backwards, as a pipeline's step makes it."""
+    layers, stash, late, all_weights = 0, 0.0, 0.0, 0.0
+    streams = in_dtype(traced_streams(model, 1, seq), dtype)
+    for at, (group, x) in enumerate(zip(model.groups, streams, strict=True)):
+        own_bytes, own_late, own_weights = _traced_cut(model, at, x, seq, remat)
+        layers += group.num_layers
+        stash += group.num_layers * own_bytes
+        late += group.num_layers * own_late
+        all_weights += group.num_layers * own_weights
+    uncut = 1 - late / all_weights if all_weights else 0.0
+    return Cut(stash / layers / seq, max(0.0, uncut))
+
+
+def _traced_cut(
+    model: Model, at: int, x: Any, seq: int, remat: str
+) -> tuple[float, float, float]:
+    """Return the stash's bytes, and FLOPs of W and of all weight gradients, a layer.
+
+    A weight's gradient takes the FLOPs of its matmul in the forward.
+    """
+    group, dtype = model.groups[at], jax.tree.leaves(x)[0].dtype
+    call = rematerialised(group.run, remat)
+    params = in_dtype(one_layer_shapes(model)[1][at], dtype)
+    known = traced_batch(model, 1, seq), one_layer_state(model)[1][at]
+    of_forward: list[Residuals] = []
+
+    def forward(params: Any, x: Any, known: tuple) -> tuple[Any, list[jax.Array]]:
+        def apply(params: Any, x: Any) -> Any:
+            return call(lambda known: tracing_scope(*known, layer=0), params, x, known)
+
+        y, residuals = vjp_without(apply, (params, x), (params, known))
+        of_forward.append(residuals)
+        return y, residuals.kept
+
+    forward_program, (dy, kept) = jax.make_jaxpr(forward, return_shape=True)(
+        params, x, known
+    )
+
+    def backward(given: tuple, kept: Any, dy: Any) -> tuple[Any, Any]:
+        residuals = replace(of_forward[-1], kept=kept)
+        of_params, dx = restore_vjp(residuals, given)(dy)
+        return dx, of_params
+
+    given = params, known
+    traced, shapes = jax.make_jaxpr(backward, return_shape=True)(given, kept, dy)
+    num_inputs, num_weights = (len(jax.tree.leaves(of)) for of in shapes)
+    num_given, num_others = (len(jax.tree.leaves(of)) for of in (given, (kept, dy)))
+    cut = split_program(
+        traced,
+        [True] * num_inputs + [False] * num_weights,
+        [True] * num_given + [False] * num_others,
+    )
+    weights = [Operand(is_weight=True)] * len(jax.tree.leaves(params))
+    others = len(forward_program.jaxpr.invars) - len(weights)
+    flops = matmul_flops(
+        forward_program,
+        [*weights, *[Operand(is_weight=False)] * others],
+        while_length=1,
+    )
+    operands = [Operand(is_weight=False)] * len(cut.second.jaxpr.invars)
+    late = matmul_flops(cut.second, operands, while_length=1)
+    stash_bytes = sum(math.prod(one.shape) * one.dtype.itemsize for one in cut.stash)
+    return stash_bytes, late.between_activations, flops.with_weights
+
+
 _EXAMPLE_BYTES = 2**33
 """Bytes of the logits of the traced tokens: more than a head makes at a time."""
 
@@ -275,8 +343,9 @@ def planned_run(step: TrainStep, batch: Batch) -> Run:
     layout = step.layout
     global_batch = next(iter(batch.values())).shape[0]
     seq = open_size(step.model.known_inputs, batch)
-    held = tick_table(step.schedule).peak_in_flight if step.schedule else None
-
+    ticks = None
+    if step.schedule and layout.stage > 1:
+        ticks = schedule_ticks(step.schedule, divergent=layout.divergent)
     workload = traced_workload(step.model_as_given, seq=seq, precision=layout.precision)
     return Run(
         workload=workload,
@@ -286,7 +355,7 @@ def planned_run(step: TrainStep, batch: Batch) -> Run:
         global_batch=global_batch,
         seq=seq,
         stage_blocks=step.layers_of_stages or (workload.layers,),
-        chunks_held=held,
+        ticks=ticks,
     )
 
 

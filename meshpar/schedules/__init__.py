@@ -181,30 +181,18 @@ def size_refusals(
 
 
 def plan_refusal(name: str) -> InputError | None:
-    """Return the error of a schedule that the planner cannot price, or None.
+    """Return the error of a schedule that the planner does not compare, or None.
 
     Raises:
         InputError: No such schedule.
     """
-    if schedule_method(name).updates_each_microbatch:
-        return InputError(
-            f"schedule={name} changes what is trained, so that no plan compares it "
-            "with others; name it in the layout of a step, or estimate schedule=1f1b, "
-            "whose ticks it has",
-            key="schedule.changes_the_update",
-        )
-    if not schedule_method(name).splits_backward:
+    if not schedule_method(name).updates_each_microbatch:
         return None
-    whole = [
-        other
-        for other, method in SCHEDULES.items()
-        if not (method.splits_backward or method.updates_each_microbatch)
-    ]
     return InputError(
-        f"schedule={name} splits backwards into I and W: a step runs it, but the "
-        "planner does not know the time and the stash of the two; estimate it with "
-        f"{' or '.join(whole)}, and see `meshpar schedule` for its bubble",
-        key="schedule.split_backward",
+        f"schedule={name} changes what is trained, so that no plan compares it "
+        "with others; name it in the layout of a step, or estimate schedule=1f1b, "
+        "whose ticks it has",
+        key="schedule.changes_the_update",
     )
 
 

@@ -171,6 +171,49 @@ def _residual_bytes(run: Run, remat: str, moe: bool) -> float:
     return total
 
 
+def stash_bytes(run: Run, *, moe: bool) -> float:
+    """Return the bytes that a block's I leaves for its W, of one microbatch.
+
+    The smallest that `meshpar.parallel.minimum_stash` finds: of each matmul with
+    weights its input and the gradient of its output, or what follows by cheap
+    operations from others. Per token of a dense block, with a residual stream of h
+    values and MLPs of f:
+
+        5 h    stream: both norms' inputs and gradients, and the output's gradient
+        2 h    more where the forward's own stream is kept, not computed again
+        qkv    gradients of queries, keys and values
+        mixed  attention's output
+        qk     more with norms on queries and keys
+        2 f    MLP's first output and a gradient; 3 f with a gate
+
+    Routed experts are a loop that is not cut: the gradients of their weights wait
+    whole, in fp32. Programs that run operation by operation keep all until W instead.
+    """
+    workload, remat = run.workload, run.layout.remat
+    if not run.splits_backward or run.execution.eager:
+        return 0.0
+    tensor, value = run.layout.tensor, run.dtype_bytes
+    if workload.traced:
+        cut = workload.traced.cut(remat)
+        each = cut.stash_bytes * value / workload.traced.residual_dtype_bytes
+        return run.tokens * each / tensor
+    recomputed = remat in ("full", "stage_full")
+    streams = (5 if recomputed else 7) * workload.hidden * run.residual_share
+    split = _projections(run) + workload.heads * workload.value_dim
+    if workload.qk_norm:
+        split += (workload.heads + workload.kv_heads) * workload.query_dim
+    experts = 0.0
+    if not moe:
+        split += (3 if workload.gated else 2) * workload.ffn
+    else:
+        shared = workload.shared_experts * workload.expert_ffn
+        split += (3 if workload.gated else 2) * shared
+        streams += _FP32_BYTES / value * workload.experts
+        routed = workload.expert_parameters(moe=True)
+        experts = _FP32_BYTES * routed / run.layout.expert / tensor
+    return run.tokens * value * (streams + split / tensor) + experts
+
+
 def room_rows(run: Run) -> int:
     """Return the rows that a device has room for in the first round of its experts."""
     devices, top_k = run.layout.expert, run.workload.top_k

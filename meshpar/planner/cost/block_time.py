@@ -9,6 +9,7 @@ from meshpar.planner.cost.activations import (
     kept_bytes,
     offloaded_bytes,
     recomputation,
+    stash_bytes,
 )
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.seconds import (
@@ -52,6 +53,8 @@ class BlockTime:
         spare_s: Seconds of a forward's and of a backward's work that hide none of their
             own collectives, and are left to hide those of weights.
         stacked_s: Seconds of a forward, and of a backward, to move what it keeps.
+        uncut_s: Seconds of W that a split backward leaves in I.
+        stash_s: Seconds of a split backward's I to move what its W needs, and of its W.
     """
 
     forward: Cost
@@ -59,11 +62,20 @@ class BlockTime:
     weight_grad: Cost
     spare_s: tuple[float, float]
     stacked_s: float
+    uncut_s: float
+    stash_s: float
 
     @property
     def backward(self) -> Cost:
         """B."""
         return self.input_grad + self.weight_grad
+
+    @property
+    def split_backward(self) -> tuple[Cost, Cost]:
+        """I and W as a split backward runs them, one after the other or apart."""
+        late_s = self.weight_grad.compute_s - self.uncut_s
+        stash = Cost(self.stash_s)
+        return self.input_grad + Cost(self.uncut_s) + stash, Cost(late_s) + stash
 
 
 def block_time(run: Run, *, moe: bool) -> BlockTime:
@@ -92,6 +104,8 @@ def block_time(run: Run, *, moe: bool) -> BlockTime:
             _spare_s(run, input_grad + weight_grad, back_matmuls_s),
         ),
         stacked_s=_stacked_s(run, moe),
+        uncut_s=_uncut_s(run, halves, moe) if run.splits_backward else 0.0,
+        stash_s=_stash_s(run, moe) if run.splits_backward else 0.0,
     )
 
 
@@ -230,6 +244,25 @@ def _stacked_s(run: Run, moe: bool) -> float:
         return 0.0
     copies = 2 if run.layout.runs_in_ticks else 1
     return memory_s(run, 2 * copies * kept_bytes(run, moe=moe))
+
+
+def _uncut_s(run: Run, halves: tuple[Linears, ...], moe: bool) -> float:
+    """Seconds of weight gradients in loops that a split backward cannot cut.
+
+    Routed experts are such a loop.
+    """
+    if run.workload.traced:
+        share = run.workload.traced.cut(run.layout.remat).uncut_share
+        return share * _weight_grad(run, halves).compute_s
+    return _weight_grad(run, halves[1:]).compute_s if moe else 0.0
+
+
+def _stash_s(run: Run, moe: bool) -> float:
+    """Seconds to put a block's stash in its slot, or to take it from there.
+
+    As `_stacked_s`: it is stacked with those of other blocks, and copied to the slot.
+    """
+    return memory_s(run, 4 * stash_bytes(run, moe=moe))
 
 
 def _launched(run: Run, cost: Cost, forward: int, backward: int = 0) -> Cost:

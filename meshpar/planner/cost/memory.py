@@ -13,8 +13,9 @@ from meshpar.planner.cost.activations import (
     kept_bytes,
     mlp_values,
     stage_input_bytes,
+    stash_bytes,
 )
-from meshpar.planner.cost.pipeline_time import in_flight, lock_step
+from meshpar.planner.cost.pipeline_time import Ticks, in_flight
 from meshpar.planner.cost.run import (
     Run,
     block_parameters,
@@ -42,6 +43,7 @@ class Memory:
         fetched_bytes: The same during the update, when the host's memory has them.
         activation_bytes: Arrays that forwards keep for their backwards.
         boundary_bytes: The part of them that arrives from other stages.
+        stash_bytes: Arrays that input gradients leave for their weight gradients.
         logit_bytes: Logits and their gradient, at the loss, with the head's gradient.
         late_bytes: The part of the gradients that does not exist yet at the loss.
         gathered_bytes: Parameters gathered or cast for use.
@@ -53,6 +55,7 @@ class Memory:
         stage: Rank.
         in_flight: Microbatches that it holds.
         reserve: Fraction that the allocator holds besides (`Execution.reserve`).
+        pending_w: Weight gradients that wait, of a stage each.
     """
 
     parameter_bytes: float
@@ -70,6 +73,8 @@ class Memory:
     stage: int
     in_flight: float
     reserve: float = 0.0
+    stash_bytes: float = 0.0
+    pending_w: float = 0.0
 
     @property
     def state_bytes(self) -> float:
@@ -86,7 +91,7 @@ class Memory:
     @property
     def temporary_bytes(self) -> float:
         """Most bytes at once besides what is kept between steps."""
-        working = self.activation_bytes + self.other_bytes
+        working = self.activation_bytes + self.stash_bytes + self.other_bytes
         later = max(self.ends_bytes, self.fetched_bytes)
         return self.gradient_bytes + max(working, later)
 
@@ -106,6 +111,10 @@ class Memory:
         """Return lines of text: bytes by what they are for."""
         at_stage = f" at stage {self.stage}" if layout.stage > 1 else ""
         flight = f"{self.in_flight:g} microbatches in flight{at_stage}"
+        stash = (
+            f"stash {gigabytes(self.stash_bytes)} ({self.pending_w:g} weight gradients "
+            "wait)"
+        )
         return [
             f"parameters {gigabytes(self.parameter_bytes)}, gradients "
             f"{gigabytes(self.gradient_bytes)}, optimizer "
@@ -115,6 +124,7 @@ class Memory:
             f"logits {gigabytes(self.logit_bytes)}, gathered weights "
             f"{gigabytes(self.gathered_bytes)}, workspace "
             f"{gigabytes(self.workspace_bytes)}",
+            *([stash] if self.pending_w else []),
         ]
 
     def as_json(self) -> dict[str, float]:
@@ -151,11 +161,11 @@ def rank_memories(run: Run) -> list[Memory]:
 
 def _chunks_held(run: Run) -> tuple[int, ...]:
     """Microbatches times chunks that each rank holds."""
-    if run.chunks_held is not None:
-        return run.chunks_held
+    if run.execution.lock_step:
+        return run.pipeline_ticks.in_flight
     layout = run.layout
     sizes = (layout.schedule, layout.stage, layout.microbatches, layout.chunks)
-    return lock_step(*sizes).in_flight if run.execution.lock_step else in_flight(*sizes)
+    return in_flight(*sizes)
 
 
 def rank_memory(run: Run, rank: int, chunks_held: float) -> Memory:
@@ -174,9 +184,13 @@ def rank_memory(run: Run, rank: int, chunks_held: float) -> Memory:
     )
     if layout.remat in STAGE_REMATS:
         kept = stage_input_bytes(run) * layout.chunks
-    boundary = 0.0
+    boundary, ticks = 0.0, run.pipeline_ticks if run.splits_backward else Ticks()
     if layout.stage > 1:  # an activation and a gradient that arrive
-        boundary = 2 * run.residual_bytes * run.residual_share
+        boundary = ticks.arrived * run.residual_bytes * run.residual_share
+    pending_w = ticks.stash / layout.chunks
+    stash = sum(
+        count * stash_bytes(run, moe=moe) for moe, count in blocks_by_kind(run, rank)
+    )
     _, has_head = has_ends(run, rank)
     gradient = execution.gradient_bytes * shares["gradient"]
     if layout.zero == 3 and run.gathers_once:
@@ -199,11 +213,14 @@ def rank_memory(run: Run, rank: int, chunks_held: float) -> Memory:
         late_bytes=gradients if once else 0.0,
         gathered_bytes=gathered,
         idle_bytes=_idle_bytes(run, rank, gathered),
-        workspace_bytes=_workspace_bytes(run, rank, layers, kept),
+        workspace_bytes=_workspace_bytes(run, rank, layers, kept)
+        + stash / layout.chunks,
         ends_bytes=_ends_bytes(run, split=shares["gradient"] < 1) if once else 0.0,
         stage=rank,
         in_flight=in_flight,
         reserve=execution.reserve,
+        stash_bytes=stash * pending_w,
+        pending_w=pending_w if stash else 0.0,
     )
 
 

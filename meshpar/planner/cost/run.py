@@ -20,6 +20,7 @@ from meshpar.hardware.attention_kernels import (
 from meshpar.hardware.platforms import Platform, platform_named
 from meshpar.hardware.splash_kernels import fuses_backward
 from meshpar.layout import ZERO_AXES, Layout
+from meshpar.planner.cost.pipeline_time import Ticks, layout_ticks
 from meshpar.planner.machine.cluster import Cluster, Link
 from meshpar.planner.machine.execution import Execution
 from meshpar.planner.workload.workload import Workload
@@ -53,8 +54,7 @@ class Run:
         global_batch: Sequences in a step.
         seq: Tokens of a sequence.
         stage_blocks: Blocks of every stage, chunk by chunk in order of the stages.
-        chunks_held: Microbatches times chunks that each rank holds at most; None to
-            take them from the layout's schedule.
+        ticks: Ticks of its pipeline; None to take them from the layout's schedule.
     """
 
     workload: Workload
@@ -64,7 +64,7 @@ class Run:
     global_batch: int
     seq: int
     stage_blocks: tuple[int, ...]
-    chunks_held: tuple[int, ...] | None = None
+    ticks: Ticks | None = None
 
     @property
     def replicas(self) -> int:
@@ -125,6 +125,12 @@ class Run:
             return self.execution.splits_stored
         once = layout.runs_in_ticks and layout.fsdp_gather == "step"
         return self.execution.lock_step and once
+
+    @property
+    def splits_backward(self) -> bool:
+        """True if the pipeline runs a backward in two: for input and for weights."""
+        splits = SCHEDULES[self.layout.schedule].splits_backward
+        return splits and self.layout.stage > 1
 
     @property
     def prefetches(self) -> bool:
@@ -306,6 +312,11 @@ class Run:
         ranks = self.layout.stage
         chunks = self.num_stages // ranks
         return SCHEDULES[self.layout.schedule].stages_of(rank, ranks, chunks)
+
+    @property
+    def pipeline_ticks(self) -> Ticks:
+        """Ticks of the pipeline, in lock step or where ranks diverge."""
+        return self.ticks or layout_ticks(self.layout)
 
     @property
     def num_stages(self) -> int:

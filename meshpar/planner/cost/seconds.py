@@ -91,8 +91,8 @@ class Row(NamedTuple):
         payload_bytes: Bytes of the whole array: output of a gather, input of a scatter;
             of a permute, bytes sent.
         reason: Purpose, in words.
-        passes: Part of the step that runs it: `forward`, `backward`, `head`, `up` and
-            `down` (hops), `once`.
+        passes: Part of the step that runs it: `forward`, `backward`, `weight_grad` (of
+            a split backward), `head`, `up` and `down` (hops), `once`.
         times: Times that it runs in each of them.
         hidden_by: Work that can hide it; empty for none.
         share: Largest fraction of its time that can be hidden there.

@@ -13,7 +13,7 @@ from meshpar.planner.cost.block_time import (
     block_time,
     weight_grad_s,
 )
-from meshpar.planner.cost.pipeline_time import all_ticks_s, span_s
+from meshpar.planner.cost.pipeline_time import all_ticks_s, divergent_s, span_s
 from meshpar.planner.cost.run import (
     Run,
     shared_out,
@@ -104,10 +104,7 @@ def step_time(run: Run) -> StepTime:
     """Return the time of one step, by what it is spent on."""
     stages = stage_times(run)
     layout = run.layout
-    forward_s = [stage.forward.total_s for stage in stages]
-    backward_s = [stage.backward.total_s for stage in stages]
-    span = all_ticks_s if run.execution.lock_step else span_s
-    all_microbatches_s = span(layout, forward_s, backward_s)
+    all_microbatches_s = _all_microbatches_s(run, stages)
     rank_costs = []  # of one microbatch through all chunks of a rank
     for rank in range(layout.stage):
         own = Cost()
@@ -128,6 +125,25 @@ def step_time(run: Run) -> StepTime:
         straggler_s=busy_s * straggler_fraction(run.cluster),
         host_s=waits_s,
     )
+
+
+def _all_microbatches_s(run: Run, stages: tuple[StageTime, ...]) -> float:
+    """Seconds from the first forward to the last backward."""
+    layout, diverges = run.layout, run.execution.lock_step and run.layout.divergent
+    if diverges:
+        stages = stage_times(run, blocks_only=True)
+    forward_s = [stage.forward.total_s for stage in stages]
+    input_grad_s = [stage.input_grad.total_s for stage in stages]
+    weight_grad_s = [stage.weight_grad.total_s for stage in stages]
+    if not diverges:
+        span = all_ticks_s if run.execution.lock_step else span_s
+        return span(layout, forward_s, input_grad_s, weight_grad_s)
+    # All ranks hop and share the ends between the actions.
+    ticks, between = run.pipeline_ticks, tick_overhead(run)
+    forward = ticks.forward_ticks * between.forward.total_s
+    backward = ticks.backward_ticks * between.backward.total_s
+    actions_s = divergent_s(layout, forward_s, input_grad_s, weight_grad_s)
+    return actions_s + forward + backward
 
 
 def straggler_fraction(cluster: Cluster) -> float:
@@ -169,15 +185,27 @@ class StageTime:
 
     Args:
         forward: F, with the hop that no work hides.
-        backward: B.
+        input_grad: B, or I where backwards are split.
+        weight_grad: W where backwards are split.
     """
 
     forward: Cost
-    backward: Cost
+    input_grad: Cost
+    weight_grad: Cost = Cost()
+
+    @property
+    def backward(self) -> Cost:
+        """B."""
+        return self.input_grad + self.weight_grad
 
 
-def stage_times(run: Run) -> tuple[StageTime, ...]:
-    """Return the costs of every stage, chunk by chunk in order of the stages."""
+def stage_times(run: Run, *, blocks_only: bool = False) -> tuple[StageTime, ...]:
+    """Return the costs of every stage, chunk by chunk in order of the stages.
+
+    Args:
+        run: The run.
+        blocks_only: Whether to leave out the ends and hops.
+    """
     times = {
         moe: block_time(run, moe=moe)
         for moe in {run.workload.is_moe(0), run.workload.is_moe(run.workload.layers)}
@@ -187,13 +215,18 @@ def stage_times(run: Run) -> tuple[StageTime, ...]:
     up, down = _hops(run)
     first_layer, stages = 0, []
     for stage, num_blocks in enumerate(run.stage_blocks):
-        forward, backward = ends.at_stage(run, stage)
+        own = ends.at_stage(run, stage)
+        forward, backward = (Cost(), Cost()) if blocks_only else own
+        weight_grad = Cost()
         for moe in times:
             layers = range(first_layer, first_layer + num_blocks)
             count = sum(run.workload.is_moe(layer) == moe for layer in layers)
             forward += gathered[moe].forward * count
-            backward += gathered[moe].backward * count
-        stages.append(StageTime(forward + up, backward + down))
+            backward += gathered[moe].input_grad * count
+            weight_grad += gathered[moe].weight_grad * count
+        if not blocks_only:
+            forward, backward = forward + up, backward + down
+        stages.append(StageTime(forward, backward, weight_grad))
         first_layer += num_blocks
     return tuple(stages)
 
@@ -231,7 +264,13 @@ def _gathered(run: Run, time: BlockTime, *, moe: bool) -> StageTime:
         exposed(run, rows_in(rows, passes), {LAYER: spare_s} if overlaps else {})
         for passes, spare_s in zip(("forward", "backward"), time.spare_s, strict=True)
     )
-    return StageTime(time.forward + forward, time.backward + backward)
+    if not run.splits_backward:
+        return StageTime(time.forward + forward, time.backward + backward)
+    input_grad, weight_grad = time.split_backward
+    reduced = exposed(run, rows_in(rows, "weight_grad"))
+    return StageTime(
+        time.forward + forward, input_grad + backward, weight_grad + reduced
+    )
 
 
 @dataclass(frozen=True)

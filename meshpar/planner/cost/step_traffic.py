@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from meshpar.planner.cost.pipeline_time import lock_step
 from meshpar.planner.cost.run import (
     Run,
     end_parameters,
@@ -160,6 +159,7 @@ class _Passes(NamedTuple):
     head: int
     up: int
     down: int
+    weight_grad: int
     layers: tuple[int, ...]
     once: int = 1
 
@@ -201,11 +201,11 @@ def _passes(run: Run) -> _Passes:
         layers = tuple(layer for chunk in run.rank_blocks(0) for layer in chunk)
         count = layout.microbatches
         hops = count * layout.chunks if layout.stage > 1 else 0
-        return _Passes(count, count, count, hops, hops, layers)
-    steps = lock_step(layout.schedule, layout.stage, layout.microbatches, layout.chunks)
+        return _Passes(count, count, count, hops, hops, count, layers)
+    steps = run.pipeline_ticks
     longest = max(map(tuple, run.rank_blocks(0)), key=len)
     places = max(run.stage_blocks)
     layers = longest + longest[-1:] * (places - len(longest))
     forward, backward = steps.forward_ticks, steps.backward_ticks
-    head, down = steps.head_ticks, steps.down_hops
-    return _Passes(forward, backward, head, forward, down, layers)
+    head, down, late = steps.head_ticks, steps.down_hops, steps.weight_grad_ticks
+    return _Passes(forward, backward, head, forward, down, late, layers)

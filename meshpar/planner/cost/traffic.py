@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from meshpar.layout import Layout
 from meshpar.parallel.sizes import ROUTE_BYTES, WEIGHT_BYTES, head_copies
 from meshpar.planner.cost.activations import Again, recomputation, room_rows
 from meshpar.planner.cost.run import Run, block_parameters
@@ -26,6 +27,7 @@ from meshpar.planner.cost.seconds import (
     Rows,
 )
 from meshpar.planner.machine.collective_cost import hidden_share
+from meshpar.schedules import SCHEDULES
 
 _SUMS = "sums of the residual stream"
 _OF_SEQUENCE = {
@@ -126,7 +128,8 @@ def weight_rows(run: Run, *, moe: bool) -> Rows:
             axes, "all-gather", gathered, PARAMETERS, "forward", hidden_by=LAYER
         )
         back = gather._replace(passes="backward", times=2 if twice else 1)
-        scatter = Row(axes, "reduce-scatter", reduced, OF_THEM, "backward")
+        passes = "weight_grad" if run.splits_backward else "backward"
+        scatter = Row(axes, "reduce-scatter", reduced, OF_THEM, passes)
         rows += [gather, back, scatter._replace(hidden_by=LAYER)]
     return between_devices(run, rows)
 
@@ -225,7 +228,8 @@ def hop_rows(run: Run) -> Rows:
         return ()
     own, tensor = run.residual_bytes * run.residual_share, run.layout.tensor
     reason = "activations up, gradients down"
-    up = Row(("stage",), "collective-permute", own, reason, "up")
+    ways = hop_ways(run.layout)
+    up = Row(("stage",), "collective-permute", own, reason, "up", ways)
     rows = [up]
     if run.execution.hop_split and not run.layout.sequence_parallel and tensor > 1:
         # Each device sends its part, and gathers the others'; counted as one.
@@ -233,6 +237,18 @@ def hop_rows(run: Run) -> Rows:
         gather = Row(("tensor",), "all-gather", own, reason, "up", only=SECONDS)
         rows = [up._replace(only=BYTES), part, gather._replace(waits_on="stage")]
     return between_devices(run, [*rows, *(row._replace(passes="down") for row in rows)])
+
+
+def hop_ways(layout: Layout) -> int:
+    """Return the number of ways in which a tick's activations hop: two in a V."""
+    ranks, stages_of = layout.stage, SCHEDULES[layout.schedule].stages_of
+    rank_of = {
+        stage: rank
+        for rank in range(ranks)
+        for stage in stages_of(rank, ranks, layout.chunks)
+    }
+    ways = {(rank_of[s + 1] - rank_of[s]) % ranks for s in range(len(rank_of) - 1)}
+    return len(ways - {0})
 
 
 def between_devices(run: Run, rows: Iterable[Row]) -> Rows:

@@ -5,9 +5,22 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from meshpar.errors import InputError
 from meshpar.parallel.sizes import COST_TOKENS, LOGITS_BYTES
+
+
+class Cut(NamedTuple):
+    """A traced backward in two, I and W.
+
+    Args:
+        stash_bytes: Bytes that I leaves for W, of a token.
+        uncut_share: Part of the FLOPs of weight gradients that stay in I.
+    """
+
+    stash_bytes: float
+    uncut_share: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +40,7 @@ class TracedBlock:
         residual_dtype_bytes: Bytes of one value in that trace.
         other_end_parameters: Parameters outside the blocks besides embedding and head.
         layer_costs: Function that traces the cost of each layer, as a step does.
+        cut: Function that traces the backward in two, under a remat policy.
     """
 
     parameters: int
@@ -38,6 +52,7 @@ class TracedBlock:
     residual_dtype_bytes: int
     other_end_parameters: int
     layer_costs: Callable[[], tuple[float, ...]]
+    cut: Callable[[str], Cut]
 
 
 _COUNTS = ("layers", "hidden", "heads", "vocab")

@@ -1,0 +1,195 @@
+"""Plans of split backwards: ticks, time, and the stash between their two halves."""
+
+import dataclasses
+
+import pytest
+from schedule_cases import SPLIT_NAMES
+
+from meshpar.layout import Layout
+from meshpar.models.presets import build
+from meshpar.planner.cost.activations import stash_bytes
+from meshpar.planner.cost.block_time import block_time
+from meshpar.planner.cost.estimate import estimate
+from meshpar.planner.cost.pipeline_time import (
+    all_ticks_s,
+    divergent_s,
+    layout_ticks,
+    schedule_ticks,
+    span_s,
+)
+from meshpar.planner.from_model import traced_workload
+from meshpar.planner.machine.clusters import cluster_of
+from meshpar.planner.machine.execution import MEGATRON_2022
+from meshpar.planner.workload.shapes import SHAPES
+from meshpar.schedules import (
+    SCHEDULES,
+    StageTimes,
+    lock_step_span_s,
+    make_schedule,
+    simulate,
+    tick_table,
+)
+from meshpar.schedules.ticks import ticks_timeline
+from tests.marks import slow
+
+FEW = [name for name in SPLIT_NAMES if name != "auto"]
+
+
+def layout_of(name, **keys):
+    chunks = SCHEDULES[name].default_chunks
+    return Layout(**{"stage": 4, "schedule": name, "chunks": chunks, **keys})
+
+
+def schedule_of(layout):
+    return make_schedule(
+        layout.schedule,
+        layout.stage,
+        layout.microbatches,
+        layout.chunks,
+        max_pending_w=layout.max_pending_w,
+    )
+
+
+def of(line, *, preset="llama3-8b", batch=32, **options):
+    layout = Layout.parse(line)
+    return estimate(
+        SHAPES[preset],
+        cluster_of("h100-80gb", devices=layout.num_devices),
+        layout,
+        global_batch=batch,
+        seq=2048,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("limit", [0, 2])
+@pytest.mark.parametrize("execution", ["uniform", "divergent"])
+@pytest.mark.parametrize(
+    "name", [*FEW, slow("auto")], ids=lambda name: str(getattr(name, "values", name))
+)
+def test_ticks_of_many_microbatches_are_those_of_the_whole_table(
+    name, execution, limit
+):
+    layout = layout_of(name, microbatches=21, execution=execution, max_pending_w=limit)
+    whole = schedule_ticks(schedule_of(layout), divergent=layout.divergent)
+    assert layout_ticks(layout) == whole
+
+
+@pytest.mark.parametrize("name", ["zero_bubble_h1", "zero_bubble_v", "dualpipe_v"])
+def test_a_step_takes_the_time_of_its_ticks(name):
+    layout = layout_of(name, microbatches=24)
+    stages = layout.stage * layout.chunks
+    times = StageTimes.uniform(stages, forward_s=3, input_grad_s=4, weight_grad_s=2)
+    seconds = times.forward_s, times.input_grad_s, times.weight_grad_s
+    schedule = schedule_of(layout)
+    together = lock_step_span_s(schedule, tick_table(schedule), times)
+    assert all_ticks_s(layout, *seconds) == together
+    diverging = dataclasses.replace(layout, execution="divergent")
+    apart = ticks_timeline(schedule, times, divergent=True).end_s
+    assert divergent_s(diverging, *seconds) == apart
+    assert span_s(layout, *seconds) == simulate(schedule, times).end_s
+
+
+# tiny has grouped queries and gates, the others neither, norms of queries and keys.
+@pytest.mark.parametrize("preset", ["tiny", "tiny-gpt2", slow("qwen3-0.6b")])
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_the_counted_stash_is_the_smallest_that_the_traced_backward_has(preset, remat):
+    seq = 256
+    options = {"layers": 1, "vocab": 256} if preset == "qwen3-0.6b" else {}
+    traced = traced_workload(build(preset, **options), seq=seq).traced.cut(remat)
+    line = (
+        f"stage=4,microbatches=4,schedule=zero_bubble_h1,precision=bf16,remat={remat}"
+    )
+    run = estimate(
+        SHAPES[preset],
+        cluster_of("h100-80gb", devices=4),
+        line,
+        global_batch=4,
+        seq=seq,
+    ).run
+    # Sums of the norms' statistics, one value of a token each, are not counted.
+    counted = stash_bytes(run, moe=False) / run.tokens
+    assert counted == pytest.approx(traced.stash_bytes, rel=0.01)
+    assert traced.uncut_share == pytest.approx(0, abs=1e-9)
+
+
+def test_a_stash_is_kept_for_every_weight_gradient_that_waits():
+    line = "stage=4,data=2,microbatches=16,precision=bf16,remat=full"
+    whole = of(line).memory
+    split = f"{line},schedule=zero_bubble_h1"
+    one, two, free = (
+        of(f"{split}{limit}").memory
+        for limit in (",max_pending_w=1", ",max_pending_w=2", "")
+    )
+    assert whole.stash_bytes == 0 and whole.as_json()["stash_bytes"] == 0
+    assert one.stash_bytes > 10 * whole.activation_bytes / whole.in_flight
+    assert (two.stash_bytes, free.stash_bytes) == pytest.approx(
+        (2 * one.stash_bytes, 4 * one.stash_bytes)
+    )
+    grown = free.total_bytes - one.total_bytes
+    assert grown == pytest.approx(3 * one.stash_bytes)
+    # Of microbatches it does not depend.
+    more = of(split.replace("microbatches=16", "microbatches=32"), batch=64).memory
+    assert more.total_bytes == free.total_bytes
+
+
+def test_a_tensor_axis_shares_what_waits():
+    one, two = (
+        of(f"stage=4,tensor={n},microbatches=8,schedule=zero_bubble_h1,{rest}").run
+        for n, rest in ((1, "remat=full"), (2, "remat=full,sequence_parallel=true"))
+    )
+    assert stash_bytes(two, moe=False) == stash_bytes(one, moe=False) / 2
+
+
+def test_experts_leave_their_weight_gradients_to_the_input_gradient():
+    line = "stage=4,expert=2,microbatches=4,schedule=zero_bubble_h1,precision=bf16"
+    run = of(line, preset="mixtral-8x7b").run
+    parameters = run.workload.expert_parameters(moe=True) / run.layout.expert
+    assert stash_bytes(run, moe=True) > 4 * parameters
+    time = block_time(run, moe=True)
+    assert 0.5 < time.uncut_s / time.weight_grad.compute_s < 1
+    _, late = time.split_backward
+    own_s = time.weight_grad.compute_s - time.uncut_s + time.stash_s
+    assert late.compute_s == pytest.approx(own_s)
+
+
+def test_weight_gradients_fill_the_bubble_of_ranks_that_run_freely():
+    line = "stage=8,microbatches=16,precision=bf16"
+    options = {"execution": MEGATRON_2022, "preset": "gpt3-175b", "batch": 16}
+    whole = of(line, **options)
+    split = of(f"{line},schedule=zero_bubble_h1", **options)
+    wide = of(f"{line},schedule=zero_bubble_h2", **options)
+    bubbles = [one.time.bubble_s for one in (whole, split, wide)]
+    assert bubbles[2] < bubbles[1] < 0.6 * bubbles[0]
+    # It keeps all that W needs until then, and has no stash.
+    assert split.memory.stash_bytes == 0
+    assert split.memory.in_flight == whole.memory.in_flight
+    assert wide.memory.in_flight > whole.memory.in_flight
+
+
+def test_both_executions_have_a_time_and_hops_in_a_v_go_both_ways():
+    line = "stage=4,microbatches=16,precision=bf16,schedule="
+    times = {
+        (name, execution): of(
+            f"{line}{name},chunks={SCHEDULES[name].default_chunks},"
+            f"execution={execution}"
+        )
+        for name in ("zero_bubble_h2", "zero_bubble_v")
+        for execution in ("uniform", "divergent")
+    }
+    for found in times.values():
+        assert 0 < found.time.bubble_s < found.step_s
+    hops = {
+        key: sum(
+            one.wire_bytes
+            for one in found.collectives
+            if one.kind == "collective-permute"
+        )
+        for key, found in times.items()
+    }
+    ticks = layout_ticks(layout_of("zero_bubble_v", microbatches=16))
+    straight = layout_ticks(layout_of("zero_bubble_h2", microbatches=16))
+    expected = 2 * (ticks.forward_ticks + ticks.down_hops)
+    expected /= straight.forward_ticks + straight.down_hops
+    ratio = hops["zero_bubble_v", "uniform"] / hops["zero_bubble_h2", "uniform"]
+    assert ratio == pytest.approx(expected)
