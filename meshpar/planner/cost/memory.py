@@ -214,7 +214,7 @@ def rank_memory(run: Run, rank: int, chunks_held: float) -> Memory:
         gathered_bytes=gathered,
         idle_bytes=_idle_bytes(run, rank, gathered),
         workspace_bytes=_workspace_bytes(run, rank, layers, kept)
-        + stash / layout.chunks,
+        + _stash_copy_bytes(run, stash / layout.chunks, layers),
         ends_bytes=_ends_bytes(run, split=shares["gradient"] < 1) if once else 0.0,
         stage=rank,
         in_flight=in_flight,
@@ -244,7 +244,7 @@ def _gathered_bytes(run: Run, rank: int) -> float:
 
     Whole for the ends, and for one layer and the next one, or for all. Split ones are
     cast before the blocks run, so that what is gathered is narrow; of whole ones the
-    compiler casts a layer at a time.
+    compiler casts a layer at a time, two where it unrolls a loop over two.
     """
     layout, execution = run.layout, run.execution
     split = run.splits_parameters
@@ -257,7 +257,10 @@ def _gathered_bytes(run: Run, rank: int) -> float:
         return whole
     ends = end_parameters(run, rank) * run.dtype_bytes
     moe = run.workload.is_moe(run.workload.layers)
-    layers = 2 * block_parameters(run, moe=moe) * run.dtype_bytes
+    unrolls = max(run.stage_blocks) <= 2 and not layout.divergent
+    one_by_one = layout.stage > 1 and not (split or unrolls)
+    num_layers = 1 if one_by_one else 2
+    layers = num_layers * block_parameters(run, moe=moe) * run.dtype_bytes
     own = end_parameters(run, rank) / run.state_shards
     shards = 0.0
     if split and cast:
@@ -327,6 +330,17 @@ def _workspace_bytes(run: Run, rank: int, layers: list[int], kept: float) -> flo
         return again + (whole + late if run.workload.tied else max(whole, late))
     # What a tick's forward keeps before it has its slot.
     return again + kept / run.layout.chunks + _tick_ends_bytes(run, rank)
+
+
+def _stash_copy_bytes(run: Run, stash: float, layers: list[int]) -> float:
+    """Bytes of a stash of a stage, before it is in its slot.
+
+    In lock step a loop over the stage's layers stacks it; where ranks diverge each
+    layer writes its own part of the slot.
+    """
+    if not run.layout.divergent:
+        return stash
+    return max(stash_bytes(run, moe=run.workload.is_moe(at)) for at in layers)
 
 
 def _late_gradient_bytes(run: Run, layers: list[int]) -> float:
