@@ -35,10 +35,10 @@ from meshpar.model.tracing import (
     tracing_scope,
 )
 from meshpar.parallel.blocks import Residuals, restore_vjp, vjp_without
+from meshpar.parallel.pipeline.split_backward import split_program
 from meshpar.parallel.pipeline.stages import layer_costs
 from meshpar.parallel.placement import DTYPES
 from meshpar.parallel.remat import rematerialised
-from meshpar.parallel.split_backward import split_program
 from meshpar.planner.cost.pipeline_time import schedule_ticks
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.step_traffic import sent_in_a_step

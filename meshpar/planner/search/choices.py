@@ -44,7 +44,7 @@ from meshpar.planner.workload.problems import (
     layout_stage_blocks,
     residual_names,
 )
-from meshpar.schedules import SCHEDULES
+from meshpar.schedules import SCHEDULES, plan_refusal
 from meshpar.schedules.stage_splits import split_evenly
 
 _PLAIN = Layout()
@@ -265,7 +265,9 @@ def _schedules(
     searched = tuple(
         name
         for name, method in SCHEDULES.items()
-        if method.no_better_than is None and not method.splits_backward
+        if method.no_better_than is None
+        and not method.splits_backward
+        and plan_refusal(name) is None
     )
     several = chunk_counts(like.workload.layers, mesh.stage)
     for name in constraints.choices("schedule", searched):

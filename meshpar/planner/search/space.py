@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 from meshpar.errors import InputError, nearest, renamed
 from meshpar.hardware.device import Device
 from meshpar.layout import MESH_AXES, Layout
+from meshpar.schedules import plan_refusal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,9 @@ class Constraints:
     max_memory_bytes: float | None = None
 
     def __post_init__(self) -> None:
+        refused = plan_refusal(Layout(**self.kept).schedule)
+        if refused is not None:
+            raise refused
         for axis in MESH_AXES:
             if self.kept.get(axis) == -1:
                 raise InputError(

@@ -21,7 +21,7 @@ from meshpar.layout.requirements import (
 from meshpar.planner.cost.activations import NAMED, OF_EXPERTS
 from meshpar.planner.machine.execution import MESHPAR, Execution
 from meshpar.planner.workload.workload import Workload
-from meshpar.schedules import size_refusals
+from meshpar.schedules import plan_refusal, size_refusals
 from meshpar.schedules.stage_splits import split_by_cost, split_problem, stage_sizes
 
 _MOST = 10**9
@@ -176,6 +176,9 @@ def _stage(
     limit = layout.max_pending_w
     for key, error in size_refusals(layout.schedule, *sizes, limit).items():
         yield Problem(key, str(error), error.key)
+    refused = plan_refusal(layout.schedule)
+    if refused is not None:
+        yield Problem("schedule", str(refused), refused.key)
     if stage_blocks is not None:
         if len(stage_blocks) != stages or sum(stage_blocks) != workload.layers:
             yield Problem(
