@@ -15,13 +15,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from meshpar.schedules.base import Op, Schedule
 from meshpar.schedules.interleaved_1f1b import ONE_FOR_ONE, one_for_one_orders
 from meshpar.schedules.method import ScheduleMethod
 from meshpar.schedules.tick_table import TickTable
+
+if TYPE_CHECKING:
+    import numpy as np
 
 pipedream_stash = ScheduleMethod(
     name="pipedream_stash",
@@ -86,6 +88,8 @@ class WeightVersions:
     @cached_property
     def newest(self) -> np.ndarray:
         """Slot of each rank's newest version before a tick's update, (ticks, ranks)."""
+        import numpy as np
+
         updates = (self.table.backward_microbatch >= 0).astype(np.int32)
         done = np.asarray(np.cumsum(updates, axis=0, dtype=np.int32) - updates)
         return done % self.num_slots
@@ -93,6 +97,8 @@ class WeightVersions:
     @cached_property
     def read(self) -> np.ndarray:
         """Slot of the version that each rank's action uses, (ticks, ranks)."""
+        import numpy as np
+
         forward, backward = (
             self.table.forward_microbatch,
             self.table.backward_microbatch,
@@ -105,6 +111,8 @@ class WeightVersions:
     @cached_property
     def written(self) -> np.ndarray:
         """Slot that each rank's update fills, -1 without one, (ticks, ranks)."""
+        import numpy as np
+
         updates = self.table.backward_microbatch >= 0
         slot = (self.newest + 1) % self.num_slots
         return np.where(updates, slot, -1).astype(np.int32)
