@@ -12,7 +12,7 @@ from meshpar.schedules import (
     simulate,
     tick_table,
 )
-from meshpar.schedules.simulate import in_flight, spans
+from meshpar.schedules.simulate import Kept, Memory, in_flight, spans
 from meshpar.schedules.ticks import ticks_timeline
 
 every_schedule = pytest.mark.parametrize("schedule", ALL, ids=label)
@@ -86,3 +86,28 @@ def test_in_lock_step_too_every_action_starts_when_its_inputs_are_there(schedule
     for events in timeline.events:
         for event, following in zip(events, events[1:], strict=False):
             assert event.end_s <= following.start_s
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zero_bubble_h1", "zero_bubble_v"])
+def test_memory_is_what_forwards_and_input_gradients_have_left(name):
+    timeline = simulate(make_schedule(name, 4, 7))
+    kept = Kept(forward=3, stash=2)
+    for events, counts in zip(timeline.events, in_flight(timeline, kept), strict=True):
+        ends = {event.action: event.end_s for event in events}
+        starts = {event.action: event.start_s for event in events}
+        for now in (half + 0.5 for half in range(int(timeline.end_s))):
+            held = 0
+            for action in (one for one in starts if one.op is Op.F):
+                left = [ends.get(action._replace(op=op)) for op in (Op.B, Op.I, Op.W)]
+                whole, of_input, of_weights = left
+                released = whole if of_input is None else of_input
+                held += 3 * (starts[action] < now < released)
+                if of_input is not None:
+                    held += 2 * (of_input < now < of_weights)
+            assert [number for since, number in counts if since < now][-1] == held
+
+
+def test_peak_memory_is_of_a_rank_whatever_its_chunks():
+    for name, peaks in (("1f1b", [400, 300, 200, 100]), ("zero_bubble_v", [400] * 4)):
+        timeline = simulate(make_schedule(name, 4, 8))
+        assert Memory(100, stash=0.5).peak_mb(timeline) == peaks

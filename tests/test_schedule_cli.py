@@ -156,6 +156,20 @@ def test_a_png_grows_with_the_schedule(name, stages, microbatches, chunks, tmp_p
     assert height >= 27 * (stages + 1)
 
 
+def test_two_schedules_are_reported_and_plotted_on_one_time_axis(tmp_path, capsys):
+    path = tmp_path / "both.html"
+    more = ["--compare", "zero_bubble_v", "--activation-mb", "100", "--plot", str(path)]
+    report = report_of(of("1f1b", 4, 8, *more), capsys)
+    other = report["compare"]
+    assert (report["schedule"], other["schedule"]) == ("1f1b", "zero_bubble_v")
+    assert other["span_s"] < report["span_s"]
+    assert report["peak_memory_bytes"] == [10**8 * (4 - rank) for rank in range(4)]
+    text = path.read_text()
+    assert text.count("Plotly.newPlot(") >= 2 and "memory, MB" in text
+    for name in ("1f1b", "zero_bubble_v"):
+        assert f"{name}: stages=4" in text
+
+
 def test_a_picture_of_nothing_that_takes_time_is_drawn(tmp_path):
     zeros = ["--forward-ms", "0", "--input-grad-ms", "0", "--weight-grad-ms", "0"]
     for suffix in ("png", "html"):
@@ -225,6 +239,11 @@ def test_over_full_buffers_end_with_1(capsys):
             of("1f1b", 4, 4, "--chunks", "2"),
             ("schedule.unsupported_chunks", "chunks=2", "1f1b"),
         ),
+        (
+            [*SMALL, "--stash", "0.5"],
+            ("schedule.stash_of_nothing", "--stash", "--activation-mb"),
+        ),
+        ([*SMALL, "--compare", "1f1"], ("schedule.unknown_name", "'1f1'")),
         (of("1f1", 4, 4), ("schedule.unknown_name", "'1f1'", "'1f1b'")),
         (
             ["schedule", "--schedule", "1f1b", "--stages", "4"],

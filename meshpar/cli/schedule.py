@@ -29,6 +29,7 @@ from meshpar.schedules import (
     tick_table,
 )
 from meshpar.schedules.render import ascii_timeline, summary, trace_events
+from meshpar.schedules.simulate import Memory
 
 _PIPE_COLUMNS = 160
 _LONGEST_MS = 10**9
@@ -74,6 +75,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_values(parser, _times, times, default=(Fraction(1),))
     hop = {"--hop-ms MS": "latency between two ranks (default: 0)"}
     add_values(parser, _time, hop, default=Fraction(0))
+    memory = {
+        "--activation-mb MB": "what a rank's forwards of one microbatch keep, to plot "
+        "memory (default: microbatches in flight are plotted)",
+        "--stash SHARE": "share of it that input gradients leave for weight gradients "
+        "(default: 1)",
+    }
+    add_values(parser, _share, memory)
+    parser.add_argument(
+        "--compare",
+        metavar="NAME|FILE.csv",
+        help="another schedule of the same sizes and times; a page plots it below on "
+        "the same time axis (default: none)",
+    )
     files = {
         "--plot FILE": "draw the timeline as .svg, .png or .html (default: text only; "
         "needs meshpar[plots])",
@@ -87,22 +101,63 @@ def run(args: argparse.Namespace) -> int:
     """Print the timeline; return 1 if the schedule is wrong."""
     if args.plot:
         check_picture("--plot", args.plot, {**PICTURES, **PAGES})
-    schedule = _checked_schedule(args)
-    found = problems(schedule, max_in_flight=args.max_in_flight)
-    if found:
-        report = {**_sizes(schedule), "problems": found}
-        print(json.dumps(report) if args.json else "\n".join(found))
-        return 1
+    memory = _memory(args)
+    schedules = [_checked_schedule(args)]
+    if args.compare is not None:
+        schedules.append(_compared_schedule(args, schedules[0]))
+    for schedule in schedules:
+        found = problems(schedule, max_in_flight=args.max_in_flight)
+        if found:
+            report = {**_sizes(schedule), "problems": found}
+            print(json.dumps(report) if args.json else "\n".join(found))
+            return 1
+    of_each = [_simulated(schedule, args, memory) for schedule in schedules]
+    _write_files([timeline for timeline, _ in of_each], args, memory)
+    _, report = of_each[0]
+    for _, other in of_each[1:]:
+        report["compare"] = other
+    texts = (_text(timeline, report) for timeline, report in of_each)
+    print(json.dumps(report) if args.json else "\n\n".join(texts))
+    return 0
+
+
+def _simulated(
+    schedule: Schedule, args: argparse.Namespace, memory: Memory | None
+) -> tuple[Timeline, dict[str, Any]]:
+    """Return the timeline of a schedule, and what is reported of it."""
     times = StageTimes(
         forward_s=_stage_s(schedule, "--forward-ms", args.forward_ms),
         input_grad_s=_stage_s(schedule, "--input-grad-ms", args.input_grad_ms),
         weight_grad_s=_stage_s(schedule, "--weight-grad-ms", args.weight_grad_ms),
     )
-    timeline = simulate(schedule, times, hop_s=args.hop_ms / 1000)
-    _write_files(timeline, args)
-    report = _report(timeline, _lock_step(timeline, times, args.hop_ms / 1000))
-    print(json.dumps(report) if args.json else _text(timeline, report))
-    return 0
+    hop_s = args.hop_ms / 1000
+    timeline = simulate(schedule, times, hop_s=hop_s)
+    report = _report(timeline, _lock_step(timeline, times, hop_s))
+    if memory is not None:
+        report["peak_memory_bytes"] = [
+            round(peak_mb * 1e6) for peak_mb in memory.peak_mb(timeline)
+        ]
+    return timeline, report
+
+
+def _memory(args: argparse.Namespace) -> Memory | None:
+    if args.activation_mb is not None:
+        stash = Fraction(1) if args.stash is None else args.stash
+        return Memory(float(args.activation_mb), float(stash))
+    if args.stash is not None:
+        raise InputError(
+            f"--stash {float(args.stash):g} is a share of --activation-mb, which is "
+            "not given; give both, or neither",
+            key="schedule.stash_of_nothing",
+        )
+    return None
+
+
+def _compared_schedule(args: argparse.Namespace, like: Schedule) -> Schedule:
+    """Return the schedule of `--compare`, of the ranks and microbatches of another."""
+    given = {"schedule": args.compare, "chunks": None}
+    sizes = {"stages": like.num_ranks, "microbatches": like.num_microbatches}
+    return _checked_schedule(argparse.Namespace(**{**vars(args), **given, **sizes}))
 
 
 def _checked_schedule(args: argparse.Namespace) -> Schedule:
@@ -226,6 +281,9 @@ def _text(timeline: Timeline, report: dict[str, Any]) -> str:
         f"{lock_step['bubble_fraction']:.2%}",
         f"in flight a rank in lock step: {_numbers(lock_step['peak_in_flight'])}",
     )
+    if "peak_memory_bytes" in report:
+        peaks = (f"{peak / 1e6:g}" for peak in report["peak_memory_bytes"])
+        lines += (f"memory a rank: {' '.join(peaks)} MB",)
     if "weight_versions" in report:
         lines += (
             "an update after every backward, which changes what is trained; versions "
@@ -238,21 +296,39 @@ def _numbers(numbers: list[int]) -> str:
     return " ".join(map(str, numbers))
 
 
-def _write_files(timeline: Timeline, args: argparse.Namespace) -> None:
+def _write_files(
+    timelines: list[Timeline], args: argparse.Namespace, memory: Memory | None
+) -> None:
+    timeline = timelines[0]
     if args.plot and Path(args.plot).suffix in PAGES:
         from meshpar.cli.report.timeline import timeline_page
 
         local_path("--plot", args.plot).write_text(
-            timeline_page(timeline), encoding="utf-8"
+            timeline_page(*timelines, memory=memory), encoding="utf-8"
         )
     elif args.plot:
         from meshpar.cli.report.timeline import write_timeline_picture
 
-        write_timeline_picture(timeline, args.plot)
+        write_timeline_picture(timeline, args.plot, memory)
     if args.trace:
         local_path("--trace", args.trace).write_text(
             json.dumps(trace_events(timeline)), encoding="utf-8"
         )
+
+
+def _share(text: str) -> Fraction:
+    """Return a number of 0 or more."""
+    try:
+        number = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        number = Fraction(-1)
+    if not 0 <= number <= _LONGEST_MS:
+        problem = InputError(
+            f"{text!r} must be a number, 0 or more and at most {_LONGEST_MS}",
+            key="value.out_of_range",
+        )
+        raise argparse.ArgumentTypeError(str(problem)) from problem
+    return number
 
 
 def _times(text: str) -> tuple[Fraction, ...]:

@@ -214,10 +214,45 @@ class Span(NamedTuple):
 
 
 class Count(NamedTuple):
-    """Microbatches (of a chunk each) in flight from `since_s` on."""
+    """Microbatches (of a chunk each) in flight, or their memory, from `since_s` on."""
 
     since_s: float
-    number: int
+    number: float
+
+
+class Kept(NamedTuple):
+    """Memory of one microbatch of a chunk; by default microbatches are counted.
+
+    Args:
+        forward: What a forward keeps until its B or I.
+        stash: What an I leaves for its W.
+    """
+
+    forward: float = 1
+    stash: float = 1
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of one microbatch on one rank.
+
+    Args:
+        activation_mb: Megabytes that its forwards keep.
+        stash: What its input gradients leave for the weight gradients, as a share.
+    """
+
+    activation_mb: float
+    stash: float = 1
+
+    def kept_mb(self, timeline: Timeline) -> Kept:
+        """Return the megabytes of one chunk."""
+        of_chunk_mb = self.activation_mb / timeline.schedule.num_chunks
+        return Kept(of_chunk_mb, self.stash * of_chunk_mb)
+
+    def peak_mb(self, timeline: Timeline) -> list[float]:
+        """Return the most megabytes of each rank."""
+        of_ranks = in_flight(timeline, self.kept_mb(timeline))
+        return [max(count.number for count in counts) for counts in of_ranks]
 
 
 def spans(timeline: Timeline) -> tuple[Span, ...]:
@@ -246,8 +281,14 @@ def spans(timeline: Timeline) -> tuple[Span, ...]:
     return tuple(span for span in found if span.end_s > span.start_s)
 
 
-def in_flight(timeline: Timeline) -> tuple[tuple[Count, ...], ...]:
-    """Return the forwards that each rank keeps until their B (or W) ends, over time.
+def in_flight(
+    timeline: Timeline, kept: Kept | None = None
+) -> tuple[tuple[Count, ...], ...]:
+    """Return what each rank keeps until its B (or I and W) ends, over time.
+
+    Args:
+        timeline: When every rank did what.
+        kept: What it keeps; forwards whose B or W has not ended are counted if absent.
 
     Example:
         >>> from meshpar.schedules import make_schedule, simulate
@@ -255,19 +296,19 @@ def in_flight(timeline: Timeline) -> tuple[tuple[Count, ...], ...]:
         >>> [*map(tuple, last)]
         [(0, 0), (1, 1), (7, 0)]
     """
-    return tuple(map(_rank_in_flight, timeline.events))
+    kept = kept or Kept()
+    return tuple(_rank_in_flight(events, kept) for events in timeline.events)
 
 
-def _rank_in_flight(events: tuple[Event, ...]) -> tuple[Count, ...]:
+def _rank_in_flight(events: tuple[Event, ...], kept: Kept) -> tuple[Count, ...]:
     # One is released as the next one comes: no change.
-    held_from: dict[float, int] = {0: 0}
-    held = 0
+    held_from: dict[float, float] = {0: 0}
+    number = {op: 0 for op in Op}
     for action, start_s, end_s in events:
-        if action.op is Op.F:
-            held += 1
-            held_from[start_s] = held
-        elif action.op is not Op.I:
-            held -= 1
-            held_from[end_s] = held
+        number[action.op] += 1
+        # Counted anew each time, so that nothing is left by rounding.
+        waiting = number[Op.F] - number[Op.B] - number[Op.I]
+        held = kept.forward * waiting + kept.stash * (number[Op.I] - number[Op.W])
+        held_from[start_s if action.op is Op.F else end_s] = held
     changes = groupby(held_from.items(), key=itemgetter(1))
     return tuple(Count(*next(same)) for _, same in changes)

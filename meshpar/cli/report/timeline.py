@@ -1,8 +1,8 @@
 """A pipeline's timeline as a picture (matplotlib) and as a plot in a page (plotly).
 
-Both show the same parts, in one unit of time: bars of actions, phases, and microbatches
-in flight. Two packages draw them, as a file must be drawn without a browser, and a page
-has text on pointing.
+Both show the same parts, in one unit of time: bars of actions, phases, and memory or
+microbatches in flight. Two packages draw them, as a file must be drawn without a
+browser, and a page has text on pointing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from meshpar.html import page, paragraph, plot
 from meshpar.schedules.base import OP_WORDS, Op
 from meshpar.schedules.render import summary
-from meshpar.schedules.simulate import Count, Timeline, in_flight, spans
+from meshpar.schedules.simulate import Count, Memory, Timeline, in_flight, spans
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -96,7 +96,8 @@ class TimelineParts:
         end: End of the timeline.
         kinds: The actions that take time.
         phases: Warm-up, steady, cool-down, in this order.
-        counts: Microbatches in flight of each rank.
+        counts: Microbatches in flight of each rank, or their memory.
+        counted: Name of these, with the unit.
     """
 
     unit: str
@@ -104,6 +105,12 @@ class TimelineParts:
     kinds: tuple[Kind, ...]
     phases: Kind
     counts: tuple[tuple[Count, ...], ...]
+    counted: str = "in flight"
+
+    @property
+    def is_memory(self) -> bool:
+        """True if `counts` is no number of microbatches."""
+        return self.counted != "in flight"
 
     @property
     def num_units(self) -> float:
@@ -132,9 +139,18 @@ class TimelineParts:
         return 0.75 * rank / max(1, len(self.counts) - 1)
 
 
-def timeline_parts(timeline: Timeline) -> TimelineParts:
-    """Return the parts of a timeline."""
-    end_s = float(timeline.end_s)
+def timeline_parts(
+    timeline: Timeline, memory: Memory | None = None, end_s: float = 0
+) -> TimelineParts:
+    """Return the parts of a timeline.
+
+    Args:
+        timeline: When every rank did what.
+        memory: Of a microbatch; None to count microbatches.
+        end_s: End of the time axis, if the timeline ends before.
+    """
+    end_s = max(end_s, float(timeline.end_s))
+    kept = None if memory is None else memory.kept_mb(timeline)
     unit, scale = next(
         (one for one in _UNITS if end_s * one[1] >= 1), _UNITS[-1 if end_s else 1]
     )
@@ -147,8 +163,9 @@ def timeline_parts(timeline: Timeline) -> TimelineParts:
             tuple(
                 Count(float(since_s) * scale, number) for since_s, number in rank_counts
             )
-            for rank_counts in in_flight(timeline)
+            for rank_counts in in_flight(timeline, kept)
         ),
+        counted="in flight" if memory is None else "memory, MB",
     )
 
 
@@ -193,16 +210,18 @@ def _kinds(timeline: Timeline, unit: str, scale: float) -> tuple[Kind, ...]:
     )
 
 
-def write_timeline_picture(timeline: Timeline, path: str | Path) -> None:
+def write_timeline_picture(
+    timeline: Timeline, path: str | Path, memory: Memory | None = None
+) -> None:
     """Write a PNG or SVG: a row a rank, phases above, microbatches in flight below.
 
-    Its width grows with the timeline, up to 60 inches; microbatches' numbers that do
-    not fit are left out.
+    With `memory` of a microbatch, theirs is below. Its width grows with the timeline,
+    up to 60 inches; microbatches' numbers that do not fit are left out.
     """
     import matplotlib
     from matplotlib.figure import Figure
 
-    parts = timeline_parts(timeline)
+    parts = timeline_parts(timeline, memory)
     rows_height = _ROW_INCHES * (len(parts.counts) + 1)
     width = min(max(9.0, _UNIT_INCHES * parts.num_units), 60.0)
     height = rows_height + _COUNTS_INCHES + _REST_INCHES
@@ -264,8 +283,8 @@ def _draw_counts(axes: Axes, parts: TimelineParts, num_ticks: int) -> None:
             color=colors(parts.shade(rank)),
             label=f"rank {rank}" if rank in parts.named_ranks else None,
         )
-    axes.set(xlabel=f"time, {parts.unit}", ylabel="in flight", ylim=(0, None))
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set(xlabel=f"time, {parts.unit}", ylabel=parts.counted, ylim=(0, None))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=not parts.is_memory))
     axes.locator_params(axis="x", nbins=num_ticks)
     _mark_phases(axes, parts)
 
@@ -276,18 +295,36 @@ def _mark_phases(axes: Axes, parts: TimelineParts) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def timeline_page(timeline: Timeline) -> str:
-    """Return the page of a timeline."""
-    title = f"Pipeline schedule {timeline.schedule.name}"
-    text = f"{summary(timeline)}. {HOW_TO_READ}"
-    return page(title, [paragraph(text), timeline_plot(timeline)])
+def timeline_page(*timelines: Timeline, memory: Memory | None = None) -> str:
+    """Return the page of a timeline, or of several on one time axis.
+
+    Args:
+        timelines: When every rank did what, under each schedule.
+        memory: Of a microbatch; None to count microbatches.
+    """
+    names = " and ".join(timeline.schedule.name for timeline in timelines)
+    end_s = max(float(timeline.end_s) for timeline in timelines)
+    parts = [timeline_parts(timeline, memory, end_s) for timeline in timelines]
+    width = max(map(_plot_width, parts))
+    blocks = [paragraph(HOW_TO_READ)]
+    for timeline, of_timeline in zip(timelines, parts, strict=True):
+        blocks += [paragraph(f"{summary(timeline)}."), _plot(of_timeline, width)]
+    return page(f"Pipeline schedule {names}", blocks)
 
 
 def timeline_plot(timeline: Timeline) -> str:
     """Return the plot: a row a rank, phases above, microbatches in flight below."""
+    parts = timeline_parts(timeline)
+    return _plot(parts, _plot_width(parts))
+
+
+def _plot_width(parts: TimelineParts) -> int:
+    return min(max(_LEAST_WIDTH, round(_UNIT_WIDTH * parts.num_units)), _MOST_WIDTH)
+
+
+def _plot(parts: TimelineParts, width: int) -> str:
     from plotly.subplots import make_subplots
 
-    parts = timeline_parts(timeline)
     rows_height = _ROW_HEIGHT * (len(parts.counts) + 1)
     height = rows_height + _GAP + _COUNTS_HEIGHT
     figure = make_subplots(
@@ -311,7 +348,6 @@ def timeline_plot(timeline: Timeline) -> str:
         legend=_legend(y=1, yanchor="top"),
         legend2=_legend(y=0, yanchor="bottom"),
     )
-    width = min(max(_LEAST_WIDTH, round(_UNIT_WIDTH * parts.num_units)), _MOST_WIDTH)
     figure.update_xaxes(nticks=width // _TICK_WIDTH, ticklabelstandoff=8)
     figure.update_yaxes(ticklabelstandoff=6)
     return plot(figure, min_width=width)
@@ -371,14 +407,14 @@ def _add_counts(figure: go.Figure, parts: TimelineParts) -> None:
                 name=f"rank {rank}",
                 legend="legend2",
                 showlegend=rank in parts.named_ranks,
-                hovertemplate=f"rank {rank}: %{{y}} in flight from %{{x:.4g}} "
-                f"{parts.unit}<extra></extra>",
+                hovertemplate=f"rank {rank}: %{{y}} {parts.counted} from "
+                f"%{{x:.4g}} {parts.unit}<extra></extra>",
             ),
             row=2,
             col=1,
         )
     most = max(number for counts in parts.counts for _, number in counts)
-    every = -(-most // _MOST_COUNT_TICKS)
-    figure.update_yaxes(row=2, title="in flight", rangemode="tozero", dtick=every)
+    every = None if parts.is_memory else -(-most // _MOST_COUNT_TICKS)
+    figure.update_yaxes(row=2, title=parts.counted, rangemode="tozero", dtick=every)
     # Each tick has the unit: a title may be out of sight in a wide plot.
     figure.update_xaxes(ticksuffix=f" {parts.unit}", range=[0, parts.end or 1])
