@@ -51,6 +51,22 @@ ASKED = {
     "expert_combine": ("all-to-all", "experts' results back to the tokens"),
     "expert_combine_gradient": ("all-to-all", "gradients of results, to the experts"),
     "expert_dispatch_gradient": ("all-to-all", "gradients of tokens, from the experts"),
+    "expert_dispatch_host": (
+        "collective-permute",
+        "tokens to the hosts of their experts",
+    ),
+    "expert_combine_host": (
+        "collective-permute",
+        "sums of experts' results back to the tokens' hosts",
+    ),
+    "expert_combine_gradient_host": (
+        "collective-permute",
+        "gradients of results, to the hosts of the experts",
+    ),
+    "expert_dispatch_gradient_host": (
+        "collective-permute",
+        "sums of tokens' gradients, from the hosts of the experts",
+    ),
     "expert_rounds": ("all-reduce", "rounds that the fullest device needs"),
     "expert_sum": ("all-reduce", "parts of split experts added up"),
     "context_ring": ("collective-permute", "keys and values along the ring"),

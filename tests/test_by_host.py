@@ -141,6 +141,13 @@ def test_by_host_is_refused_where_it_changes_nothing(refuses, two_hosts):
         step_of("data=8,sync_every=2", gradient_reduction="by_host")
 
 
+def test_hosts_must_hold_equally_many_devices(refuses):
+    with refuses("mesh.uneven_hosts", 3, 8):
+        step_of("data=8", devices_per_host=3)
+    with refuses("value.below_one", "devices_per_host=0"):
+        step_of("data=8", devices_per_host=0)
+
+
 def test_by_host_is_refused_in_one_process(refuses):
     with refuses("step.by_host_without_effect", "hosts: 1"):
         step_of("data=8", gradient_reduction="by_host")

@@ -28,7 +28,7 @@ from meshpar.model.tracing import traced_batch
 from meshpar.models.presets import build
 from meshpar.parallel.expert import tiles
 from meshpar.parallel.expert.experts import routed_mlp
-from meshpar.parallel.sizes import SPARE
+from meshpar.parallel.sizes import SPARE, host_room
 from tests.marks import slow
 from tests.test_audit_targets import needs_gpu_compiler, needs_tpu_compiler
 
@@ -165,11 +165,17 @@ SIZES = dict(embed=WIDTH, heads=2, kv_heads=2, vocab=64, expert_ffn=24)
 
 
 @functools.cache
-def audited(line, preset):
+def audited(line, preset, devices_per_host=None):
     layout = Layout.parse(line)
     devices = jax.devices()[: layout.num_devices]
     model = build(preset, layers=LAYERS, **SIZES)
-    step = make_train_step(model, optax.sgd(1.0), layout, devices=devices)
+    step = make_train_step(
+        model,
+        optax.sgd(1.0),
+        layout,
+        devices=devices,
+        devices_per_host=devices_per_host,
+    )
     return audit(step, traced_batch(model, BATCH, SEQ))
 
 
@@ -215,6 +221,32 @@ def test_a_block_sends_the_bytes_of_its_rounds_and_nothing_is_unasked(line, pres
         "gradients of results, to the experts": rows * WIDTH * 4,
         "gradients of tokens, from the experts": rows * (WIDTH + 1) * 4,
     }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["tiny-moe", "tiny-moe-capacity"])
+def test_a_token_is_sent_once_to_each_host_and_its_results_come_back_as_one(preset):
+    """Of 2 hosts with 4 devices each: each row crosses inside of a host, once a way."""
+    line, hosts, per_host = "expert=8", 2, 4
+    report = audited(line, preset, per_host)
+    assert report.complaints() == []
+    room = room_of(line, preset)
+    is_most = preset == "tiny-moe-capacity"
+    tokens = host_room(SEQ, 2, hosts, per_host * room, is_most=is_most)
+    assert 0 < tokens < per_host * room
+    sent = {}
+    for row in report.rows:
+        one = row.collective
+        if "xpert" in row.reason and one.kind != "all-reduce" and one.counted:
+            assert one.along == ("expert",)
+            bytes_of = sent.setdefault((one.kind, one.part), [])
+            bytes_of += [one.payload_bytes] * one.executions
+    # There and back, forward and backward.
+    assert sent["collective-permute", None] == [tokens * WIDTH * 4] * 4 * LAYERS
+    rows = hosts * per_host * room
+    assert sent["all-to-all", ("expert", 1)] == [rows * WIDTH * 4] * 4 * LAYERS
+    assert sent["all-to-all", ("expert", per_host)] == [hosts * tokens * 2 * 4] * LAYERS
+    assert sum(sent["all-to-all", None]) == rows * (8 + 4) * LAYERS
 
 
 @pytest.mark.slow

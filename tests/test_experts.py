@@ -23,7 +23,8 @@ from meshpar.models.presets import build, configure
 from meshpar.parallel import sizes
 from meshpar.parallel.expert import rounds, tiles
 from meshpar.parallel.expert.experts import routed_mlp
-from meshpar.parallel.expert.rounds import make_routes, most_for_one, sent, slots
+from meshpar.parallel.expert.host_exchange import HostExchange, Hosts
+from meshpar.parallel.expert.routes import make_routes, sent, slots
 from meshpar.parallel.remat import rematerialised
 from meshpar.parallel.tensor import vocab_lookup
 from meshpar.trace.walk import equations, programs_in, steps
@@ -98,19 +99,25 @@ def program():
     """`program(line)`: routed experts and their gradients under a layout, compiled."""
     known = {}
 
-    def compiled(line, platform="cpu"):
-        if (line, platform) not in known:
-            known[line, platform] = _compiled(line, platform)
-        return known[line, platform]
+    def compiled(line, platform="cpu", hosts=1):
+        key = line, platform, hosts
+        if key not in known:
+            known[key] = _compiled(*key)
+        return known[key]
 
     return compiled
 
 
-def _compiled(line, platform):
+def _compiled(line, platform, hosts):
     layout = Layout.parse(line)
     mesh = make_mesh(layout, jax.devices()[: layout.num_devices])
     axes = tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1)
-    scope = Scope(rules=default_rules(layout), batch_axes=axes, platform=platform)
+    scope = Scope(
+        rules=default_rules(layout),
+        batch_axes=axes,
+        platform=platform,
+        expert_hosts=hosts,
+    )
 
     def local(*arrays):
         y, dx, dweights, *of_experts = routed(scope, *arrays)
@@ -196,9 +203,9 @@ def test_rows_that_are_sent_in_parts_give_the_same(program, monkeypatch):
     monkeypatch.setattr(sizes, "LEAST_BACKWARD_ROWS", 8)
     seen, by_parts = set(), rounds._by_parts
 
-    def recorded(static, rows, order, num_parts, *others):
+    def recorded(exchange, x, order, num_parts, *others):
         seen.add(num_parts)
-        return by_parts(static, rows, order, num_parts, *others)
+        return by_parts(exchange, x, order, num_parts, *others)
 
     monkeypatch.setattr(rounds, "_by_parts", recorded)
     for load in LOADS.values():
@@ -209,6 +216,41 @@ def test_rows_that_are_sent_in_parts_give_the_same(program, monkeypatch):
     assert seen == {4, 2, 1}  # Forward, backward, further rounds.
 
 
+@pytest.mark.parametrize(
+    ("line", "hosts", "parts"),
+    [
+        ("data=2,expert=4", 2, {1}),
+        ("expert=8", 4, {4, 2, 1}),
+        slow("expert=8", 2, {2, 1}),
+        slow("data=2,expert=2,tensor=2", 2, {1}),
+    ],
+)
+def test_rows_that_are_sent_once_to_each_host_give_the_same(
+    program, monkeypatch, line, hosts, parts
+):
+    monkeypatch.setattr(sizes, "_MULTIPLE", 1)
+    monkeypatch.setattr(sizes, "BY_HOST", 1.0)
+    platform = "cpu"
+    if len(parts) > 1:
+        monkeypatch.setattr(sizes, "LEAST_ROWS", 4)
+        monkeypatch.setattr(sizes, "LEAST_BACKWARD_ROWS_BY_HOST", 8)
+        platform = "gpu"
+    seen, by_parts = [], rounds._by_parts
+
+    def recorded(exchange, x, order, num_parts, *others):
+        seen.append((type(exchange), num_parts))
+        return by_parts(exchange, x, order, num_parts, *others)
+
+    monkeypatch.setattr(rounds, "_by_parts", recorded)
+    for load in LOADS.values():
+        arrays = X, WEIGHTS, GATE_UP, DOWN, load, DY
+        found = program(line, platform, hosts)(*arrays)
+        for value, wanted in zip(found, plain(*arrays), strict=True):
+            np.testing.assert_allclose(value, wanted, rtol=0, atol=1e-5)
+    assert {kind.__name__ for kind, _ in seen} == {"Exchange", "HostExchange"}
+    assert {num for _, num in seen} == parts
+
+
 def test_rounds_send_every_assignment_once_to_the_device_of_its_expert():
     experts = jnp.asarray(LOADS["all to two experts, none to the others"][0])
     room = 3
@@ -217,7 +259,7 @@ def test_rounds_send_every_assignment_once_to_the_device_of_its_expert():
     def in_round(first):
         routes = make_routes(experts, EXPERTS, 4)
         of_round = sent(routes, first, room), slots(routes, first, room)
-        return most_for_one(routes), *of_round
+        return routes.counts.max(), *of_round
 
     assert in_round(0)[0] == SEQ * TOP_K
     seen = []
@@ -242,6 +284,24 @@ def test_what_a_round_has_no_room_for_has_no_slot_of_the_next_device():
     none = 2 * 2
     assert slots_of(0).tolist() == [0, none, 1, 2, 3]
     assert slots_of(2).tolist() == [none, 0, none, none, none]
+
+
+@pytest.mark.parametrize(
+    ("room", "to_devices"), [(3, [2, 1, 1, 1]), (2, [1, 1, 1, 1]), (1, [1, 0, 1, 0])]
+)
+def test_tokens_that_fit_a_hosts_room_are_sent_and_no_others(room, to_devices):
+    experts = jnp.array([[0], [1], [2], [0], [3]])  # Three tokens to the first host.
+
+    @jax.jit
+    def num_sent():
+        routes = make_routes(experts, num_experts=4, num_devices=4, by_token=True)
+        hosts = Hosts(number=2, room=room)
+        exchange = HostExchange(
+            mesh_axes=("expert",), room=8, routes=routes, choices=1, hosts=hosts
+        )
+        return exchange.num_sent
+
+    assert num_sent().tolist() == to_devices
 
 
 cut = jax.jit(tiles.cut, static_argnums=(2, 3))

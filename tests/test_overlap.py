@@ -205,13 +205,69 @@ def test_a_scatter_over_a_whole_slice_takes_a_scatters_time():
     assert cluster.mesh_link({"fsdp": 64}, ("fsdp",)).scatters_whole
     gather_s, scatter_s = (
         collective_wire_s(
-            SimpleNamespace(mesh_axes=("fsdp",), kind=kind, payload_bytes=10**9),
+            SimpleNamespace(
+                mesh_axes=("fsdp",), part=None, kind=kind, payload_bytes=10**9
+            ),
             {"fsdp": 64},
             cluster,
         )
         for kind in ("all-gather", "reduce-scatter")
     )
     assert scatter_s == gather_s
+
+
+def test_groups_inside_of_hosts_take_their_links_and_groups_across_take_the_network():
+    """Of each 4 values one stays, and of 4 devices of as many hosts as of one."""
+    cluster, mesh = target_cluster(Target.parse("gpu:h100:4x4")), {"expert": 16}
+    inside, across = (
+        "{{0,1,2,3},{4,5,6,7},{8,9,10,11},{12,13,14,15}}",
+        "{{0,4,8,12},{1,5,9,13},{2,6,10,14},{3,7,11,15}}",
+    )
+    for groups, part, link in (
+        (
+            inside,
+            ("expert", 1),
+            cluster.mesh_link({"data": 4, "expert": 4}, ["expert"]),
+        ),
+        (across, ("expert", 4), cluster.mesh_link({"data": 4, "expert": 4}, ["data"])),
+    ):
+        text = (
+            "%g = bf16[4096,1024]{1,0} all-to-all(%x), channel_id=1, "
+            f"replica_groups={groups}, dimensions={{0}}"
+        )
+        found = program(text).replace("num_partitions=2", "num_partitions=16")
+        [row] = find_collectives(parse_program(found), mesh)
+        assert (row.mesh_axes, row.part, row.along) == (None, part, ("expert",))
+        taken_s = row.payload_bytes * 3 / 4 / link.port_bytes_per_s + link.hop_s
+        assert collective_wire_s(row, mesh, cluster) == pytest.approx(taken_s)
+
+
+def permute(name: str, pairs: str) -> str:
+    return (
+        f"%{name} = (bf16[1024,1024]{{1,0}}, bf16[1024,1024]{{1,0}}) "
+        f"collective-permute-start(%x), source_target_pairs={pairs}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "seconds"), [("gpu:h100:1x2", 1), ("tpu:v5p:2x1x1", 2)]
+)
+def test_hops_both_ways_share_a_gpus_port_and_have_a_link_each_on_a_torus(
+    target, seconds
+):
+    small = (
+        "%m = bf16[1024,1024]{1,0} dot(%x, %x), lhs_contracting_dims={1}, "
+        "rhs_contracting_dims={1}"
+    )
+    ends = [
+        f"%{name}.done = bf16[1024,1024]{{1,0}} collective-permute-done(%{name})"
+        for name in "gh"
+    ]
+    there, back = permute("g", "{{0,1}}"), permute("h", "{{1,0}}")
+    chosen = Target.parse(target)
+    alone = overlaps(program(there, small, ends[0]), chosen)[0].hidden_s
+    both = overlaps(program(there, back, small, *ends), chosen)
+    assert sum(one.hidden_s for one in both) == pytest.approx(seconds * alone)
 
 
 def test_without_a_table_seconds_are_unknown():

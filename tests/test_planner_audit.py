@@ -15,12 +15,14 @@ from meshpar.planner.workload.shapes import SHAPES
 BATCH, SEQ = 16, 64
 
 
-def audited(preset, layout, *, first=False):
+def audited(preset, layout, *, first=False, devices_per_host=None):
     """Bytes that a device of the compiled step sends, by mesh axes and kind.
 
     With `first` without loops that may not run.
     """
-    step = make_train_step(build(preset), optax.adam(1e-3), layout)
+    step = make_train_step(
+        build(preset), optax.adam(1e-3), layout, devices_per_host=devices_per_host
+    )
     found = {}
     for row in audit(step, batch_shapes(BATCH, SEQ)).rows:
         collective = row.collective
@@ -32,11 +34,11 @@ def audited(preset, layout, *, first=False):
     return found
 
 
-def planned(preset, layout):
+def planned(preset, layout, hosts=1):
     """The same as planned, for the CPU that the test compiles for."""
     found = {}
     device = dataclasses.replace(device_of("h100-80gb"), platform="cpu")
-    cluster = Cluster(device=device)
+    cluster = Cluster(device=device, hosts=hosts, devices_per_host=8 // hosts)
     for collective in estimate(
         SHAPES[preset], cluster, layout, global_batch=BATCH, seq=SEQ
     ).collectives:
@@ -168,6 +170,17 @@ def test_bytes_of_experts_are_those_of_the_compiled_step(layout):
     key = ("expert",), "all-to-all"
     ours = planned("tiny-moe", layout)[key]
     assert ours == pytest.approx(audited("tiny-moe", layout, first=True)[key], rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["full", "save:block_input"])
+def test_bytes_of_tokens_sent_once_to_each_host_are_those_of_the_compiled_step(remat):
+    layout = f"expert=8,remat={remat}"
+    ours = planned("tiny-moe", layout, hosts=2)
+    theirs = audited("tiny-moe", layout, first=True, devices_per_host=4)
+    for kind in ("all-to-all", "collective-permute"):
+        wanted = sum(sent for (_, other), sent in theirs.items() if other == kind)
+        assert ours[("expert",), kind] == pytest.approx(wanted, rel=0.01), kind
 
 
 @pytest.mark.slow

@@ -105,6 +105,47 @@ def group_mesh_axes(
     return None
 
 
+def divided_mesh_axis(
+    groups: Groups, mesh_shape: Mapping[str, int]
+) -> tuple[str, int] | None:
+    """Return a mesh axis that the groups cut into parts, and their stride along it.
+
+    None if they are no equal parts of one mesh axis.
+
+    Example:
+        >>> divided_mesh_axis(((0, 2), (1, 3)), {"expert": 4})
+        ('expert', 2)
+    """
+    size = len(groups[0])
+    for axis, whole in mesh_shape.items():
+        for stride in range(1, whole // size + 1) if size > 1 else ():
+            if whole % (stride * size) or whole == size:
+                continue
+            cut = cut_mesh_axis(mesh_shape, axis, stride, size)
+            if group_mesh_axes(groups, cut) == (axis,):
+                return axis, stride
+    return None
+
+
+def cut_mesh_axis(
+    mesh_shape: Mapping[str, int], axis: str, stride: int, size: int
+) -> dict[str, int]:
+    """Return the mesh in which `axis` is `size` devices, `stride` apart.
+
+    Example:
+        >>> cut_mesh_axis({"data": 2, "expert": 8}, "expert", stride=4, size=2)
+        {'data': 2, 'expert>': 1, 'expert': 2, 'expert<': 4}
+    """
+    cut: dict[str, int] = {}
+    for each, whole in mesh_shape.items():
+        if each == axis:
+            cut[f"{axis}>"] = whole // (stride * size)
+        cut[each] = size if each == axis else whole
+        if each == axis:
+            cut[f"{axis}<"] = stride
+    return cut
+
+
 def pair_mesh_axes(
     pairs: tuple[tuple[int, int], ...], mesh_shape: Mapping[str, int]
 ) -> tuple[str, ...]:
@@ -196,6 +237,8 @@ class Collective:
         source: `file:line` of the user's code.
         uses: The operations that use what arrives.
         line: In the text of the program.
+        part: Mesh axis that the groups are parts of, and the distance along it between
+            devices of a group; None if they are not.
         borrows_path: Whether XLA left it no path of its own: `op_path` is that of what
             it moves.
     """
@@ -217,6 +260,12 @@ class Collective:
     uses: tuple[Use, ...]
     line: int
     borrows_path: bool = False
+    part: tuple[str, int] | None = None
+
+    @property
+    def along(self) -> tuple[str, ...] | None:
+        """Mesh axes that it moves along, also if its groups are parts of one."""
+        return self.mesh_axes if self.part is None else self.part[:1]
 
     @property
     def operation(self) -> str:
@@ -405,7 +454,7 @@ def wrapping_instructions(
 def _row(site: _Site, at: list[Place], mesh_shape: Mapping[str, int]) -> Collective:
     kind, instruction = site.kind, site.instruction
     try:
-        mesh_axes, group_size = _who(kind, instruction, mesh_shape)
+        mesh_axes, group_size, part = _who(kind, instruction, mesh_shape)
         arrived, payload = site.arrived(), site.payload_bytes()
     except HloError:
         raise
@@ -431,17 +480,20 @@ def _row(site: _Site, at: list[Place], mesh_shape: Mapping[str, int]) -> Collect
         uses=site.uses(),
         line=instruction.line,
         borrows_path=bool(op_path) and not site.has_path,
+        part=part,
     )
 
 
 def _who(
     kind: str, instruction: Instruction, mesh_shape: Mapping[str, int]
-) -> tuple[tuple[str, ...] | None, int]:
+) -> tuple[tuple[str, ...] | None, int, tuple[str, int] | None]:
     num_devices = math.prod(mesh_shape.values())
     if kind == "collective-permute":
         pairs = parse_pairs(instruction.attributes, num_devices)
-        return pair_mesh_axes(pairs, mesh_shape), 2
+        return pair_mesh_axes(pairs, mesh_shape), 2, None
     groups = parse_groups(instruction.attributes, num_devices)
     if groups is None:
         raise ValueError("no replica_groups")
-    return group_mesh_axes(groups, mesh_shape), max(map(len, groups))
+    size, mesh_axes = max(map(len, groups)), group_mesh_axes(groups, mesh_shape)
+    part = divided_mesh_axis(groups, mesh_shape) if mesh_axes is None else None
+    return mesh_axes, size, part

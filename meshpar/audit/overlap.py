@@ -14,7 +14,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from meshpar.audit.collectives import Collective, axes_text, wrapping_instructions
+from meshpar.audit.collectives import (
+    Collective,
+    axes_text,
+    cut_mesh_axis,
+    wrapping_instructions,
+)
 from meshpar.audit.flops import Matmuls, Work
 from meshpar.audit.flow import places
 from meshpar.audit.hlo import Computation, Instruction, Program
@@ -60,7 +65,7 @@ class OverlapTotal:
     """One run's collectives of a kind over the same mesh axes, per device.
 
     Args:
-        mesh_axes: As a collective's.
+        mesh_axes: `Collective.along`.
         kind: Of the collectives.
         wire_bytes: What each device sends.
         hidden_bytes: Of those collectives that matmuls hide wholly.
@@ -146,7 +151,7 @@ def overlap_totals(
     """Return totals for each kind of collective over each product of mesh axes."""
     groups: dict[tuple[tuple[str, ...] | None, str], list[Collective]] = {}
     for row in rows:
-        groups.setdefault((row.mesh_axes, row.kind), []).append(row)
+        groups.setdefault((row.along, row.kind), []).append(row)
     overlaps = defaultdict(lambda: Overlap(line=0), overlaps)
     return tuple(
         OverlapTotal(
@@ -188,13 +193,11 @@ class Window:
     def lane(self, cluster: Cluster) -> tuple[object, ...]:
         """Return what collectives that run in sequence have in common.
 
-        The mesh axes; on a torus, whose links lead to one neighbour each, the pairs of
-        devices too.
+        The mesh axes, or the part of one; on a torus, whose links lead to one neighbour
+        each, the pairs of devices too.
         """
-        if not cluster.torus:
-            return (self.row.mesh_axes,)
         pairs = self.start.attribute(r"source_target_pairs=(\{\{.*?\}\})")
-        return self.row.mesh_axes, pairs
+        return self.row.along, self.row.part, pairs if cluster.torus else None
 
 
 def _starts(program: Program) -> Iterator[tuple[int, tuple[Computation, Instruction]]]:
@@ -284,6 +287,10 @@ def collective_wire_s(
 ) -> float:
     """Return the seconds of one execution; groups of no product count all devices."""
     mesh_axes = tuple(mesh_shape) if row.mesh_axes is None else row.mesh_axes
+    if row.part is not None:
+        axis, stride = row.part
+        mesh_axes = (axis,)
+        mesh_shape = cut_mesh_axis(mesh_shape, axis, stride, row.group_size)
     link = cluster.mesh_link(mesh_shape, mesh_axes)
     # A program says itself where it all-reduces instead.
     link = replace(link, scatters_whole=False)
@@ -387,7 +394,7 @@ class _Clock:
 
     def send(self, window: Window) -> tuple[float, float]:
         """Start a collective after those of its row; return its start and end."""
-        row = axes_text(window.row.mesh_axes)
+        row = axes_text(window.row.along)
         start_s = max(self.now_s, self.free_s.get(row, 0.0))
         end_s = start_s + collective_wire_s(window.row, self.mesh_shape, self.cluster)
         self.free_s[row] = end_s
@@ -426,7 +433,7 @@ def _waited_for(
 ) -> Iterator[Span]:
     """Yield the hidden part of a collective, then the exposed one."""
     (start_s, end_s), kind = sent, window.row.kind
-    row = axes_text(window.row.mesh_axes)
+    row = axes_text(window.row.along)
     waits_from = min(max(clock.now_s, start_s), end_s)
     if waits_from > start_s:
         yield Span(row=row, name=kind, start_s=start_s, end_s=waits_from)

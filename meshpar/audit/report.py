@@ -285,8 +285,13 @@ def audit(
         [('all-reduce', 'partial sums of reduce_sum')]
     """
     chosen = None if target is None else Target.parse(target)
-    platform = None if chosen is None else chosen.platform
-    subject = make_subject(function, arguments, mesh=mesh, platform=platform)
+    subject = make_subject(
+        function,
+        arguments,
+        mesh=mesh,
+        platform=None if chosen is None else chosen.platform,
+        devices_per_host=None if chosen is None else chosen.devices_per_host,
+    )
     subject = subject.with_options(compiler_options)
     start = time.perf_counter()
     flat = subject.flat()

@@ -165,6 +165,7 @@ def make_subject(
     *,
     mesh: Mesh | AbstractMesh | None = None,
     platform: str | None = None,
+    devices_per_host: int | None = None,
 ) -> Subject:
     """Make the subject of any function, or of a training step.
 
@@ -173,6 +174,7 @@ def make_subject(
         arguments: Its arguments.
         mesh: The mesh; that of `jax.set_mesh` or of an argument's sharding if absent.
         platform: Kind of the absent devices, or None for those of the mesh.
+        devices_per_host: Absent devices of a host; None if unknown.
 
     Raises:
         InputError: There is no mesh to be found, a step without a batch or with a
@@ -190,7 +192,9 @@ def make_subject(
                 "batch_shapes(examples, seq)",
                 key="audit.missing_batch",
             )
-        return function.audit_subject(*arguments, platform=platform)
+        return function.audit_subject(
+            *arguments, platform=platform, devices_per_host=devices_per_host
+        )
     mesh = mesh or _arguments_mesh(arguments)
     if not hasattr(function, "lower"):
         function = jax.jit(function)

@@ -78,6 +78,11 @@ class Target:
         return math.prod(self.shape)
 
     @property
+    def devices_per_host(self) -> int | None:
+        """GPUs that a host's links join; None of others."""
+        return self.shape[1] if self.platform == "gpu" else None
+
+    @property
     def memory_bytes(self) -> int | None:
         """Memory of one device; None if it has none of its own."""
         device = TARGETS.get(f"{self.platform}:{self.chip}")

@@ -330,13 +330,19 @@ class Programs:
         """
         return self._advances[random, truncated, with_logits]
 
-    def audit_subject(self, *arguments: Any, platform: str | None = None) -> Subject:
+    def audit_subject(
+        self,
+        *arguments: Any,
+        platform: str | None = None,
+        devices_per_host: int | None = None,
+    ) -> Subject:
         """Return the subject of `meshpar.audit(programs, "decode", target=...)`.
 
         Args:
             arguments: `decode` for one token of every slot, drawn at random, or
                 `prefill` for a chunk of prompts.
             platform: Kind of the absent devices, or None for the mesh's own.
+            devices_per_host: Of no effect here.
 
         Raises:
             InputError: Another word.

@@ -183,6 +183,7 @@ class CompilerOption:
             (`Layout.fsdp_prefetch`).
         if_sequence_parallel: True if only layouts that split the residual stream's
             sequence over `tensor` have it.
+        if_by_host: True if only steps that send tokens once to each host have it.
     """
 
     platform: str
@@ -192,6 +193,7 @@ class CompilerOption:
     _: KW_ONLY
     if_prefetching: bool = False
     if_sequence_parallel: bool = False
+    if_by_host: bool = False
 
 
 SPARSE_CORE_OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
@@ -278,6 +280,15 @@ COMPILER_OPTIONS: tuple[CompilerOption, ...] = (
         "`tensor`, whose links are others: one after another, matmuls had passed "
         "before half of them began",
     ),
+    CompilerOption(
+        "gpu",
+        "xla_gpu_experimental_parallel_collective_overlap_limit",
+        8,
+        "beside the matmuls of a part of the experts' rows, others go between hosts "
+        "and inside of them, there and back: with two under way at a time, the matmuls "
+        "of most parts stood beside one of these",
+        if_by_host=True,
+    ),
     _tpu(
         "xla_jf_spmd_threshold_for_windowed_einsum_mib",
         1_000_000,
@@ -324,6 +335,7 @@ def compiler_options_for(
     *,
     prefetching: bool = False,
     sequence_parallel: bool = False,
+    by_host: bool = False,
 ) -> dict[str, Any]:
     """Return the options of a step: the platform's rows, and the caller's over them.
 
@@ -332,6 +344,7 @@ def compiler_options_for(
         given: The caller's name -> value; None as a value leaves that name out.
         prefetching: True if the step's blocks prefetch.
         sequence_parallel: True if the layout splits the residual stream's sequence.
+        by_host: True if devices that share experts are on several hosts.
 
     Raises:
         InputError: `given` is no mapping of names.
@@ -358,6 +371,7 @@ def compiler_options_for(
         if row.platform == platform
         and (prefetching or not row.if_prefetching)
         and (sequence_parallel or not row.if_sequence_parallel)
+        and (by_host or not row.if_by_host)
     }
     return {
         name: value for name, value in {**rows, **given}.items() if value is not None

@@ -47,6 +47,8 @@ class Scope:
         order: Which tokens of each sequence are at hand, where its devices share it
             out among them; None where they are whole.
         batch_axes: Manual mesh axes that split the examples of one microbatch.
+        expert_hosts: Hosts of the devices that share experts, equally many on each and
+            next to one another; 1 if unknown.
         num_microbatches: Parts that the batch of a device is run in, one by one.
         platform: Kind of device the program is for: `cpu`, `gpu` or `tpu`.
         recomputed: Whether the backward runs the function again.
@@ -66,6 +68,7 @@ class Scope:
     full_seq: int | None = None
     order: TokenOrder | None = None
     batch_axes: tuple[str, ...] = ()
+    expert_hosts: int = 1
     num_microbatches: int = 1
     platform: str = "cpu"
     recomputed: bool = False

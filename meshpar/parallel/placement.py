@@ -7,6 +7,7 @@ model's functions see on a device.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from meshpar.model.token_order import TokenOrder
 from meshpar.parallel.blocks import ScopeArrays
 from meshpar.parallel.grids.space import input_spec, space_degree, splits_tokens
 from meshpar.parallel.parameter_specs import stored_parameters, whole_spec
-from meshpar.parallel.reduction import reduce_gradients, sum_by_host
+from meshpar.parallel.reduction import host_groups, reduce_gradients, sum_by_host
 from meshpar.parallel.tensor import shard_index
 from meshpar.parallel.zero import (
     Stored,
@@ -68,8 +69,9 @@ class Placement:
             devices.
         replica_axes: Mesh axes along which each device trains its own replica:
             nothing is summed over them (`meshpar.train.local_steps`).
-        hosts: The host of each device of the mesh, row by row, if gradients are summed
-            inside hosts first (`reduction.sum_by_host`).
+        hosts: The host of each device of the mesh, row by row; None if unknown.
+        sums_by_host: Whether gradients are summed inside hosts first
+            (`reduction.sum_by_host`).
     """
 
     model: Model
@@ -80,6 +82,7 @@ class Placement:
     gradient_dtype: Any = jnp.float32
     replica_axes: tuple[str, ...] = ()
     hosts: tuple[int, ...] | None = None
+    sums_by_host: bool = False
 
     def on_shards(self, local: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """Map a function of this device's parts over the manual mesh axes."""
@@ -137,6 +140,7 @@ class Placement:
             platform=self.platform,
             batch_axes=self.large(BATCH_AXES),
             replica_axes=self.replica_axes,
+            expert_hosts=self.expert_hosts,
             num_microbatches=self.layout.microbatches,
             training=training,
         )
@@ -231,10 +235,25 @@ class Placement:
     @property
     def sum_options(self) -> dict[str, Any]:
         """Return keyword arguments of `reduce_gradients`."""
-        if self.hosts is None:
+        if not self.sums_by_host:
             return {}
-        hosts = np.array(self.hosts).reshape(list(self.mesh.shape.values()))
-        return {"sum_over": functools.partial(sum_by_host, hosts)}
+        return {"sum_over": functools.partial(sum_by_host, self._mesh_hosts)}
+
+    @property
+    def expert_hosts(self) -> int:
+        """Return the hosts of the devices that share experts, as for `Scope`."""
+        axes = Scope(rules=self.rules, batch_axes=self.large(BATCH_AXES)).expert_axes
+        if self.hosts is None or not axes:
+            return 1
+        groups = host_groups(self._mesh_hosts, axes)
+        if groups is None:
+            return 1
+        devices = list(itertools.chain(*groups.inside))
+        return len(groups.inside) if devices == sorted(devices) else 1
+
+    @property
+    def _mesh_hosts(self) -> np.ndarray:
+        return np.array(self.hosts).reshape(list(self.mesh.shape.values()))
 
     def sum_losses(self, values: Any, mesh_axes: tuple[str, ...] = TOKEN_AXES) -> Any:
         """Sum loss and weights over the mesh axes that split tokens, or over others."""
@@ -392,6 +411,7 @@ class Scopes:
         platform: Kind of device.
         batch_axes: Mesh axes of size above 1 that split the batch.
         replica_axes: Other mesh axes that split the batch, with one replica each.
+        expert_hosts: As for `Scope`.
         num_microbatches: Number of parts in which a device runs its examples.
         training: True in a training step.
         order: Order of tokens over devices; None if devices have whole sequences.
@@ -400,6 +420,7 @@ class Scopes:
     rules: Rules
     platform: str
     batch_axes: tuple[str, ...]
+    expert_hosts: int = 1
     num_microbatches: int = 1
     training: bool = True
     order: TokenOrder | None = None
@@ -416,6 +437,7 @@ class Scopes:
             random=arrays.random,
             training=self.training,
             batch_axes=shared.pop("batch_axes", self.batch_axes),
+            expert_hosts=self.expert_hosts,
             num_microbatches=self.num_microbatches,
             platform=self.platform,
             order=self.order,

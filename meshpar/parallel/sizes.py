@@ -11,6 +11,11 @@ payload of all-to-alls:
     backward  n room embed b        gradients of results there
               n room (embed b + 4)  gradients of rows and of weights back
 
+If the devices are on `h` hosts that a token is sent to once each, with `tokens` rows to
+each host (`host_room`), each of these ways is h - 1 permutes of tokens embed b between
+the hosts and an all-to-all of n room embed b inside of them; the numbers beside the
+rows are sent by themselves, and h tokens top_k 4 bytes tell where they go.
+
 `remat=full` keeps the rows that a device received; a policy of other names, such as
 `save:block_input`, sends rows there once more.
 """
@@ -129,6 +134,10 @@ ROUTE_BYTES = 8
 WEIGHT_BYTES = 4
 """Bytes sent with each gradient of a row: that of its weight."""
 
+PICK_BYTES = 4
+"""Bytes sent with each token to a host and each of its choices: the place of its row
+among those to the expert's device."""
+
 _MULTIPLE = 8
 """Rows that a device gets are padded to a multiple of this."""
 
@@ -182,6 +191,41 @@ def further_room(room: int) -> int:
     return padded(math.ceil(MORE * room))
 
 
+BY_HOST = 0.8
+"""Most rows to a host, of those that would go to its devices, if each token is sent to
+a host once. Inside of hosts, whose links are about eight times faster than the network,
+rows then move once more: sending all rows takes 1.14 times as long."""
+
+
+def host_room(
+    tokens: int, choices: int, num_hosts: int, rows: int, *, is_most: bool = False
+) -> int:
+    """Return the tokens to each host in the first round; 0 to send each row by itself.
+
+    A host whose experts get a quarter more than their share fits: it gets the tokens
+    that have any of their choices there.
+
+    Args:
+        tokens: As for `most_room`.
+        choices: As for `most_room`.
+        num_hosts: Hosts of the devices that share the experts.
+        rows: Rows to all devices of a host.
+        is_most: Whether no round may follow.
+
+    Example:
+        >>> host_room(4096, 8, num_hosts=8, rows=8 * 640)
+        3048
+        >>> host_room(4096, 2, num_hosts=8, rows=8 * 160)
+        0
+    """
+    if num_hosts == 1:
+        return 0
+    load = min(SPARE / num_hosts, 1.0)
+    fair = padded(math.ceil(tokens * (1 - (1 - load) ** choices)))
+    room = tokens if is_most else min(tokens, fair)
+    return room if room <= BY_HOST * rows else 0
+
+
 LEAST_ROWS = 2048
 """Least rows of an expert in a part of a round. Below them its matmuls no longer fill
 the device."""
@@ -190,24 +234,34 @@ LEAST_BACKWARD_ROWS = 8192
 """The same of the backward: each of its tiles, an eighth of them, adds to the fp32
 gradients of the expert's weights."""
 
-_MOST_PARTS = 4
+LEAST_BACKWARD_ROWS_BY_HOST = 4096
+"""The same if rows are sent by host, whose way is longer: with more parts, matmuls hide
+more of it."""
+
+MOST_PARTS = 4
+MOST_PARTS_BY_HOST = 8
 
 
-def expert_parts(rows: int, room: int, least_rows: int) -> int:
+def expert_parts(
+    rows: int, room: int, least_rows: int, most_parts: int = MOST_PARTS
+) -> int:
     """Return the number of parts in which rows are sent and multiplied.
 
     While one part is multiplied, others are sent: of `n` parts one n-th is exposed.
 
     Args:
         rows: Rows of one expert.
-        room: Rows from each device, which the parts divide.
+        room: Rows from each device, or hosts, which the parts divide.
         least_rows: Least rows of an expert in a part.
+        most_parts: Most parts, a power of two.
 
     Example:
         >>> expert_parts(10_240, 1280, LEAST_ROWS), expert_parts(3000, 1280, LEAST_ROWS)
         (4, 1)
+        >>> expert_parts(20_480, 8, LEAST_ROWS, MOST_PARTS_BY_HOST)
+        8
     """
-    parts = _MOST_PARTS
+    parts = most_parts
     while parts > 1 and (rows < parts * least_rows or room % parts):
         parts //= 2
     return parts

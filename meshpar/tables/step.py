@@ -240,16 +240,24 @@ class TableStep:
         """
         return predicted_memory(self.functions, batch)
 
-    def audit_subject(self, *arguments: Any, platform: str | None = None) -> Subject:
+    def audit_subject(
+        self,
+        *arguments: Any,
+        platform: str | None = None,
+        devices_per_host: int | None = None,
+    ) -> Subject:
         """Return the subject of `meshpar.audit`; see there.
 
         Args:
             arguments: A batch, or a state and a batch; arrays or their shapes.
             platform: Kind of the absent devices, or None for the step's own.
+            devices_per_host: Absent devices of a host; None if unknown.
         """
         step = self
         if platform is not None:
-            step = TableStep(self.dense.for_absent(platform), self.tables)
+            step = TableStep(
+                self.dense.for_absent(platform, devices_per_host), self.tables
+            )
         notes = lane_notes(step.functions.stores, step.dense.platform)
         return replace(step._step.audit_subject(*arguments), notes=notes)
 

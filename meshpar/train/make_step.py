@@ -36,6 +36,7 @@ from meshpar.train.refusals import (
     refuse,
     refuse_by_host,
     refuse_schedule,
+    refuse_uneven_hosts,
     warn_idle_tensor,
 )
 from meshpar.train.step import TrainStep
@@ -57,6 +58,7 @@ def make_train_step(
     layer_costs: Sequence[float] | None = None,
     outer_optimizer: optax.GradientTransformation | None = None,
     gradient_reduction: Literal["flat", "by_host"] = "flat",
+    devices_per_host: int | None = None,
     state_spec: StateSpec | None = None,
     unroll_optimizer: bool = False,
     check: bool = True,
@@ -98,6 +100,10 @@ def make_train_step(
         gradient_reduction: On CPUs of several processes `by_host` sums gradients inside
             each host, then across, which sends less between hosts and more in all
             (`meshpar.parallel.reduction`); GPUs and TPUs do so by themselves.
+        devices_per_host: Devices that share the fast links of a host, for virtual
+            devices; read from the devices, or the target of an audit, when absent. Rows
+            are sent to experts once per host
+            (`meshpar.parallel.expert.host_exchange`).
         state_spec: Sharding of optimizer state that has other dims than its parameter,
             such as a preconditioner or blocks of 8-bit values: (path in the optimizer's
             state, shape for one layer) -> PartitionSpec over mesh axes, or None for the
@@ -183,6 +189,7 @@ def make_train_step(
         schedule=schedule,
         outer_optimizer=outer_optimizer,
         gradient_reduction=gradient_reduction,
+        devices_per_host=devices_per_host,
         state_spec=state_spec,
         unroll_optimizer=unroll_optimizer,
         check=check,
@@ -213,6 +220,7 @@ def _checked(options: StepOptions) -> StepOptions:
             raise refused
     outer_optimizer = _outer_optimizer(layout, options.outer_optimizer)
     refuse_by_host(options.gradient_reduction, layout, options.mesh, options.platform)
+    refuse_uneven_hosts(options.devices_per_host, options.mesh)
     check_space(model, layout, rules)
     if splits_tokens(model, layout, rules):
         check_context(model, layout, rules)

@@ -431,6 +431,25 @@ def refuse_by_host(
         )
 
 
+def refuse_uneven_hosts(
+    devices_per_host: int | None, mesh: Mesh | AbstractMesh
+) -> None:
+    """Refuse hosts that do not have equally many of the devices of a mesh."""
+    if devices_per_host is None:
+        return
+    if devices_per_host < 1:
+        raise InputError(
+            f"devices_per_host={devices_per_host}: must be at least 1",
+            key="value.below_one",
+        )
+    if mesh.size % devices_per_host:
+        raise InputError(
+            f"devices_per_host={devices_per_host} does not divide the {mesh.size} "
+            "devices of the mesh; every host must hold the same number",
+            key="mesh.uneven_hosts",
+        )
+
+
 class IdleMeshAxisWarning(UserWarning):
     """A mesh axis of several devices splits neither a parameter nor an activation."""
 

@@ -324,9 +324,16 @@ class TrainStep:
         with jax.set_mesh(self._devices_mesh):
             return self.lower(batch).compile()
 
-    def for_absent(self, platform: str) -> TrainStep:
-        """Return the same step for absent devices of another platform."""
-        options = self.options.without_devices(platform)
+    def for_absent(
+        self, platform: str, devices_per_host: int | None = None
+    ) -> TrainStep:
+        """Return the same step for absent devices of another platform.
+
+        Args:
+            platform: Kind of the devices.
+            devices_per_host: Devices of a host; None if unknown.
+        """
+        options = self.options.without_devices(platform, devices_per_host)
         schedule = self.schedule if self.layout.stage > 1 else None
         return TrainStep(replace(options, schedule=schedule))
 
@@ -350,6 +357,7 @@ class TrainStep:
         self,
         *arguments: Any,
         platform: str | None = None,
+        devices_per_host: int | None = None,
         gradients_only: bool = False,
         sync_only: bool = False,
     ) -> Subject:
@@ -358,6 +366,7 @@ class TrainStep:
         Args:
             arguments: A batch, or a state and a batch; arrays or their shapes.
             platform: Kind of the absent devices, or None for the step's own.
+            devices_per_host: Absent devices of a host; None if unknown.
             gradients_only: Leave the optimizer out (`gradient_program`).
             sync_only: The end of an interval of local steps (`sync_program`).
 
@@ -366,7 +375,7 @@ class TrainStep:
         """
         if sync_only:
             self._check_local()
-        step = self if platform is None else self.for_absent(platform)
+        step = self if platform is None else self.for_absent(platform, devices_per_host)
         step._batches.check(arguments[-1])
         function, given, notes = step._plan.audited_program(
             step._programs,

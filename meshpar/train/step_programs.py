@@ -72,11 +72,21 @@ class StepOptions:
     schedule: OwnSchedule | None = None
     outer_optimizer: optax.GradientTransformation | None = None
     gradient_reduction: str = "flat"
+    devices_per_host: int | None = None
     state_spec: StateSpec | None = None
     unroll_optimizer: bool = False
     check: bool = True
 
-    def without_devices(self, platform: str) -> StepOptions:
+    @property
+    def hosts(self) -> tuple[int, ...] | None:
+        """Return the host of each device of the mesh; None if unknown."""
+        if self.devices_per_host:
+            return tuple(at // self.devices_per_host for at in range(self.mesh.size))
+        return mesh_hosts(self.mesh) if isinstance(self.mesh, Mesh) else None
+
+    def without_devices(
+        self, platform: str, devices_per_host: int | None = None
+    ) -> StepOptions:
         """Return the same options for absent devices of another platform.
 
         Compiler options are for the mesh's own compiler, which without devices is this
@@ -89,6 +99,7 @@ class StepOptions:
             platform=platform,
             compiler_options=self.compiler_options if is_absent else None,
             gradient_reduction="flat",  # Hosts are absent too.
+            devices_per_host=devices_per_host,
         )
 
 
@@ -122,7 +133,6 @@ class StepPlan:
     def placement(self) -> Placement:
         """Specs of every parameter, gradient and state, and a step's collectives."""
         options = self.options
-        by_host = options.gradient_reduction == "by_host"
         return Placement(
             model=self.model,
             layout=options.layout,
@@ -130,7 +140,8 @@ class StepPlan:
             mesh=options.mesh,
             platform=options.platform,
             gradient_dtype=DTYPES[options.gradient_dtype],
-            hosts=mesh_hosts(cast(Mesh, options.mesh)) if by_host else None,
+            hosts=options.hosts,
+            sums_by_host=options.gradient_reduction == "by_host",
         )
 
     @cached_property
@@ -198,6 +209,7 @@ class StepPlan:
             self.options.compiler_options,
             prefetching=self.placement.prefetches,
             sequence_parallel=layout.sequence_parallel and layout.tensor > 1,
+            by_host=self.placement.expert_hosts > 1,
         )
 
     @cached_property

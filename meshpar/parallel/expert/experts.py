@@ -33,17 +33,22 @@ from meshpar.hardware.platforms import platform_named
 from meshpar.model.scope import Scope
 from meshpar.parallel import sizes
 from meshpar.parallel.expert.functions import Arrays, ExpertFunction, Function, GatedMLP
+from meshpar.parallel.expert.host_exchange import Hosts
 from meshpar.parallel.expert.rounds import (
     RECEIVED,
     Kept,
     Round,
-    Routes,
-    make_routes,
-    most_for_one,
     run,
     run_backward,
 )
-from meshpar.parallel.sizes import expert_parts, first_room, further_room, most_room
+from meshpar.parallel.expert.routes import Routes, make_routes
+from meshpar.parallel.sizes import (
+    expert_parts,
+    first_room,
+    further_room,
+    host_room,
+    most_room,
+)
 from meshpar.parallel.tensor import refuse_split_embed
 from meshpar.rules.rules import array_split, spec_axes
 
@@ -73,8 +78,13 @@ class _Static:
 
     def routes(self, experts: jax.Array) -> Routes:
         """Return the routes of a device's tokens, (tokens, choices)."""
-        num_devices = self.first.num_devices
-        return make_routes(experts, self.first.num_experts * num_devices, num_devices)
+        first = self.first
+        return make_routes(
+            experts,
+            first.num_experts * first.num_devices,
+            first.num_devices,
+            by_token=first.hosts is not None,
+        )
 
 
 def routed_mlp(
@@ -185,22 +195,34 @@ class _ExpertSpec:
         own = self.num_experts // num_devices
         most = tokens, choices, own if self.distinct else max(own, choices)
         room = first_room(*most, num_devices, self.most_rows)
+        fits = room >= most_room(*most, self.most_rows)
+        num_hosts = scope.expert_hosts
+        tokens_to_host = host_room(
+            tokens, choices, num_hosts, num_devices // num_hosts * room, is_most=fits
+        )
+        hosts = Hosts(number=num_hosts, room=tokens_to_host) if tokens_to_host else None
         parts, backward_parts = 1, 1
         if num_devices > 1 and platform_named(scope.platform).overlaps_all_to_alls:
-            rows = num_devices * room // own
-            parts = expert_parts(rows, room, sizes.LEAST_ROWS)
-            backward_parts = expert_parts(rows, room, sizes.LEAST_BACKWARD_ROWS)
+            rows, divided = num_devices * room // own, num_hosts if hosts else room
+            most_parts, least = sizes.MOST_PARTS, sizes.LEAST_BACKWARD_ROWS
+            if hosts:
+                most_parts = sizes.MOST_PARTS_BY_HOST
+                least = sizes.LEAST_BACKWARD_ROWS_BY_HOST
+            parts = expert_parts(rows, divided, sizes.LEAST_ROWS, most_parts)
+            backward_parts = expert_parts(rows, parts, least)
         first = Round(
             mesh_axes=axes,
             num_devices=num_devices,
             num_experts=own,
             room=room,
             function=self.function,
+            hosts=hosts,
             parts=parts,
             backward_parts=backward_parts,
         )
-        fits = room >= most_room(*most, self.most_rows)
-        more = replace(first, room=further_room(room), parts=1, backward_parts=1)
+        more = replace(
+            first, room=further_room(room), hosts=None, parts=1, backward_parts=1
+        )
         return _Static(
             first=first,
             more=None if fits else more,
@@ -277,7 +299,7 @@ def _forward_on_part(
     def more(sizes: Round, first: jax.Array, y: jax.Array) -> jax.Array:
         return y + run(sizes, x, weight, experts, routes, expert, first)[0]
 
-    y = _further(static, routes, more, y)
+    y = _further(static, routes, expert.shape[1], more, y)
     return _sum_out(static, y).astype(x.dtype), kept
 
 
@@ -300,7 +322,7 @@ def _backward_on_part(
         added = run_backward(sizes, again, dy, experts, routes, first, choices)
         return jax.tree.map(jnp.add, gradients, added)
 
-    dx, dweight, dexperts = _further(static, routes, more, gradients)
+    dx, dweight, dexperts = _further(static, routes, choices, more, gradients)
     summed = _sum_out(static, dx), _sum_out(static, dweight), dexperts
     return jax.tree.map(
         lambda gradient, array: gradient.astype(array.dtype),
@@ -310,7 +332,7 @@ def _backward_on_part(
 
 
 def _further(
-    static: _Static, routes: Routes, more: Callable[..., Any], carry: Any
+    static: _Static, routes: Routes, choices: int, more: Callable[..., Any], carry: Any
 ) -> Any:
     """Update `carry` in as many further rounds as the fullest device needs.
 
@@ -319,13 +341,14 @@ def _further(
     sizes = static.more
     if sizes is None:
         return carry
-    left = most_for_one(routes) - static.first.room
+    done = static.first.exchange(routes, 0, choices).num_sent
+    left = jnp.max(routes.counts - done)
     with asked("expert_rounds"):
         left = lax.pmax(left, sizes.mesh_axes)
 
     def one(state: tuple) -> tuple:
         first, carry = state
-        return first + sizes.room, more(sizes, static.first.room + first, carry)
+        return first + sizes.room, more(sizes, done + first, carry)
 
     with running_times(0):
         state = jnp.int32(0), carry
@@ -344,7 +367,15 @@ def _kept_specs(static: _Static) -> Any:
     products = (PartitionSpec(None, *gate_up[2:]),)
     order = whole if static.first.num_devices > 1 else None
     make: Callable[..., Any] = Kept  # with specs in place of arrays
-    return make(x=whole, products=products, weight=whole, order=order, counts=whole)
+    picks = None if static.first.hosts is None else whole
+    return make(
+        x=whole,
+        products=products,
+        weight=whole,
+        order=order,
+        counts=whole,
+        picks=picks,
+    )
 
 
 def _on_parts(

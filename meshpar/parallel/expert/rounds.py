@@ -4,14 +4,13 @@
 sends `room` rows to every other. A round of the forward is two all-to-alls of n * room
 * embed values (rows there, results back) and one of two fp32 numbers a row; one of the
 backward is two of n * room * embed values and one of a number a row. A single device
-sends nothing.
+sends nothing. `host_exchange` sends fewer rows between hosts.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,11 +18,19 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from meshpar.collectives import asked
 from meshpar.model.scope import SAVED_PREFIX
 from meshpar.parallel.expert import tiles as tiles_of_rows
+from meshpar.parallel.expert.exchange import Exchange
 from meshpar.parallel.expert.functions import Arrays, Function
-from meshpar.parallel.expert.tiles import Tiles, reader, rows_of, tile_size
+from meshpar.parallel.expert.host_exchange import HostExchange, Hosts
+from meshpar.parallel.expert.routes import Routes, inverse
+from meshpar.parallel.expert.tiles import (
+    LEAST_TILES_BY_HOST,
+    Tiles,
+    reader,
+    rows_of,
+    tile_size,
+)
 
 SENT_ROWS = SAVED_PREFIX + "experts_in"
 """Name in a trace of the rows that experts multiply."""
@@ -46,7 +53,8 @@ class Round:
         num_experts: Experts of one device.
         room: Rows to each device.
         function: Function of one expert.
-        parts: Parts of the room that the forward sends one after another.
+        hosts: Hosts that each token is sent to once; None if each row goes by itself.
+        parts: Parts of the rows that the forward sends one after another.
         backward_parts: The same of the backward, a divisor of `parts`.
     """
 
@@ -55,6 +63,7 @@ class Round:
     num_experts: int
     room: int
     function: Function
+    hosts: Hosts | None = None
     parts: int = 1
     backward_parts: int = 1
 
@@ -65,30 +74,42 @@ class Round:
 
     def tile(self, parts: int) -> int:
         """Return the rows of a tile if the round is taken in so many parts."""
-        return tile_size(self.num_rows // parts, self.num_experts)
+        rows = self.num_rows // parts
+        if self.hosts is None or parts == 1:
+            return tile_size(rows, self.num_experts)
+        return tile_size(rows, self.num_experts, LEAST_TILES_BY_HOST)
 
-    def part(self, rows: jax.Array, part: int, parts: int) -> jax.Array:
-        """Return one of equal parts of the room of (devices, room, ...)."""
-        room = self.room // parts
-        return rows[:, part * room : (part + 1) * room]
+    def exchange(
+        self,
+        routes: Routes,
+        first: jax.Array | int,
+        choices: int,
+        picks: jax.Array | None = None,
+    ) -> Exchange | HostExchange:
+        """Return the exchange of the rows.
 
-    def in_part(self, index: jax.Array, part: int, parts: int) -> jax.Array:
-        """Convert an index of (devices, room) to one of a part, (devices, room of it).
-
-        An index of another part becomes any number.
+        Args:
+            routes: Routes of the tokens.
+            first: Rows that went to each device in the rounds before.
+            choices: Experts of a token.
+            picks: `Kept.picks`; None to exchange them.
         """
-        room = self.room // parts
-        return index // self.room * room + index % self.room - part * room
-
-    def in_parts(self, index: jax.Array, parts: int) -> jax.Array:
-        """Convert an index of (devices, room) to one of all parts after one another.
-
-        An index past the end stays there.
-        """
-        room = self.room // parts
-        device, rank = index // self.room, index % self.room
-        moved = (rank // room * self.num_devices + device) * room + rank % room
-        return jnp.where(index < self.num_rows, moved, index)
+        if self.hosts is None:
+            return Exchange(
+                mesh_axes=self.mesh_axes,
+                room=self.room,
+                routes=routes,
+                first=first,
+                choices=choices,
+            )
+        return HostExchange(
+            mesh_axes=self.mesh_axes,
+            room=self.room,
+            routes=routes,
+            choices=choices,
+            hosts=self.hosts,
+            given_picks=picks,
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -105,6 +126,7 @@ class Kept:
         order: Index in (devices, room) of the row at each place; None if rows came in
             their places.
         counts: (parts, experts) int32, rows of each expert in each part.
+        picks: `HostExchange.picks`, if there are hosts.
     """
 
     x: tuple[jax.Array, ...]
@@ -112,6 +134,7 @@ class Kept:
     weight: jax.Array
     order: jax.Array | None
     counts: jax.Array
+    picks: jax.Array | None = None
 
 
 def run(
@@ -134,20 +157,21 @@ def run(
         expert_NK: The expert of each choice.
         first: Rows that went to each device in the rounds before.
     """
-    tokens, choices = expert_NK.shape
-    assignment, valid = sent(routes, first, static.room)
+    exchange = static.exchange(routes, first, expert_NK.shape[1])
+    if isinstance(exchange, HostExchange):
+        exchange = replace(exchange, given_picks=_received(static, exchange.picks))
     weight, order, counts = _received(
-        static, _places(static, weight_NK, expert_NK, assignment, valid)
+        static, _places(static, exchange, weight_NK, expert_NK)
     )
     read_weight = reader(weight, order, static.tile(static.parts))
     xs: list[jax.Array] = []
 
     def multiply(part: int, rows: jax.Array, results: tuple) -> tuple:
         # Named before it is used: a policy that keeps it sends nothing again.
-        x = _received(static, lax.collapse(rows, 0, 2))
+        x = _received(static, rows)
         xs.append(x)
         tiles = _tiles(static, counts, part, static.parts)
-        at = None if order is None else static.in_part(order, part, static.parts)
+        at = None if order is None else exchange.in_part(order, part, static.parts)
         read_x = reader(x, at, tiles.tile)
         results = tiles_of_rows.forward(
             lambda first: (read_x(first), read_weight(first)),
@@ -158,20 +182,21 @@ def run(
         )
         return results, results[0]
 
-    rows = _taken(x_ND, assignment // choices, valid)
     empty = tiles_of_rows.empty_results(
-        rows, experts, static.num_rows, static.tile(1), static.function
+        x_ND, experts, static.num_rows, static.tile(1), static.function
     )
     names = "expert_dispatch", "expert_combine"
-    (_, products), back = _by_parts(
-        static, rows, order, static.parts, names, multiply, empty
+    (_, products), summed = _by_parts(
+        exchange, x_ND, order, static.parts, names, multiply, empty
     )
     products = tuple(checkpoint_name(array, _PRODUCTS) for array in products)
-    at = static.in_parts(slots(routes, first, static.room), static.parts)
-    results = _at_slots(back, at)
-    summed = results.reshape(tokens, choices, -1).astype(jnp.float32).sum(axis=1)
     kept = Kept(
-        x=tuple(xs), products=products, weight=weight, order=order, counts=counts
+        x=tuple(xs),
+        products=products,
+        weight=weight,
+        order=order,
+        counts=counts,
+        picks=exchange.picks if isinstance(exchange, HostExchange) else None,
     )
     return summed, kept
 
@@ -186,16 +211,17 @@ def run_backward(
     choices: int,
 ) -> tuple[jax.Array, jax.Array, Arrays]:
     """Return fp32 gradients of `x`, `weight` and the experts' arrays of `run`."""
+    exchange = static.exchange(routes, first, choices, kept.picks)
     order, parts = kept.order, static.backward_parts
     tile = static.tile(parts)
     x = jnp.concatenate(kept.x)
-    x_at = None if order is None else static.in_parts(order, static.parts)
+    x_at = None if order is None else exchange.in_parts(order, static.parts)
     read_x, read_weight = reader(x, x_at, tile), reader(kept.weight, order, tile)
 
     def multiply(part: int, rows: jax.Array, gradients: tuple) -> tuple:
         tiles = _tiles(static, kept.counts, part, parts)
-        at = None if order is None else static.in_part(order, part, parts)
-        read_dy = reader(lax.collapse(rows, 0, 2), at, tile)
+        at = None if order is None else exchange.in_part(order, part, parts)
+        read_dy = reader(rows, at, tile)
 
         def read(first: jax.Array) -> tuple:
             products = tuple(rows_of(array, first, tile) for array in kept.products)
@@ -206,27 +232,19 @@ def run_backward(
         )
         return gradients, gradients[0]
 
-    assignment, valid = sent(routes, first, static.room)
-    dy = _taken(dy_ND, assignment // choices, valid)
     empty = tiles_of_rows.empty_gradients(x, experts, static.num_rows, static.tile(1))
     names = "expert_combine_gradient", "expert_dispatch_gradient"
     (_, dweight, dexperts), dx = _by_parts(
-        static, dy, order, parts, names, multiply, empty
+        exchange, dy_ND, order, parts, names, multiply, empty
     )
-    at = slots(routes, first, static.room)
-    dweight = _in_rows(static, dweight, order)
-    if static.num_devices > 1:
-        dweight = _exchange(dweight, static.mesh_axes, names[1])
-    dweight = _at_slots(dweight.reshape(-1), at)
-    dx = _at_slots(dx, static.in_parts(at, parts))
-    tokens = dy_ND.shape[0]
-    dx = dx.reshape(tokens, choices, -1).astype(jnp.float32).sum(axis=1)
-    return dx, dweight.reshape(tokens, choices), dexperts
+    at = slice(static.num_rows) if order is None else inverse(order)
+    dweight = dweight[at].reshape(static.num_devices, static.room)
+    return dx, exchange.return_numbers(dweight, names[1]), dexperts
 
 
 def _by_parts(
-    static: Round,
-    rows: jax.Array,
+    exchange: Exchange | HostExchange,
+    x_ND: jax.Array,
     order: jax.Array | None,
     num_parts: int,
     names: tuple[str, str],
@@ -235,12 +253,12 @@ def _by_parts(
 ) -> tuple[tuple, jax.Array]:
     """Send rows, multiply them and send the results back, part by part.
 
-    While a part is multiplied, the next one is sent and the results of the one before
+    While a part is multiplied, the next ones are sent and the results of those before
     go back: XLA does no such thing by itself, so barriers fix the order.
 
     Args:
-        static: Sizes.
-        rows: (devices, room, embed), rows to each device.
+        exchange: How rows are sent.
+        x_ND: Values of this device's tokens.
         order: As in `Kept`.
         num_parts: Number of parts.
         names: Names in `ASKED` of both ways.
@@ -249,48 +267,51 @@ def _by_parts(
         carry: What the first part is given.
 
     Returns:
-        The carry after the last part, and the results by part, device and rank.
+        The carry after the last part, and fp32 sums of the results of each token.
     """
     if order is None:
+        rows = lax.collapse(exchange.rows(x_ND, 0, 1), 0, 2)
         carry, by_place = multiply(0, rows, carry)
-        return carry, by_place[: static.num_rows]
+        return carry, exchange.sums([by_place[: len(rows)]])
+    places = inverse(order)
     there, back = (
-        functools.partial(_exchange, mesh_axes=static.mesh_axes, name=name)
-        for name in names
+        [send(part, num_parts, name) for part in range(num_parts)]
+        for send, name in zip((exchange.dispatch, exchange.combine), names, strict=True)
     )
-    places = _inverse(order).reshape(static.num_devices, static.room)
-    parts = [static.part(rows, part, num_parts) for part in range(num_parts)]
-    arrived: list[jax.Array] = [there(parts[0])]
-    results: list[jax.Array] = []
-    returned: list[jax.Array] = []
-    for part in range(num_parts):
-        following = parts[part + 1 : part + 2]
-        following, arrived = lax.optimization_barrier((following, arrived))
-        beside = [*map(there, following)], [*map(back, results)]
-        carry, by_place = multiply(part, arrived[0], carry)
-        results = [by_place[static.part(places, part, num_parts)]]
-        (arrived, before), results = lax.optimization_barrier((beside, results))
-        returned += before
-    returned += map(back, results)
-    return carry, jnp.concatenate([lax.collapse(each, 0, 2) for each in returned])
+    num_hops = len(there[0])
+    held = [exchange.rows(x_ND, part, num_parts) for part in range(num_parts)]
+    # Step `s` multiplies part `s`, and is one hop of each part near it.
+    for step in range(-num_hops, num_parts + num_hops):
+        near = range(max(0, step - num_hops), min(num_parts, step + num_hops + 1))
+        at = slice(near.start, near.stop)
+        held[at] = lax.optimization_barrier(held[at])
+        for part in near:
+            if part > step:
+                held[part] = there[part][step - part](held[part])
+            elif part < step:
+                held[part] = back[part][step - part - 1](held[part])
+        if step in near:
+            carry, by_place = multiply(step, held[step], carry)
+            held[step] = by_place[exchange.part_values(places, step, num_parts)]
+    return carry, exchange.sums(held)
 
 
 def _places(
     static: Round,
+    exchange: Exchange | HostExchange,
     weight_NK: jax.Array,
     expert_NK: jax.Array,
-    assignment: jax.Array,
-    valid: jax.Array,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
     """Return `weight`, `order` and `counts` of `Kept`."""
+    assignment, valid = exchange.sent
     weight = jnp.where(valid, weight_NK.reshape(-1)[assignment], 0.0)
     own = expert_NK.reshape(-1)[assignment] % static.num_experts
     own = jnp.where(valid, own, static.num_experts)
     if static.num_devices > 1:
         beside = jnp.stack([own.astype(jnp.float32), weight], axis=-1)
-        beside = _exchange(beside, static.mesh_axes, "expert_dispatch")
+        beside = exchange.send_numbers(beside, "expert_dispatch")
         own, weight = beside[..., 0].astype(jnp.int32), beside[..., 1]
-    part = jnp.arange(static.room, dtype=jnp.int32) // (static.room // static.parts)
+    part = exchange.row_parts(static.parts)
     place = own * static.parts + part
     every = jnp.arange(static.num_experts * static.parts, dtype=jnp.int32)
     counts = jnp.sum(place.reshape(-1, 1) == every, axis=0, dtype=jnp.int32)
@@ -315,102 +336,3 @@ def _received(static: Round, arrays: Any) -> Any:
     """Name what came from other devices, for policies of recomputation."""
     arrays = checkpoint_name(arrays, SENT_ROWS)
     return checkpoint_name(arrays, RECEIVED) if static.num_devices > 1 else arrays
-
-
-def _in_rows(static: Round, by_place: jax.Array, order: jax.Array | None) -> jax.Array:
-    """Return what is known of each place as (devices, room, ...)."""
-    if order is None:
-        return by_place[None, : static.num_rows]
-    return by_place[_inverse(order).reshape(static.num_devices, static.room)]
-
-
-def _inverse(order: jax.Array) -> jax.Array:
-    return (
-        jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype))
-    )
-
-
-def _exchange(rows: jax.Array, mesh_axes: tuple[str, ...], name: str) -> jax.Array:
-    """Send part `i` of dim 0 to device `i`, and receive the parts for this device."""
-    with asked(name):
-        return lax.all_to_all(rows, mesh_axes, split_axis=0, concat_axis=0, tiled=True)
-
-
-def _taken(rows: jax.Array, at: jax.Array, valid: jax.Array) -> jax.Array:
-    return jnp.where(valid[..., None], rows[at], 0)
-
-
-def _at_slots(rows: jax.Array, at: jax.Array) -> jax.Array:
-    return rows.at[at].get(mode="fill", fill_value=0)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Routes:
-    """A device's assignments of tokens to experts, in the order of their experts.
-
-    Args:
-        order: (assignments,) int32, the assignment at each place of the order.
-        place: (assignments,) int32, the inverse of `order`.
-        device: (assignments,) int32, the device of each assignment's expert; the number
-            of devices for a dropped assignment.
-        ends: (devices + 1,) int32, where the assignments to each device begin and end.
-    """
-
-    order: jax.Array
-    place: jax.Array
-    device: jax.Array
-    ends: jax.Array
-
-
-def make_routes(experts: jax.Array, num_experts: int, num_devices: int) -> Routes:
-    """Return the routes of a device's tokens.
-
-    Args:
-        experts: (tokens, choices) int32; `num_experts` for a dropped assignment.
-        num_experts: Experts of all devices together, equally many on each.
-        num_devices: Devices that share them.
-    """
-    flat = experts.reshape(-1)
-    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-    place = _inverse(order)
-    device = flat // (num_experts // num_devices)
-    # Not `jnp.searchsorted`, which is a loop of small kernels.
-    bounds = jnp.arange(num_devices + 1, dtype=jnp.int32)
-    ends = jnp.sum(device[:, None] < bounds, axis=0, dtype=jnp.int32)
-    return Routes(order=order, place=place, device=device, ends=ends)
-
-
-def most_for_one(routes: Routes) -> jax.Array:
-    """Return the most assignments that one device gets, int32."""
-    return jnp.max(routes.ends[1:] - routes.ends[:-1])
-
-
-def sent(
-    routes: Routes, first: jax.Array | int, room: int
-) -> tuple[jax.Array, jax.Array]:
-    """Return the assignments of a round, (devices, room), and which are valid.
-
-    Args:
-        routes: A device's routes.
-        first: Assignments that went to each device before.
-        room: Assignments that go to each device.
-    """
-    at = routes.ends[:-1, None] + first + jnp.arange(room, dtype=jnp.int32)
-    valid = at < routes.ends[1:, None]
-    return routes.order[jnp.where(valid, at, 0)], valid
-
-
-def slots(routes: Routes, first: jax.Array | int, room: int) -> jax.Array:
-    """Return the index of each assignment in (devices * room); past its end if absent.
-
-    Args:
-        routes: A device's routes.
-        first: As for `sent`.
-        room: As for `sent`.
-    """
-    num_devices = routes.ends.shape[0] - 1
-    device = jnp.minimum(routes.device, num_devices - 1)
-    rank = routes.place - routes.ends[device] - first
-    here = (rank >= 0) & (rank < room) & (routes.device < num_devices)
-    return jnp.where(here, device * room + rank, num_devices * room)

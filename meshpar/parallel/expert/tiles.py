@@ -21,8 +21,12 @@ from meshpar.parallel.expert.functions import Arrays, Function
 from meshpar.trace.walk import expect_iterations
 
 _LEAST_TILE, _MOST_TILE = 8, 1024
-_WASTE = 8
+_LEAST_TILES = 8
 """An expert has at least this many tiles at balanced load."""
+
+LEAST_TILES_BY_HOST = 4
+"""The same in a part of the rows that are sent by host. Its parts are smaller, and each
+tile reads the weights of its expert, and in the backward adds to their gradients."""
 
 
 @jax.tree_util.register_dataclass
@@ -51,14 +55,19 @@ class Tiles:
         return jnp.arange(self.tile) < self.rows[at]
 
 
-def tile_size(num_rows: int, num_experts: int) -> int:
+def tile_size(num_rows: int, num_experts: int, least_tiles: int = _LEAST_TILES) -> int:
     """Return the rows of a tile: a power of two, at most an eighth of a fair share.
+
+    Args:
+        num_rows: Rows of all experts.
+        num_experts: Number of experts.
+        least_tiles: Tiles of a fair share, if it is not an eighth.
 
     Example:
         >>> tile_size(32_768, 4), tile_size(24, 4)
         (1024, 8)
     """
-    share = num_rows // (num_experts * _WASTE)
+    share = num_rows // (num_experts * least_tiles)
     size = 1 << max(share, 1).bit_length() - 1
     return min(max(size, _LEAST_TILE), _MOST_TILE)
 

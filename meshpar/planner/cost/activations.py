@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from meshpar.layout import STAGE_REMATS
 from meshpar.layout.layout import ATTENTION_MIXED, BLOCK_INPUT, ResidualNames
-from meshpar.parallel.sizes import first_room
+from meshpar.parallel.sizes import first_room, host_room, most_room
 from meshpar.planner.cost.run import Run
 
 
@@ -219,6 +219,21 @@ def room_rows(run: Run) -> int:
     devices, top_k = run.layout.expert, run.workload.top_k
     own = run.workload.experts // devices
     return devices * first_room(run.tokens, top_k, own, devices)
+
+
+def tokens_to_hosts(run: Run) -> tuple[int, int]:
+    """Return the hosts of devices that share experts, and a device's tokens to each.
+
+    The tokens are 0 if each row goes to its experts' devices by itself.
+    """
+    link = run.link("expert")
+    devices, top_k = run.layout.expert, run.workload.top_k
+    hosts = devices // link.inner if link.name == "network" else 1
+    own = run.workload.experts // devices
+    room = room_rows(run) // devices
+    is_most = room >= most_room(run.tokens, top_k, own)
+    rows = devices // hosts * room
+    return hosts, host_room(run.tokens, top_k, hosts, rows, is_most=is_most)
 
 
 @lru_cache(maxsize=1024)

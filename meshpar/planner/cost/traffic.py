@@ -10,8 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from meshpar.layout import Layout
-from meshpar.parallel.sizes import ROUTE_BYTES, WEIGHT_BYTES, head_copies
-from meshpar.planner.cost.activations import Again, recomputation, room_rows
+from meshpar.parallel.sizes import PICK_BYTES, ROUTE_BYTES, WEIGHT_BYTES, head_copies
+from meshpar.planner.cost.activations import (
+    Again,
+    recomputation,
+    room_rows,
+    tokens_to_hosts,
+)
 from meshpar.planner.cost.run import Run, block_parameters
 from meshpar.planner.cost.seconds import (
     ATTENTION,
@@ -96,6 +101,10 @@ def _expert(run: Run, again: Again) -> Iterator[Row]:
         results = back = there
     else:
         rows = room_rows(run)
+        hosts, tokens = tokens_to_hosts(run)
+        if tokens:
+            yield from _expert_by_host(run, again, rows, hosts, tokens)
+            return
         results = rows * workload.hidden * run.dtype_bytes
         there, back = results + rows * ROUTE_BYTES, results + rows * WEIGHT_BYTES
 
@@ -111,6 +120,44 @@ def _expert(run: Run, again: Again) -> Iterator[Row]:
         yield row(results, "backward", _BACK, again.exchanges)
 
 
+def _expert_by_host(
+    run: Run, again: Again, rows: int, hosts: int, tokens: int
+) -> Iterator[Row]:
+    """Rows of tokens sent once to each host (`parallel.expert.host_exchange`).
+
+    Args:
+        run: The run.
+        again: What the backward repeats.
+        rows: Rows that a device receives.
+        hosts: Hosts of the devices that share the experts.
+        tokens: Tokens of a device to each host.
+    """
+    row_bytes = run.workload.hidden * run.dtype_bytes
+    per_host = run.layout.expert // hosts
+    picks = hosts * tokens * run.workload.top_k * PICK_BYTES
+
+    def move(passes: str, reason: str, times: int = 1) -> Iterator[Row]:
+        axes = ("expert",)
+        between = Row(axes, "collective-permute", tokens * row_bytes, reason, passes)
+        yield between._replace(times=(hosts - 1) * times)
+        inside = Row(axes, "all-to-all", rows * row_bytes, reason, passes, times)
+        yield inside._replace(members=per_host, part="inner")
+
+    def numbers(payload: float, passes: str, times: int = 1) -> Row:
+        return Row(("expert",), "all-to-all", payload, _NUMBERS, passes, times)
+
+    for passes, times in (("forward", 1), ("backward", again.exchanges)):
+        yield from move(passes, _THERE, times)
+        yield numbers(rows * ROUTE_BYTES, passes, times)
+        across = numbers(picks, passes, times)
+        yield across._replace(members=hosts, part="outer")
+    yield from move("forward", _BACK)
+    yield from move("backward", _THERE)
+    yield from move("backward", _BACK)
+    yield numbers(rows * WEIGHT_BYTES, "backward")
+
+
+_NUMBERS = "numbers of rows to and from their experts"
 _THERE, _BACK = "tokens to their experts", "and back from their experts"
 
 

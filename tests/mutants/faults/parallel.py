@@ -29,7 +29,7 @@ MUTANTS = (
     Mutant(
         name="row-past-the-room-is-sent",
         effect="a row beyond the room takes a slot of the next device",
-        file="meshpar/parallel/expert/rounds.py",
+        file="meshpar/parallel/expert/routes.py",
         old="here = (rank >= 0) & (rank < room)",
         new="here = (rank >= 0) & (rank <= room)",
         tests=(
@@ -37,6 +37,30 @@ MUTANTS = (
             "::test_what_a_round_has_no_room_for_has_no_slot_of_the_next_device",
         ),
         missed_at_first=True,
+    ),
+    Mutant(
+        name="last-token-to-a-host-is-lost",
+        effect="the last token that fits a host's room is not sent",
+        file="meshpar/parallel/expert/host_exchange.py",
+        old="here = wanted & (count <= self.hosts.room)",
+        new="here = wanted & (count < self.hosts.room)",
+        tests=(
+            "tests/test_experts.py"
+            "::test_tokens_that_fit_a_hosts_room_are_sent_and_no_others",
+        ),
+        missed_at_first=True,
+    ),
+    Mutant(
+        name="row-repeated-for-another-part",
+        effect="a row is repeated from another host's tokens",
+        file="meshpar/parallel/expert/host_exchange.py",
+        old="slot = (device * number + each) * self.room + rank",
+        new="slot = device * number * self.room + rank",
+        tests=(
+            "tests/test_experts.py"
+            "::test_rows_that_are_sent_once_to_each_host_give_the_same"
+            "[expert=8-4-parts1]",
+        ),
     ),
     Mutant(
         name="scattered-gradient-summed-again",
