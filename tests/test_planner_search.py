@@ -62,14 +62,16 @@ def all_runs(asked):
         if layout_problems(like.workload, plain, **size, **program):
             continue
         choices = mesh_choices(like, mesh, asked.constraints)
-        for variant in choices.variants():
-            yield mesh, choices, variant, bounds.run(mesh, variant)
+        for part in choices.by_backwards():
+            for variant in part.variants():
+                yield mesh, part, variant, bounds.run(mesh, variant)
 
 
 @pytest.mark.parametrize(
     "asked, each",
     [
         (request(constraints=Constraints.parse(forbid=["data"])), 67),
+        (request(constraints=Constraints.parse(keep=["stage=4,tensor=1"])), 199),
         slow(request(constraints=Constraints.parse(forbid=["data"])), 29),
         slow(
             request(
@@ -90,7 +92,7 @@ def all_runs(asked):
             67,
         ),
     ],
-    ids=["dense", "more dense", "experts", "overlapped"],
+    ids=["dense", "pipelined", "more dense", "experts", "overlapped"],
 )
 def test_bounds_are_below_the_estimate_of_every_layout(asked, each):
     """Of each 29th or 67th: all of them take minutes."""
@@ -302,9 +304,9 @@ def test_where_nothing_fits_the_nearest_change_does():
     why, changes = nearest_fit(asked)
     assert "nothing fits in 78.1 GB; the smallest layout is " in why
     texts = {change.text: change.layout for change in changes}
-    assert "fits with remat=full instead of none" in texts
+    assert "fits with remat=save:attention_out instead of none" in texts
     assert "fits with 2x devices (32)" in texts
-    layout = texts["fits with remat=full instead of none"]
+    layout = texts["fits with remat=save:attention_out instead of none"]
     fits = estimate(asked.workload, asked.cluster, layout, global_batch=16, seq=8192)
     assert fits.fits
     twice = cluster_of("h100-80gb", devices=32)
@@ -379,7 +381,7 @@ def test_where_layers_do_not_divide_the_shorter_stages_may_come_first():
         mesh = Layout(precision="bf16", stage=5)
         asked = request(cluster=cluster_of("h100-80gb", devices=5), **changes)
         found = mesh_choices(asked.run, mesh, Constraints())
-        return {splits for _, chunks, splits in found.schedules if chunks == 1}
+        return {one.splits for one in found.schedules if one.chunks == 1}
 
     even, shorter_first = (), (6, 6, 6, 7, 7)
     assert splits() == {even, shorter_first}

@@ -27,7 +27,7 @@ TOKEN_AXES = ("data", "fsdp", "context", "expert")
 MANUAL_AXES = (*BATCH_AXES, "stage", "context")
 """The mesh axes over which collectives are written out; GSPMD has the others."""
 
-EXECUTIONS = ("uniform", "divergent")
+EXECUTIONS = ("auto", "uniform", "divergent")
 """Values of `execution`."""
 
 STAGE_REMATS = ("stage", "stage_full")
@@ -90,7 +90,8 @@ class Layout:
         max_pending_w: Most weight gradients that wait on a rank where backwards are
             split, each with a stash; 0 is as many as the schedule leaves.
         execution: How the ranks of a pipeline run: "uniform", all the same instructions
-            in every tick, or "divergent", each one action of its own.
+            in every tick, or "divergent", each one action of its own; "auto" is the
+            faster of the two by their ticks, and uniform where backwards are whole.
         zero: ZeRO stage, what the devices of a split batch share out: 0 nothing,
             1 optimizer state, 2 gradients too, 3 parameters too. With 1 and 2
             parameters are whole from a step's forward to its backward, and shared out
@@ -153,7 +154,7 @@ class Layout:
     chunks: int = 1
     splits: tuple[int, ...] | Literal["cost"] = ()
     max_pending_w: int = 0
-    execution: str = "uniform"
+    execution: str = "auto"
     zero: int = 3
     zero_axes: tuple[str, ...] = ()
     fsdp_gather: str = "step"

@@ -143,6 +143,15 @@ def _permuted_axis(layout: Layout) -> str | None:
     return "context" if layout.attention_method.permutes else None
 
 
+def own_collective(layout: Layout) -> str | None:
+    """Return a mesh axis over which blocks may communicate; None if there is none.
+
+    Without one, ranks may diverge whatever the model is.
+    """
+    axes = ("context", "expert", "tensor")
+    return next((axis for axis in axes if getattr(layout, axis) > 1), None)
+
+
 LOCAL_STEPS = (
     Requirement(
         "layout.sync_of_one_replica",

@@ -253,6 +253,7 @@ auto = ScheduleMethod(
     orders=_orders,
     orders_within=_orders,
     splits_backward=True,
+    no_better_than="zero_bubble_h1",
     reference="searched here for equal F, I and W in the memory of 1F1B; after the "
     "heuristic of Qi et al., 'Zero Bubble Pipeline Parallelism', ICLR 2024, section 3",
 )

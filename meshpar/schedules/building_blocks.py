@@ -49,6 +49,7 @@ def repeated_block(name: str, distances: Distances) -> ScheduleMethod:
         num_chunks=2,
         stages_of=v_stages,
         splits_backward=True,
+        for_divergent=True,
         reference="Qi et al., 'Pipeline Parallelism with Controllable Memory', NeurIPS "
         "2024, section 4 (arXiv 2405.15362)",
     )

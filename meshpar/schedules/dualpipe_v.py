@@ -33,6 +33,7 @@ dualpipe_v = ScheduleMethod(
     num_chunks=2,
     stages_of=v_stages,
     splits_backward=True,
+    for_divergent=True,
     reference="DeepSeek-AI, 'DeepSeek-V3 Technical Report', 2024, section 3.2.1 (arXiv "
     "2412.19437); in a V: Qi et al., 'DualPipe Could Be Better Without the Dual', 2025",
 )

@@ -91,6 +91,8 @@ class ScheduleMethod:
         orders_within: (p, m, v, count) -> orders in which at most `count` weight
             gradients of a rank wait; None to take those of `orders`, with some weight
             gradients earlier (`Schedule.with_most_pending`).
+        for_divergent: True if a search leaves it out in lock step, where another one
+            has no more ticks.
         no_better_than: Another schedule's name that is as long for any sizes and holds
             no more: the planner's search takes that one.
 
@@ -112,6 +114,7 @@ class ScheduleMethod:
     updates_each_microbatch: bool = False
     closed_forms: ClosedForms | None = None
     orders_within: Callable[[int, int, int, int], Orders] | None = None
+    for_divergent: bool = False
     no_better_than: str | None = None
 
     def __call__(

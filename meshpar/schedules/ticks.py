@@ -104,9 +104,9 @@ def tick_phases(
 
     Each phase is compiled by itself, and XLA holds copies of the gradients between
     them: ten phases of `zero_bubble_v` (4 stages of llama3-8b's layers, 16 in all) had
-    25.7 GB of temporaries compiled for 8 H100, three had 10.0 GB. So where ranks diverge, or where there would be
-    more than `_MOST_PHASES`, backwards count as present from their first tick on, and
-    forwards until their last.
+    25.7 GB of temporaries compiled for 8 H100, three had 10.0 GB. So where ranks
+    diverge, or where there would be more than `_MOST_PHASES`, backwards count as
+    present from their first tick on, and forwards until their last.
     """
     if divergent:
         return _phases(ticks, coarse=True)

@@ -15,6 +15,7 @@ zero_bubble_h2 = ScheduleMethod(
     name="zero_bubble_h2",
     orders=lambda p, m, _: deferred_weight_gradients(p, m, warmup=2),
     splits_backward=True,
+    for_divergent=True,
     reference="Qi et al., 'Zero Bubble Pipeline Parallelism', ICLR 2024, section 2.3 "
     "(arXiv 2401.10241)",
 )

@@ -68,7 +68,12 @@ class Bounds:
         some = next(choices.variants())
         if choices.is_one:
             return self.bound(mesh, some)
-        some = some._replace(schedule=_PLAIN.schedule, splits=())
+        if not choices.splits_backward:
+            some = some._replace(schedule=_PLAIN.schedule, splits=())
+        diverges = any(one.execution == "divergent" for one in choices.schedules)
+        some = some._replace(
+            splits=(), execution="divergent" if diverges else some.execution
+        )
         fewest = self._fewest(mesh, choices)
         plain = [
             (variant, self._costs.least_step_cost(mesh, variant, choices))
@@ -85,13 +90,13 @@ class Bounds:
         # most microbatches.
         many, chunks = max(choices.microbatches), _most_chunks(choices)
         fills = (mesh.stage - 1) / chunks / many
-        ticks = 1.0 + fills if self._like.execution.lock_step else 1.0
         step_s = min(
             self._step_s(
                 mesh,
                 variant,
                 shared,
-                ticks * variant.microbatches,
+                variant.microbatches,
+                fills * variant.microbatches,
                 remats=_remats_to_try(shared, choices),
                 smallest=choices.remats[-1],
             )
@@ -108,12 +113,12 @@ class Bounds:
         lock_step = self._like.execution.lock_step
         by_schedule = (
             _held(schedule, mesh.stage, many, each, lock_step)
-            for schedule, each, _ in choices.schedules
+            for schedule, each, *_ in choices.schedules
         )
         held = min(many, mesh.stage, *by_schedule)
         # What one of them makes again, another may have kept.
         again = len(choices.remats) == 1
-        own = min(self._own_blocks(mesh, *one) for one in choices.schedules)
+        own = min(self._own_blocks(mesh, *one[:3]) for one in choices.schedules)
         small = some._replace(
             microbatches=many, chunks=_most_chunks(choices), remat=choices.remats[-1]
         )
@@ -143,8 +148,7 @@ class Bounds:
     def bound(self, mesh: Layout, variant: Variant) -> Bound:
         """Return the bound of one layout."""
         lock_step = self._like.execution.lock_step
-        ticks = variant.microbatches * variant.chunks
-        ticks += mesh.stage - 1 if lock_step else 0
+        ticks, fills = variant.microbatches * variant.chunks, mesh.stage - 1
         held = held_microbatches(mesh.stage, variant, lock_step=lock_step)
         shared = self._costs.step_cost(mesh, variant)
         scheduled = variant.schedule, variant.chunks, variant.splits
@@ -153,7 +157,8 @@ class Bounds:
         if memory > self._capacity_bytes:
             return Bound(0.0, memory)
         remats = (variant.remat,)
-        return Bound(self._step_s(mesh, variant, shared, ticks, remats=remats), memory)
+        step_s = self._step_s(mesh, variant, shared, ticks, fills, remats=remats)
+        return Bound(step_s, memory)
 
     def memory_bytes(self, run: Run) -> float:
         """Return a closer bound of a run's memory: that of its first rank."""
@@ -168,6 +173,7 @@ class Bounds:
         variant: Variant,
         shared: StepCost,
         ticks: float,
+        fills: float,
         *,
         remats: tuple[str, ...],
         smallest: str = "",
@@ -175,8 +181,13 @@ class Bounds:
         """Seconds of a step under the fastest of these remat policies.
 
         If one stands for several, of which `smallest` keeps least, it stacks no more
-        than that one does.
+        than that one does. In lock step ranks wait for `fills` more ticks than they
+        work in; if backwards are split, without their weight gradients, and if ranks
+        diverge, for forwards only.
         """
+        lock_step, splits = self._like.execution.lock_step, False
+        if lock_step and mesh.stage > 1:
+            splits = variant.scheduled.splits_backward
         layers = self._like.workload.layers
         # Blocks of the longest stage, or their mean where blocks are of two kinds.
         longest = layers / (mesh.stage * variant.chunks)
@@ -185,7 +196,7 @@ class Bounds:
         cores = self._like.cluster.device.efficiency.collective_cores
         key, fastest_s = self._costs.block_key(mesh, variant), math.inf
         for remat in remats:
-            tick_s = overhead_s
+            tick_s, forward_s, late_s = overhead_s, 0.0, 0.0
             least = smallest if len(remats) == 1 and smallest else remat
             for (_, count), block, small, gather_s, bare_s in zip(
                 self._costs.kinds,
@@ -201,9 +212,16 @@ class Bounds:
                     exposed_s = gather_s[way] - hidden_s * (1 - cores)
                     block_s = block.total_s[way] + exposed_s - less_s
                     tick_s += longest * count / layers * block_s
-            fastest_s = min(fastest_s, tick_s)
+                    forward_s += longest * count / layers * block_s * (1 - way)
+                # With all traffic of the backward, of which W has the reductions.
+                late_s += longest * count / layers * (block.late_s + exposed_s)
+            fill_s = tick_s if lock_step else 0.0
+            if splits:
+                diverges = variant.execution == "divergent"
+                fill_s = forward_s if diverges else tick_s - late_s
+            fastest_s = min(fastest_s, ticks * tick_s + fills * max(0.0, fill_s))
         # What is hidden takes cores, and all devices wait for the slowest.
-        return (ticks * fastest_s + shared.once_s) * self._slowest * (1 - _ROUNDING)
+        return (fastest_s + shared.once_s) * self._slowest * (1 - _ROUNDING)
 
     def _memory(
         self,
@@ -226,6 +244,8 @@ class Bounds:
         else:
             kept = min(block.kept_bytes for block in blocks) * own * held
         total = state_bytes
+        # One waits at least, and one is on its way to its slot.
+        total += min(block.stash_bytes for block in blocks) * own / variant.chunks
         total += kept if again or variant.remat not in STAGE_REMATS else 0.0
         if self._like.execution.eager or variant.remat == "none" or not again:
             return total
@@ -245,7 +265,7 @@ class Bounds:
 
 
 def _most_chunks(choices: MeshChoices) -> int:
-    return max(chunks for _, chunks, _ in choices.schedules)
+    return max(one.chunks for one in choices.schedules)
 
 
 def _remats_to_try(shared: StepCost, choices: MeshChoices) -> tuple[str, ...]:

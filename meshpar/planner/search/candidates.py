@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
@@ -126,6 +127,8 @@ def settle(leaves: list[Leaf], bounds: Bounds, findings: Findings) -> None:
             continue
         if leaf.num_layouts == 1:
             run = bounds.run(leaf.mesh, leaf.some_variant)
+            if run.splits_backward:
+                run = fitted(run, findings.capacity_bytes)
             if not (
                 findings.reject(leaf, bounds.memory_bytes(run))
                 or findings.reject(leaf, fullest_memory(run).total_bytes)
@@ -135,6 +138,24 @@ def settle(leaves: list[Leaf], bounds: Bounds, findings: Findings) -> None:
         for part in leaf.parts(bounds):
             if not findings.reject(part, part.bound.memory_bytes):
                 heappush(waiting, part)
+
+
+def fitted(run: Run, capacity_bytes: float) -> Run:
+    """Return the run with as many waiting weight gradients as fit, if they are split.
+
+    Each waits with a stash. The run itself is returned if it fits, limits them already,
+    or does not fit with one of them.
+    """
+    layout = run.layout
+    if not run.splits_backward or layout.max_pending_w or run.execution.eager:
+        return run
+    memory, waiting = fullest_memory(run), run.pipeline_ticks.stash
+    too_much = memory.total_bytes - capacity_bytes
+    each = memory.stash_bytes / waiting
+    limit = waiting - math.ceil(too_much / each) if each else 0
+    if too_much <= 0 or limit < 1:
+        return run
+    return replace(run, layout=replace(layout, max_pending_w=limit))
 
 
 def rejected(run: Run, capacity_bytes: float, slowest: Estimate | None) -> Rejected:

@@ -20,6 +20,7 @@ from meshpar.hardware.platforms import platform_named
 from meshpar.layout import BY_COST, STAGE_REMATS, Layout
 from meshpar.layout.context_method import CONTEXT_METHODS, ContextAttention
 from meshpar.layout.layout import ATTENTION_MIXED, BLOCK_INPUT
+from meshpar.layout.requirements import own_collective
 from meshpar.planner.cost.activations import OF_MATMULS
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.seconds import (
@@ -48,6 +49,10 @@ from meshpar.schedules import SCHEDULES, plan_refusal
 from meshpar.schedules.stage_splits import split_evenly
 
 _PLAIN = Layout()
+_MOST_SPLIT_RANKS = 16
+"""Most ranks of split backwards that a search considers, unless their schedule is kept:
+they are replayed, and 16 ranks take a tenth of a second."""
+
 # What computes again least, and keeps most, comes first.
 _WORDS = ("none", "selective", "dots")
 _OF_ROUTED = ("attention_qkv", "attention_out", "experts_gate_up")
@@ -88,6 +93,11 @@ class MeshChoices(NamedTuple):
         )
 
     @property
+    def splits_backward(self) -> bool:
+        """True if the backwards of its schedules are split (`by_backwards`)."""
+        return self.ranks > 1 and self.schedules[0].splits_backward
+
+    @property
     def is_one(self) -> bool:
         """True if there is at most one value for every key."""
         return max(map(len, self[2:])) == 1
@@ -96,14 +106,13 @@ class MeshChoices(NamedTuple):
         """Yield every way to run the mesh shape."""
         for part in map(self.with_microbatches, self.microbatches):
             (count,) = part.microbatches
-            for (name, chunks, splits), state, sequence, remat in product(
+            for scheduled, state, sequence, remat in product(
                 part._scheduled(count),
                 part.states,
                 part.sequence_parallel,
                 part.remats,
             ):
-                how = (name, chunks, splits, *state)
-                yield Variant(count, *how, sequence, remat)
+                yield Variant(count, *scheduled, *state, sequence, remat)
 
     def with_sequence_parallel(self, variant: Variant) -> list[Variant]:
         """Return the variant with each value of `sequence_parallel`."""
@@ -132,9 +141,17 @@ class MeshChoices(NamedTuple):
 
     def _scheduled(self, count: int) -> Iterator[Scheduled]:
         """Yield the schedules that exist for so many microbatches."""
-        for name, chunks, splits in self.schedules:
-            if self.ranks == 1 or _exists(name, self.ranks, count, chunks):
-                yield name, chunks, splits
+        for one in self.schedules:
+            if self.ranks == 1 or _exists(one.schedule, self.ranks, count, one.chunks):
+                yield one
+
+    def by_backwards(self) -> Iterator[MeshChoices]:
+        """Yield those whose backwards are whole, and those whose are split."""
+        for splits in (False, True):
+            own = [one for one in self.schedules if one.splits_backward == splits]
+            part = self._replace(schedules=tuple(own))
+            if own and part.num_variants:
+                yield part
 
     def parts(self) -> Iterator[tuple[MeshChoices, int]]:
         """Yield a part for each value of an open key, and its number of variants."""
@@ -259,15 +276,13 @@ def _schedules(
 ) -> Iterator[Scheduled]:
     if mesh.stage == 1:
         if not mesh.splits:
-            yield mesh.schedule, mesh.chunks, ()
+            yield Scheduled(mesh.schedule, mesh.chunks, ())
         return
     # A schedule that another one beats is considered only if it is kept.
     searched = tuple(
         name
         for name, method in SCHEDULES.items()
-        if method.no_better_than is None
-        and not method.splits_backward
-        and plan_refusal(name) is None
+        if method.no_better_than is None and plan_refusal(name) is None
     )
     several = chunk_counts(like.workload.layers, mesh.stage)
     for name in constraints.choices("schedule", searched):
@@ -280,7 +295,37 @@ def _schedules(
                 others = tuple(_splits(like, mesh)) if chunks == 1 else ()
                 for splits in constraints.choices("splits", ((), *others)):
                     if splits in ((), BY_COST) or len(splits) == stages:
-                        yield name, chunks, splits
+                        yield from _ways(like, mesh, constraints, name, chunks, splits)
+
+
+def _ways(
+    like: Run,
+    mesh: Layout,
+    constraints: Constraints,
+    name: str,
+    chunks: int,
+    splits: Splits,
+) -> Iterator[Scheduled]:
+    """Yield a schedule in every execution.
+
+    Ranks diverge only where a block has no collective of its own. What may wait is
+    limited later, if a layout does not fit (`fitted`).
+    """
+    method, kept = SCHEDULES[name], constraints.kept
+    limit = kept.get("max_pending_w", 0)
+    executions: tuple[str, ...] = (_PLAIN.execution,)
+    if method.splits_backward and like.execution.lock_step:
+        apart = own_collective(mesh) is None
+        executions = ("uniform", "divergent") if apart else ("uniform",)
+    if "schedule" not in kept:
+        if method.splits_backward and mesh.stage > _MOST_SPLIT_RANKS:
+            return
+        if limit and not method.splits_backward:
+            return
+    for execution in constraints.choices("execution", executions):
+        left_out = execution == "uniform" and method.for_divergent
+        if not left_out or "schedule" in kept:
+            yield Scheduled(name, chunks, splits, limit, execution)
 
 
 def _splits(like: Run, mesh: Layout) -> Iterator[Splits]:

@@ -177,8 +177,9 @@ def possible_meshes(
         elif not choices.num_variants:
             refused.append(Rejected(mesh, _NO_VARIANT, "plan.no_way_to_run"))
         else:
-            bound = bounds.least(mesh, choices)
-            leaves.append(Leaf(bound, (order,), mesh, choices, choices.num_variants))
+            for index, part in enumerate(choices.by_backwards()):
+                bound, place = bounds.least(mesh, part), (order, index)
+                leaves.append(Leaf(bound, place, mesh, part, part.num_variants))
     if not leaves and not refused:
         raise InputError(_no_mesh(like, constraints), key="plan.no_such_layout")
     return leaves, refused

@@ -16,8 +16,9 @@ from meshpar.planner.cost.activations import (
     everything_bytes,
     kept_bytes,
     stage_input_bytes,
+    stash_bytes,
 )
-from meshpar.planner.cost.block_time import block_time
+from meshpar.planner.cost.block_time import BlockTime, block_time
 from meshpar.planner.cost.memory import in_chunks_bytes, least_working_bytes
 from meshpar.planner.cost.run import (
     Run,
@@ -48,12 +49,14 @@ class BlockTimes(NamedTuple):
     """Seconds of one block and microbatch on one device, without FSDP's traffic.
 
     Each for the forward and the backward, and `stacked_s` of either
-    (`meshpar.planner.cost.block_time.BlockTime`).
+    (`meshpar.planner.cost.block_time.BlockTime`). `late_s` is the part of the backward
+    that is W where backwards are split.
     """
 
     spare_s: tuple[float, float]
     total_s: tuple[float, float]
     stacked_s: float
+    late_s: float
 
 
 class BlockMemory(NamedTuple):
@@ -64,6 +67,8 @@ class BlockMemory(NamedTuple):
     input_bytes: float
     inner_bytes: float
     """Bytes kept while the stage of the block is recomputed."""
+    stash_bytes: float
+    """Bytes that wait for a weight gradient, if backwards are split."""
 
 
 class StepCost(NamedTuple):
@@ -150,6 +155,7 @@ class SharedCosts:
             # Kept in slots; collectives that take turns with those of stages.
             mesh.stage > 1 or variant.microbatches > 1,
             mesh.stage > 1 and mesh.tensor > 1,
+            mesh.stage > 1 and variant.scheduled.splits_backward,
         )
 
     def block_times(
@@ -160,12 +166,7 @@ class SharedCosts:
             run = self.run(mesh, variant._replace(remat=remat))
             times = [block_time(run, moe=moe) for moe, _ in self.kinds]
             self._times[key, remat] = tuple(
-                BlockTimes(
-                    time.spare_s,
-                    (time.forward.total_s, time.backward.total_s),
-                    time.stacked_s,
-                )
-                for time in times
+                _block_times(time, splits=run.splits_backward) for time in times
             )
         return self._times[key, remat]
 
@@ -181,7 +182,8 @@ class SharedCosts:
                 again = everything_bytes(run, moe=moe) - in_chunks_bytes(run, moe=moe)
                 inner = again if variant.remat == "stage" else inputs
                 kept = kept_bytes(run, moe=moe)
-                memories.append(BlockMemory(kept, again, inputs, inner))
+                stash = stash_bytes(run, moe=moe)
+                memories.append(BlockMemory(kept, again, inputs, inner, stash))
             self._memories[key] = tuple(memories)
         return self._memories[key]
 
@@ -204,10 +206,10 @@ class SharedCosts:
         if key in self._least_step_costs:
             return self._least_step_costs[key]
         costs = []
-        one_of_each_split = {one[2]: one for one in choices.schedules}
+        one_of_each_split = {one.splits: one for one in choices.schedules}
         for state, scheduled in product(choices.states, one_of_each_split.values()):
             even = (_PLAIN.schedule, 1, ())
-            name, chunks, splits = scheduled if any(scheduled[2]) else even
+            name, chunks, splits = scheduled[:3] if any(scheduled.splits) else even
             variant = like.with_state(state)
             variant = variant._replace(schedule=name, chunks=chunks, splits=splits)
             costs.append(self.step_cost(mesh, variant))
@@ -222,6 +224,16 @@ class SharedCosts:
         least = StepCost(min(state_bytes), min(once_s), least_s, least_bare_s)
         self._least_step_costs[key] = least
         return least
+
+
+def _block_times(time: BlockTime, *, splits: bool) -> BlockTimes:
+    backward_s, late_s = time.backward.total_s, 0.0
+    if splits:
+        input_grad, weight_grad = time.split_backward
+        late_s = weight_grad.total_s
+        backward_s = input_grad.total_s + late_s
+    total_s = time.forward.total_s, backward_s
+    return BlockTimes(time.spare_s, total_s, time.stacked_s, late_s)
 
 
 def _shared_by(mesh: Layout, variant: Variant) -> tuple:
@@ -268,8 +280,9 @@ def _step_cost(run: Run, kinds: list[bool]) -> StepCost:
         bare = dict(seconds)
         for row in weight_rows(run, moe=moe):
             own_s = row_s(run, row)
-            seconds[row.passes] += own_s
-            bare[row.passes] += own_s * (1 - row.share)
+            way = "forward" if row.passes == "forward" else "backward"
+            seconds[way] += own_s
+            bare[way] += own_s * (1 - row.share)
         gather_s.append((seconds["forward"], seconds["backward"]))
         bare_s.append((bare["forward"], bare["backward"]))
     return StepCost(state, once_s, tuple(gather_s), tuple(bare_s))

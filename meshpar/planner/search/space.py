@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from meshpar.errors import InputError, nearest, renamed
 from meshpar.hardware.device import Device
 from meshpar.layout import MESH_AXES, Layout
-from meshpar.schedules import plan_refusal
+from meshpar.schedules import SCHEDULES, plan_refusal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +107,21 @@ class Constraints:
 Splits = tuple[int, ...] | Literal["cost"]
 """`Layout.splits`: layers of every stage, or the rule that decides them."""
 
-Scheduled = tuple[str, int, Splits]
-"""A schedule, the chunks of a rank, and the splits of the stages."""
+
+class Scheduled(NamedTuple):
+    """A schedule, and how ranks run it: keys of a layout."""
+
+    schedule: str
+    chunks: int
+    splits: Splits
+    max_pending_w: int = 0
+    execution: str = Layout().execution
+
+    @property
+    def splits_backward(self) -> bool:
+        """True if the backwards are split."""
+        return SCHEDULES[self.schedule].splits_backward
+
 
 State = tuple[int, str, str, str]
 """`zero`, `fsdp_gather`, `param_dtype` and `optimizer_memory` of a variant."""
@@ -121,12 +134,19 @@ class Variant(NamedTuple):
     schedule: str
     chunks: int
     splits: Splits
+    max_pending_w: int
+    execution: str
     zero: int
     fsdp_gather: str
     param_dtype: str
     optimizer_memory: str
     sequence_parallel: bool
     remat: str
+
+    @property
+    def scheduled(self) -> Scheduled:
+        """Its schedule."""
+        return Scheduled(*(getattr(self, key) for key in Scheduled._fields))
 
     def with_state(self, state: State) -> Variant:
         """Return the variant with one of `MeshChoices.states`."""
