@@ -16,6 +16,18 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        name="backward-of-newer-weights",
+        effect="PipeDream's backward uses the newest weights, not its forward's",
+        file="meshpar/parallel/pipeline/weight_stash.py",
+        old='self._slots(row, "version_read")',
+        new='self._slots(row, "version_newest")',
+        tests=(
+            "tests/test_pipedream_stash.py"
+            "::test_ten_steps_are_those_of_delayed_gradients_with_stashed_weights"
+            "[sizes0-stage=2]",
+        ),
+    ),
+    Mutant(
         name="no-gradient-of-log-sum-exp",
         effect="attention's backward leaves out a term of the softmax",
         file="meshpar/parallel/context/shards.py",
