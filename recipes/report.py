@@ -109,6 +109,8 @@ def log_layout(step: TrainStep, config: RunConfig) -> None:
         f"layout {step.layout} on {which} {device.device_kind} devices, "
         f"{step.model.num_parameters:,} parameters"
     )
+    if step.options.execution_reason:
+        LOGGER.info(step.options.execution_reason)
     if step.layout.updates_each_microbatch:
         LOGGER.info(stash_note(step.layout))
     LOGGER.info(Drawn(parameter_table(found.parameters)))

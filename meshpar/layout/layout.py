@@ -27,7 +27,10 @@ TOKEN_AXES = ("data", "fsdp", "context", "expert")
 MANUAL_AXES = (*BATCH_AXES, "stage", "context")
 """The mesh axes over which collectives are written out; GSPMD has the others."""
 
-EXECUTIONS = ("auto", "uniform", "divergent")
+FIXED_EXECUTIONS = ("uniform", "divergent")
+"""Values of `execution` that leave nothing open."""
+
+EXECUTIONS = ("auto", *FIXED_EXECUTIONS)
 """Values of `execution`."""
 
 STAGE_REMATS = ("stage", "stage_full")

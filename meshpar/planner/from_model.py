@@ -34,9 +34,9 @@ from meshpar.model.tracing import (
     traced_streams,
     tracing_scope,
 )
-from meshpar.parallel.blocks import Residuals, restore_vjp, vjp_without
-from meshpar.parallel.pipeline.split_backward import split_program
+from meshpar.parallel.blocks import vjp_without
 from meshpar.parallel.pipeline.stages import layer_costs
+from meshpar.parallel.pipeline.traced_layer import in_dtype, mean_layer
 from meshpar.parallel.placement import DTYPES
 from meshpar.parallel.remat import rematerialised
 from meshpar.planner.cost.pipeline_time import schedule_ticks
@@ -232,68 +232,10 @@ def _residual_bytes(
 
 def _mean_cut(model: Model, seq: int, dtype: Any, remat: str) -> Cut:
     """Return the mean cut of the layers' backwards, as a pipeline's step makes it."""
-    layers, stash, late, all_weights = 0, 0.0, 0.0, 0.0
-    streams = in_dtype(traced_streams(model, 1, seq), dtype)
-    for at, (group, x) in enumerate(zip(model.groups, streams, strict=True)):
-        own_bytes, own_late, own_weights = _traced_cut(model, at, x, seq, remat)
-        layers += group.num_layers
-        stash += group.num_layers * own_bytes
-        late += group.num_layers * own_late
-        all_weights += group.num_layers * own_weights
-    uncut = 1 - late / all_weights if all_weights else 0.0
-    return Cut(stash / layers / seq, max(0.0, uncut))
-
-
-def _traced_cut(
-    model: Model, at: int, x: Any, seq: int, remat: str
-) -> tuple[float, float, float]:
-    """Return the stash's bytes, and FLOPs of W and of all weight gradients, a layer.
-
-    A weight's gradient takes the FLOPs of its matmul in the forward.
-    """
-    group, dtype = model.groups[at], jax.tree.leaves(x)[0].dtype
-    call = rematerialised(group.run, remat)
-    params = in_dtype(one_layer_shapes(model)[1][at], dtype)
-    known = traced_batch(model, 1, seq), one_layer_state(model)[1][at]
-    of_forward: list[Residuals] = []
-
-    def forward(params: Any, x: Any, known: tuple) -> tuple[Any, list[jax.Array]]:
-        def apply(params: Any, x: Any) -> Any:
-            return call(lambda known: tracing_scope(*known, layer=0), params, x, known)
-
-        y, residuals = vjp_without(apply, (params, x), (params, known))
-        of_forward.append(residuals)
-        return y, residuals.kept
-
-    forward_program, (dy, kept) = jax.make_jaxpr(forward, return_shape=True)(
-        params, x, known
-    )
-
-    def backward(given: tuple, kept: Any, dy: Any) -> tuple[Any, Any]:
-        residuals = replace(of_forward[-1], kept=kept)
-        of_params, dx = restore_vjp(residuals, given)(dy)
-        return dx, of_params
-
-    given = params, known
-    traced, shapes = jax.make_jaxpr(backward, return_shape=True)(given, kept, dy)
-    num_inputs, num_weights = (len(jax.tree.leaves(of)) for of in shapes)
-    num_given, num_others = (len(jax.tree.leaves(of)) for of in (given, (kept, dy)))
-    cut = split_program(
-        traced,
-        [True] * num_inputs + [False] * num_weights,
-        [True] * num_given + [False] * num_others,
-    )
-    weights = [Operand(is_weight=True)] * len(jax.tree.leaves(params))
-    others = len(forward_program.jaxpr.invars) - len(weights)
-    flops = matmul_flops(
-        forward_program,
-        [*weights, *[Operand(is_weight=False)] * others],
-        while_length=1,
-    )
-    operands = [Operand(is_weight=False)] * len(cut.second.jaxpr.invars)
-    late = matmul_flops(cut.second, operands, while_length=1)
-    stash_bytes = sum(math.prod(one.shape) * one.dtype.itemsize for one in cut.stash)
-    return stash_bytes, late.between_activations, flops.with_weights
+    layer = mean_layer(model, seq=seq, dtype=dtype, remat=remat)
+    weights = layer.weight_flops
+    uncut = 1 - layer.weight_grad_flops / weights if weights else 0.0
+    return Cut(layer.stash_bytes / seq, max(0.0, uncut))
 
 
 _EXAMPLE_BYTES = 2**33
@@ -331,11 +273,6 @@ def logits_bytes(model: Model, *, seq: int, vocab: int, dtype: Any) -> int:
     )
     most = max((math.prod(shape) for shape in matmuls if vocab in shape), default=0)
     return 0 if most >= examples * seq * vocab else 4 * most
-
-
-def in_dtype(tree: Any, dtype: Any) -> Any:
-    """Return the shapes of a tree of arrays or parameters in another dtype."""
-    return jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, dtype), tree)
 
 
 def planned_run(step: TrainStep, batch: Batch) -> Run:

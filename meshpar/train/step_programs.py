@@ -76,6 +76,7 @@ class StepOptions:
     state_spec: StateSpec | None = None
     unroll_optimizer: bool = False
     check: bool = True
+    execution_reason: str = ""
 
     @property
     def hosts(self) -> tuple[int, ...] | None:
@@ -252,6 +253,8 @@ class StepPlan:
         programs = replace(programs, compiler_options={})
         state = programs.functions.state_shapes
         notes = prefetch_notes(self.placement)
+        if self.options.execution_reason:
+            notes += (self.options.execution_reason,)
         if sync_only:
             averages = replace(self.sync_programs, compiler_options={})
             return averages.sync, (state,), notes

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from meshpar.collectives import asked
 from meshpar.errors import InputError, nearest
-from meshpar.layout import EXECUTIONS, REMATS
+from meshpar.layout import FIXED_EXECUTIONS, REMATS
 from meshpar.parallel.blocks import ScopeArrays
 from meshpar.parallel.pipeline.crossing import STAGE
 from meshpar.parallel.pipeline.microbatches import Microbatches, differentiable
@@ -192,9 +192,9 @@ def pipeline_value_and_grad(
             f"no remat {remat!r} here; {nearest(remat, _REMATS)}",
             key="layout.unknown_remat",
         )
-    if execution not in EXECUTIONS:
+    if execution not in FIXED_EXECUTIONS:
         raise InputError(
-            f"no execution {execution!r}; {nearest(execution, EXECUTIONS)}",
+            f"no execution {execution!r}; {nearest(execution, FIXED_EXECUTIONS)}",
             key="layout.unknown_execution",
         )
     hindrance = partitioning_hindrance(mesh.shape)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from meshpar.errors import renamed
-from meshpar.layout import Layout
-from meshpar.layout.requirements import OPTIONS, Facts, problems
+from meshpar.layout import FIXED_EXECUTIONS, Layout
+from meshpar.layout.requirements import OPTIONS, Facts, own_collective, problems
 from meshpar.planner.cost.memory import Memory, fullest_memory
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.step_time import step_time
 from meshpar.planner.cost.step_traffic import sent_in_a_step
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import MESHPAR, Execution
-from meshpar.planner.plan import Plan
+from meshpar.planner.plan import Plan, milliseconds
 from meshpar.planner.workload.problems import layout_problems, layout_stage_blocks
 from meshpar.planner.workload.workload import Workload
 
@@ -71,17 +73,37 @@ def estimate(
     )
     for problem in (*options, *found):
         raise problem.error(layout)
-    return estimate_run(
-        Run(
-            workload=workload,
-            cluster=cluster,
-            layout=layout,
-            execution=execution,
-            global_batch=global_batch,
-            seq=seq,
-            stage_blocks=stage_blocks or layout_stage_blocks(workload, layout),
-        )
+    run = Run(
+        workload=workload,
+        cluster=cluster,
+        layout=layout,
+        execution=execution,
+        global_batch=global_batch,
+        seq=seq,
+        stage_blocks=stage_blocks or layout_stage_blocks(workload, layout),
     )
+    return estimate_run(with_execution(run))
+
+
+def with_execution(run: Run) -> Run:
+    """Return the run in the faster execution, if its layout leaves that open."""
+    layout = run.layout
+    is_open = layout.execution == "auto" and run.splits_backward
+    if not is_open or not run.execution.lock_step:
+        return run
+    axis = own_collective(layout)
+    runs = {
+        name: replace(run, layout=replace(layout, execution=name))
+        for name in FIXED_EXECUTIONS
+    }
+    if axis is not None:
+        why = f"execution=uniform: blocks communicate over {axis!r}"
+        return replace(runs["uniform"], why_execution=why)
+    seconds = {name: step_time(one).step_s for name, one in runs.items()}
+    chosen = min(seconds, key=seconds.__getitem__)
+    times = ", ".join(f"{name} {milliseconds(s)}" for name, s in seconds.items())
+    why = f"execution={chosen}: a step takes {times}"
+    return replace(runs[chosen], why_execution=why)
 
 
 def estimate_run(run: Run) -> Estimate:

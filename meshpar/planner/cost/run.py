@@ -55,6 +55,7 @@ class Run:
         seq: Tokens of a sequence.
         stage_blocks: Blocks of every stage, chunk by chunk in order of the stages.
         ticks: Ticks of its pipeline; None to take them from the layout's schedule.
+        why_execution: Why its layout's execution was chosen; empty if it was not.
     """
 
     workload: Workload
@@ -65,6 +66,7 @@ class Run:
     seq: int
     stage_blocks: tuple[int, ...]
     ticks: Ticks | None = None
+    why_execution: str = ""
 
     @property
     def replicas(self) -> int:
@@ -351,8 +353,8 @@ class Run:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Words about its attention."""
-        return tuple(filter(None, (self.attention.words,)))
+        """Words about its attention, and how its ranks run."""
+        return tuple(filter(None, (self.attention.words, self.why_execution)))
 
     @property
     def examples(self) -> tuple[int, str]:
@@ -378,7 +380,7 @@ class Run:
 
     def as_json(self) -> dict[str, Any]:
         """Return entries of a plan's JSON that only transformers have."""
-        return {"attention": self.attention.words}
+        return {"attention": self.attention.words, "why_execution": self.why_execution}
 
 
 def _over_rails(link: Link, rails: int) -> Link:
