@@ -17,9 +17,11 @@ from meshpar.planner.cost.pipeline_time import (
     schedule_ticks,
     span_s,
 )
+from meshpar.planner.cost.step_time import stage_times
 from meshpar.planner.from_model import traced_workload
 from meshpar.planner.machine.clusters import cluster_of
-from meshpar.planner.machine.execution import MEGATRON_2022
+from meshpar.planner.machine.execution import MEGATRON_2022, MEGATRON_2023
+from meshpar.planner.published.megatron import published
 from meshpar.planner.workload.shapes import SHAPES
 from meshpar.schedules import (
     SCHEDULES,
@@ -193,3 +195,38 @@ def test_both_executions_have_a_time_and_hops_in_a_v_go_both_ways():
     expected /= straight.forward_ticks + straight.down_hops
     ratio = hops["zero_bubble_v", "uniform"] / hops["zero_bubble_h2", "uniform"]
     assert ratio == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_planned_bubbles_are_near_the_published_ones(index):
+    """Of 14.6B, by the longest span of a stage, as Qi et al. 2024 count."""
+    data = published()["zero_bubble_2401_10241"]
+    cells = [row for row in data["profile_and_bubble"] if row["model"] == "14.6B"]
+    model, cell = data["models"]["14.6B"], cells[index]
+    sizes = {key: model[key] for key in ("layers", "hidden", "heads")}
+    workload = dataclasses.replace(
+        SHAPES["gpt3-175b"], ffn=0, head_dim=0, kv_heads=0, **sizes
+    )
+    for name, column in (("1f1b", "1F1B"), ("zero_bubble_h1", "ZB-H1")):
+        layout = layout_of(
+            name, stage=model["p"], microbatches=cell["m"], precision="bf16"
+        )
+        run = estimate(
+            workload,
+            cluster_of("a100-80gb", devices=model["p"]),
+            layout,
+            global_batch=cell["m"] * model["mbs"],
+            seq=data["seq"],
+            execution=MEGATRON_2023,
+            stage_blocks=(2, *[3] * (model["p"] - 2), 2),
+        ).run
+        stages = stage_times(run)
+        seconds = (
+            [stage.forward.total_s for stage in stages],
+            [stage.input_grad.total_s for stage in stages],
+            [stage.weight_grad.total_s for stage in stages],
+        )
+        longest_s = cell["m"] * max(map(sum, zip(*seconds, strict=True)))
+        bubble = 1 - longest_s / span_s(layout, *seconds)
+        least, most = (0.8, 1.1) if name == "1f1b" else (0.9, 1.1)
+        assert least < bubble / cell["bubble"][column] < most

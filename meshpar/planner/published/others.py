@@ -85,7 +85,11 @@ def zero_bubble_passes() -> Iterator[Measured]:
 
 
 def zero_bubble() -> Iterator[Measured]:
-    """Step times and memory of Qi et al. 2024, of the two schedules that exist here.
+    """Step times and memory of Qi et al. 2024, of the schedules that exist here.
+
+    ZB-1p is searched for the profiled times in the memory of 1F1B; in all of their
+    cells its bubble is that of ZB-H1, which stands for it. ZB-2p, with twice the
+    memory, has half of ZB-H2's bubble or less, and is not compared.
 
     Embedding and head count as a layer each, so that the first and the last stage (or
     chunk) have one layer less than the others. Memory is in units of 2^30 bytes:
@@ -94,15 +98,19 @@ def zero_bubble() -> Iterator[Measured]:
     data = published()["zero_bubble_2401_10241"]
     for column, (size, model) in enumerate(data["models"].items()):
         workload = _gpt(size, model, vocab=51_200, seq=data["seq"])
-        for schedule in ("1F1B", "1F1B-I"):
-            chunks = (model["layers"] + 2) // model["p"] if schedule != "1F1B" else 1
+        for schedule in ("1F1B", "1F1B-I", "ZB-1p"):
+            most_chunks = (model["layers"] + 2) // model["p"]
+            chunks = most_chunks if schedule == "1F1B-I" else 1
+            keys = interleaved(chunks)
+            if schedule == "ZB-1p":
+                keys = {"schedule": "zero_bubble_h1"}
             rates = data["samples_per_gpu_s"][schedule][size]
             for index, (count, rate) in enumerate(zip(model["m"], rates, strict=True)):
                 layout = Layout(
                     stage=model["p"],
                     microbatches=count,
                     precision="bf16",
-                    **interleaved(chunks),
+                    **keys,
                 )
                 batch = count * model["mbs"]
                 planned = estimate_published(
