@@ -30,7 +30,7 @@ from meshpar.models.layers.latent_attention import LatentAttention, LatentSizes
 from meshpar.models.layers.mlp import GatedMLP
 from meshpar.models.layers.norm import RMSNorm
 from meshpar.models.layers.rope import RopeScaling, YarnScaling, rope_frequencies
-from meshpar.models.layers.routed_mlp import RoutedMLP
+from meshpar.models.layers.routed_mlp import AUXILIARY, RoutedMLP
 from meshpar.models.layers.router import RouterConfig
 from meshpar.models.llama import RESIDUAL, LlamaEnds
 from meshpar.parallel.sizes import LOGITS_BYTES
@@ -344,9 +344,9 @@ def moe(config: MoEConfig) -> Model:
         block=lambda rngs: RoutedBlock(config, rngs),
         num_layers=config.layers - config.dense_layers,
         auxiliary={
+            **dict.fromkeys(AUXILIARY, 0.0),
             "load_balance": config.balance_coefficient,
             "router_z": config.z_coefficient,
-            "dropped": 0.0,
         },
     )
     groups = {"blocks": routed}

@@ -5,8 +5,8 @@
         --png load.png
 
 It uses 8 virtual CPU devices. Each row has the step's loss, the share of dropped
-assignments, and for each layer the load of every expert over its equal share. The
-picture (`pip install 'meshpar[plots]'`) shows each expert's load and the drop rate over
+assignments, the further rounds of all layers and the share of assignments that went in
+them, and for each layer the load of every expert over its equal share. The picture (`pip install 'meshpar[plots]'`) shows each expert's load and the drop rate over
 time.
 """
 
@@ -89,11 +89,16 @@ def train(
         batch = dict(tokens=rows[:, :-1], targets=rows[:, 1:], weights=weights)
         state, metrics = step(state, batch)
         load = np.asarray(state.model_state["blocks"]["mlp"]["router"]["tokens"])
-        dropped = float(metrics["auxiliary.dropped"] * metrics["weight_sum"])
+        dropped, further = (
+            float(metrics[f"auxiliary.{name}"] * metrics["weight_sum"] / load.sum())
+            for name in ("dropped", "further_rows")
+        )
         yield {
             "step": number,
             "loss": float(metrics["loss"]),
-            "dropped": dropped / float(load.sum()),
+            "dropped": dropped,
+            "further": further,
+            "rounds": float(metrics["auxiliary.further_rounds"]),
             "load": (load / load.mean(axis=1, keepdims=True)).round(4).tolist(),
         }
 
@@ -103,7 +108,8 @@ def in_words(row: Row) -> str:
     loads = [load for layer in row["load"] for load in layer]
     return (
         f"step {row['step']:4d}  loss {row['loss']:.4f}  load {min(loads):.2f} to "
-        f"{max(loads):.2f}  dropped {row['dropped']:.2%}"
+        f"{max(loads):.2f}  dropped {row['dropped']:.2%}  further rounds "
+        f"{row['rounds']:.2f} with {row['further']:.2%}"
     )
 
 

@@ -22,7 +22,7 @@ from meshpar.models.layers.router import Router, RouterConfig
 from meshpar.models.presets import build, configure
 from meshpar.parallel import sizes
 from meshpar.parallel.expert import rounds, tiles
-from meshpar.parallel.expert.experts import routed_mlp
+from meshpar.parallel.expert.experts import counted_mlp, routed_mlp
 from meshpar.parallel.expert.host_exchange import HostExchange, Hosts
 from meshpar.parallel.expert.routes import make_routes, sent, slots
 from meshpar.parallel.remat import rematerialised
@@ -249,6 +249,44 @@ def test_rows_that_are_sent_once_to_each_host_give_the_same(
             np.testing.assert_allclose(value, wanted, rtol=0, atol=1e-5)
     assert {kind.__name__ for kind, _ in seen} == {"Exchange", "HostExchange"}
     assert {num for _, num in seen} == parts
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_further_rounds_and_their_rows_are_counted(hosts):
+    layout, room, more_room = Layout.parse("data=2,expert=4"), 8, 8
+    mesh = make_mesh(layout, jax.devices()[:8])
+    scope = Scope(
+        rules=default_rules(layout),
+        batch_axes=("data", "expert"),
+        expert_hosts=hosts,
+    )
+
+    def local(x, weights, gate_up, down, experts):
+        kernels = gate_up, down
+        _, further = counted_mlp(
+            (x, experts, weights), kernels, scope, num_experts=EXPERTS
+        )
+        return jnp.stack(further)[None]
+
+    examples, own = P(BATCH_AXES), P("expert")
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(examples, examples, own, own, examples),
+        out_specs=examples,
+        axis_names=set(BATCH_AXES),
+        check_vma=False,
+    )
+    run = jax.jit(mapped)
+    for load in LOADS.values():
+        with jax.set_mesh(mesh):
+            rounds, rows = run(X, WEIGHTS, GATE_UP, DOWN, load).T
+        # Of each device's assignments, those to each of the four experts' devices.
+        to = np.stack([np.bincount(one.ravel() // 2, minlength=5)[:4] for one in load])
+        left = np.maximum(to - room, 0)
+        assert rows.tolist() == left.sum(axis=1).tolist()
+        of_groups = -(-left.reshape(2, 16).max(axis=1) // more_room)
+        assert rounds.tolist() == np.repeat(of_groups, 4).tolist()
 
 
 def test_rounds_send_every_assignment_once_to_the_device_of_its_expert():

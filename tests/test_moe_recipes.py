@@ -19,6 +19,7 @@ def test_the_recipe_has_every_experts_load_and_drops_under_a_capacity(tmp_path, 
     assert [row["step"] for row in rows] == [0, 1, 2]
     for row in rows:
         assert 0 < row["dropped"] < 1
+        assert row["rounds"] == row["further"] == 0
         for load in row["load"]:
             assert len(load) == 8 and sum(load) == pytest.approx(8, abs=1e-2)
     assert png.stat().st_size > 0

@@ -16,9 +16,12 @@ from meshpar.model.block_run import Sums
 from meshpar.models.layers.attention import normal
 from meshpar.models.layers.mlp import GatedMLP
 from meshpar.models.layers.router import Router, RouterConfig, choose_experts
-from meshpar.parallel.expert.experts import routed_function, routed_mlp
+from meshpar.parallel.expert.experts import counted_mlp, routed_function, routed_mlp
 
-AUXILIARY = ("load_balance", "router_z", "dropped")
+FURTHER = ("further_rounds", "further_rows")
+"""The sums of what was sent after the first round: rounds, of each token, and rows."""
+
+AUXILIARY = ("load_balance", "router_z", "dropped", *FURTHER)
 """The sums of a routed MLP that are auxiliary losses; `dropped` counts assignments."""
 
 _WHOLE = ("batch", "seq", "embed")
@@ -71,19 +74,17 @@ class RoutedMLP(nnx.Module):
         config = self.router.config
         whole = scope.constrain(x, _WHOLE)
         experts, weights, sums = self.router(whole, scope)
-        y = routed_mlp(
-            whole,
-            experts,
-            weights,
-            self.gate_up[...],
-            self.down[...],
+        y, further = counted_mlp(
+            (whole, experts, weights),
+            (self.gate_up[...], self.down[...]),
             scope,
             num_experts=config.experts,
             most_rows=_most_rows(config, *x.shape[:2], scope),
         )
         if self.shared is not None:
             y = y + self.shared(x, scope)
-        return y, sums
+        rounds = further.rounds * math.prod(experts.shape[:2])
+        return y, sums | dict(zip(FURTHER, (rounds, further.rows), strict=True))
 
 
 def _most_rows(config: RouterConfig, batch: int, seq: int, scope: Scope) -> int | None:

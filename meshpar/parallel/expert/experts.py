@@ -18,7 +18,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -87,6 +87,18 @@ class _Static:
         )
 
 
+class Further(NamedTuple):
+    """Rounds and rows after the first round of a call's forward, fp32 scalars.
+
+    Args:
+        rounds: Rounds after the first one, the same on all devices that share experts.
+        rows: Rows of this device's tokens in these rounds.
+    """
+
+    rounds: jax.Array
+    rows: jax.Array
+
+
 def routed_mlp(
     x: Float[Array, "*tokens embed"],
     experts: Int[Array, "*tokens choices"],
@@ -117,6 +129,37 @@ def routed_mlp(
         InputError: The experts are not split as the rules say, or the rules split
             `embed` over a mesh axis of GSPMD.
     """
+    y, _ = counted_mlp(
+        (x, experts, weights),
+        (gate_up, down),
+        scope,
+        num_experts=num_experts,
+        most_rows=most_rows,
+        distinct=distinct,
+    )
+    return y
+
+
+def counted_mlp(
+    tokens: tuple[jax.Array, jax.Array, jax.Array],
+    kernels: tuple[jax.Array, jax.Array],
+    scope: Scope,
+    *,
+    num_experts: int,
+    most_rows: int | None = None,
+    distinct: bool = True,
+) -> tuple[jax.Array, Further]:
+    """Return what `routed_mlp` does, and how much went in further rounds.
+
+    Args:
+        tokens: `x`, `experts` and `weights`.
+        kernels: `gate_up` and `down`.
+        scope: As for `routed_mlp`.
+        num_experts: As for `routed_mlp`.
+        most_rows: As for `routed_mlp`.
+        distinct: As for `routed_mlp`.
+    """
+    gate_up, down = kernels
     gate_up_spec = array_split(scope.rules, (None, "embed", None, "mlp"), gate_up.shape)
     down_spec = array_split(scope.rules, (None, "mlp", "embed"), down.shape)
     refuse_split_embed(gate_up_spec[1], "experts multiply tokens")
@@ -127,7 +170,7 @@ def routed_mlp(
         distinct=distinct,
         most_rows=most_rows,
     )
-    return _route(call, scope, x, experts, weights, (gate_up, down))
+    return _route(call, scope, *tokens, kernels)
 
 
 def routed_function(
@@ -167,7 +210,7 @@ def routed_function(
         num_experts=num_experts,
         distinct=distinct,
     )
-    return _route(call, scope, x, experts, weights, tuple(arrays))
+    return _route(call, scope, x, experts, weights, tuple(arrays))[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,9 +281,10 @@ def _route(
     experts: jax.Array,
     weights: jax.Array,
     arrays: Arrays,
-) -> jax.Array:
+) -> tuple[jax.Array, Further]:
     if scope.order is not None and scope.order.probing:
-        return x * jnp.sum(weights, axis=-1, keepdims=True).astype(x.dtype)
+        y = x * jnp.sum(weights, axis=-1, keepdims=True).astype(x.dtype)
+        return y, Further(jnp.float32(0), jnp.float32(0))
     rows = [array.reshape(-1, array.shape[-1]) for array in (x, experts, weights)]
     static = call.static(scope, *rows[1].shape)
     num_devices = static.first.num_devices
@@ -255,28 +299,37 @@ def _route(
                 "'experts' first, and map it to 'expert'",
                 key="model.wrong_number_of_experts",
             )
-    return _routed(static, *rows, arrays).reshape(x.shape)
+    y, further = _routed(static, *rows, arrays)
+    return y.reshape(x.shape), further
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _routed(static: _Static, *arrays: Any) -> jax.Array:
+def _routed(static: _Static, *arrays: Any) -> tuple[jax.Array, Further]:
     """Return y_ND for x_ND, expert_NK, weight_NK, and a tuple of experts' arrays."""
     return _routed_forward(static, *arrays)[0]
 
 
-def _routed_forward(static: _Static, *arrays: Any) -> tuple[jax.Array, tuple]:
-    local = functools.partial(_forward_on_part, static)
-    y, kept = _on_parts(static, local, arrays, (PartitionSpec(), _kept_specs(static)))
-    return y, (arrays, kept)
+def _routed_forward(
+    static: _Static, *arrays: Any
+) -> tuple[tuple[jax.Array, Further], tuple]:
+    whole = PartitionSpec()
+    y, further, kept, left = _on_parts(
+        static,
+        functools.partial(_forward_on_part, static),
+        arrays,
+        (whole, whole, _kept_specs(static), whole),
+    )
+    return (y, further), (arrays, kept, left)
 
 
-def _routed_backward(static: _Static, residuals: tuple, dy: jax.Array) -> tuple:
-    arrays, kept = residuals
+def _routed_backward(static: _Static, residuals: tuple, gradients: tuple) -> tuple:
+    arrays, kept, left = residuals
+    dy, _ = gradients
     whole = PartitionSpec()
     dx, dweight, dexperts = _on_parts(
         static,
         functools.partial(_backward_on_part, static),
-        (*arrays, kept, dy),
+        (*arrays, kept, dy, left),
         (whole, whole, static.split),
     )
     return dx, None, dweight, dexperts
@@ -291,16 +344,17 @@ def _forward_on_part(
     expert: jax.Array,
     weight: jax.Array,
     experts: Arrays,
-) -> tuple[jax.Array, Kept]:
-    """Return results and residuals of this part of the experts."""
-    routes = static.routes(expert)
+) -> tuple[jax.Array, Further, Kept, jax.Array]:
+    """Return results, further rounds and residuals of this part of the experts."""
+    routes, choices = static.routes(expert), expert.shape[1]
+    left, further = _left(static, routes, choices)
     y, kept = run(static.first, x, weight, experts, routes, expert, 0)
 
     def more(sizes: Round, first: jax.Array, y: jax.Array) -> jax.Array:
         return y + run(sizes, x, weight, experts, routes, expert, first)[0]
 
-    y = _further(static, routes, expert.shape[1], more, y)
-    return _sum_out(static, y).astype(x.dtype), kept
+    y = _run_further(static, routes, choices, left, more, y)
+    return _sum_out(static, y).astype(x.dtype), further, kept, left
 
 
 def _backward_on_part(
@@ -311,6 +365,7 @@ def _backward_on_part(
     experts: Arrays,
     kept: Kept,
     dy: jax.Array,
+    left: jax.Array,
 ) -> tuple[jax.Array, jax.Array, Arrays]:
     """Return gradients of the tokens, their weights, and this part of the experts."""
     routes = static.routes(expert)
@@ -322,7 +377,7 @@ def _backward_on_part(
         added = run_backward(sizes, again, dy, experts, routes, first, choices)
         return jax.tree.map(jnp.add, gradients, added)
 
-    dx, dweight, dexperts = _further(static, routes, choices, more, gradients)
+    dx, dweight, dexperts = _run_further(static, routes, choices, left, more, gradients)
     summed = _sum_out(static, dx), _sum_out(static, dweight), dexperts
     return jax.tree.map(
         lambda gradient, array: gradient.astype(array.dtype),
@@ -331,20 +386,35 @@ def _backward_on_part(
     )
 
 
-def _further(
-    static: _Static, routes: Routes, choices: int, more: Callable[..., Any], carry: Any
-) -> Any:
-    """Update `carry` in as many further rounds as the fullest device needs.
+def _left(static: _Static, routes: Routes, choices: int) -> tuple[jax.Array, Further]:
+    """Return the most rows that a first round leaves for one device, and the further.
 
     One all-reduce of a number over the devices that share the experts.
     """
+    if static.more is None:
+        return jnp.int32(0), Further(jnp.float32(0), jnp.float32(0))
+    rows = routes.counts - static.first.exchange(routes, 0, choices).num_sent
+    with asked("expert_rounds"):
+        left = lax.pmax(jnp.max(rows), static.more.mesh_axes)
+    # The backward runs as many rounds.
+    left = checkpoint_name(left, RECEIVED)
+    rounds = -(-left // static.more.room)
+    return left, Further(rounds.astype(jnp.float32), jnp.sum(rows, dtype=jnp.float32))
+
+
+def _run_further(
+    static: _Static,
+    routes: Routes,
+    choices: int,
+    left: jax.Array,
+    more: Callable[..., Any],
+    carry: Any,
+) -> Any:
+    """Update `carry` in as many further rounds as the fullest device needs."""
     sizes = static.more
     if sizes is None:
         return carry
     done = static.first.exchange(routes, 0, choices).num_sent
-    left = jnp.max(routes.counts - done)
-    with asked("expert_rounds"):
-        left = lax.pmax(left, sizes.mesh_axes)
 
     def one(state: tuple) -> tuple:
         first, carry = state
@@ -383,7 +453,7 @@ def _on_parts(
 ) -> Any:
     """Map a function over parts, along the mesh axes of `static.split`, if any."""
     whole = PartitionSpec()
-    specs = (whole, whole, whole, static.split, _kept_specs(static), whole)
+    specs = (whole, whole, whole, static.split, _kept_specs(static), whole, whole)
     return on_parts(
         local,
         *arrays,
