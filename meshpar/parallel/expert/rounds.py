@@ -166,7 +166,7 @@ def run(
     read_weight = reader(weight, order, static.tile(static.parts))
     xs: list[jax.Array] = []
 
-    def multiply(part: int, rows: jax.Array, results: tuple) -> tuple:
+    def multiply(part: int, rows: jax.Array, _: Arrays, results: tuple) -> tuple:
         # Named before it is used: a policy that keeps it sends nothing again.
         x = _received(static, rows)
         xs.append(x)
@@ -187,7 +187,7 @@ def run(
     )
     names = "expert_dispatch", "expert_combine"
     (_, products), summed = _by_parts(
-        exchange, x_ND, order, static.parts, names, multiply, empty
+        exchange, x_ND, order, static.parts, names, multiply, (), empty
     )
     products = tuple(checkpoint_name(array, _PRODUCTS) for array in products)
     kept = Kept(
@@ -218,14 +218,16 @@ def run_backward(
     x_at = None if order is None else exchange.in_parts(order, static.parts)
     read_x, read_weight = reader(x, x_at, tile), reader(kept.weight, order, tile)
 
-    def multiply(part: int, rows: jax.Array, gradients: tuple) -> tuple:
+    def multiply(
+        part: int, rows: jax.Array, products: Arrays, gradients: tuple
+    ) -> tuple:
         tiles = _tiles(static, kept.counts, part, parts)
         at = None if order is None else exchange.in_part(order, part, parts)
         read_dy = reader(rows, at, tile)
 
         def read(first: jax.Array) -> tuple:
-            products = tuple(rows_of(array, first, tile) for array in kept.products)
-            return read_x(first), read_weight(first), products, read_dy(first)
+            of_tile = tuple(rows_of(array, first, tile) for array in products)
+            return read_x(first), read_weight(first), of_tile, read_dy(first)
 
         gradients = tiles_of_rows.backward(
             read, experts, tiles, static.function, gradients
@@ -235,7 +237,7 @@ def run_backward(
     empty = tiles_of_rows.empty_gradients(x, experts, static.num_rows, static.tile(1))
     names = "expert_combine_gradient", "expert_dispatch_gradient"
     (_, dweight, dexperts), dx = _by_parts(
-        exchange, dy_ND, order, parts, names, multiply, empty
+        exchange, dy_ND, order, parts, names, multiply, kept.products, empty
     )
     at = slice(static.num_rows) if order is None else inverse(order)
     dweight = dweight[at].reshape(static.num_devices, static.room)
@@ -248,7 +250,8 @@ def _by_parts(
     order: jax.Array | None,
     num_parts: int,
     names: tuple[str, str],
-    multiply: Callable[[int, jax.Array, tuple], tuple],
+    multiply: Callable[[int, jax.Array, Arrays, tuple], tuple],
+    needed: Arrays,
     carry: tuple,
 ) -> tuple[tuple, jax.Array]:
     """Send rows, multiply them and send the results back, part by part.
@@ -262,8 +265,9 @@ def _by_parts(
         order: As in `Kept`.
         num_parts: Number of parts.
         names: Names in `ASKED` of both ways.
-        multiply: (part, its received rows, carry) -> (carry, array of results by
-            place).
+        multiply: (part, its received rows, needed, carry) -> (carry, array of results
+            by place).
+        needed: Arrays that are computed while the first part is sent.
         carry: What the first part is given.
 
     Returns:
@@ -271,7 +275,7 @@ def _by_parts(
     """
     if order is None:
         rows = lax.collapse(exchange.rows(x_ND, 0, 1), 0, 2)
-        carry, by_place = multiply(0, rows, carry)
+        carry, by_place = multiply(0, rows, needed, carry)
         return carry, exchange.sums([by_place[: len(rows)]])
     places = inverse(order)
     there, back = (
@@ -280,18 +284,23 @@ def _by_parts(
     )
     num_hops = len(there[0])
     held = [exchange.rows(x_ND, part, num_parts) for part in range(num_parts)]
-    # Step `s` multiplies part `s`, and is one hop of each part near it.
+    # Step `s` multiplies part `s`, and is one hop of each part near it. What the step
+    # before did ends here, also of a part that is back. The last hops may go beside
+    # what follows.
     for step in range(-num_hops, num_parts + num_hops):
         near = range(max(0, step - num_hops), min(num_parts, step + num_hops + 1))
-        at = slice(near.start, near.stop)
-        held[at] = lax.optimization_barrier(held[at])
+        at = slice(max(0, near.start - 1), near.stop)
+        if step == 0:
+            held[at], needed = lax.optimization_barrier((held[at], needed))
+        elif step <= num_parts:
+            held[at] = lax.optimization_barrier(held[at])
         for part in near:
             if part > step:
                 held[part] = there[part][step - part](held[part])
             elif part < step:
                 held[part] = back[part][step - part - 1](held[part])
         if step in near:
-            carry, by_place = multiply(step, held[step], carry)
+            carry, by_place = multiply(step, held[step], needed, carry)
             held[step] = by_place[exchange.part_values(places, step, num_parts)]
     return carry, exchange.sums(held)
 
