@@ -260,9 +260,11 @@ def _uncut_s(run: Run, halves: tuple[Linears, ...], moe: bool) -> float:
 def _stash_s(run: Run, moe: bool) -> float:
     """Seconds to put a block's stash in its slot, or to take it from there.
 
-    As `_stacked_s`: it is stacked with those of other blocks, and copied to the slot.
+    As `_stacked_s`: in lock step it is stacked with those of other blocks, and copied
+    to the slot; where ranks diverge it is written there at once.
     """
-    return memory_s(run, 4 * stash_bytes(run, moe=moe))
+    copies = 1 if run.layout.divergent else 2
+    return memory_s(run, 2 * copies * stash_bytes(run, moe=moe))
 
 
 def _launched(run: Run, cost: Cost, forward: int, backward: int = 0) -> Cost:

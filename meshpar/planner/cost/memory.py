@@ -240,7 +240,25 @@ def _logit_bytes(run: Run) -> float:
 
 
 def _gathered_bytes(run: Run, rank: int) -> float:
-    """Bytes of parameters as matmuls take them, besides the stored ones.
+    """Bytes of parameters as ticks and matmuls take them, besides the stored ones."""
+    return _cast_bytes(run, rank) + _chunk_bytes(run, rank)
+
+
+def _chunk_bytes(run: Run, rank: int) -> float:
+    """Bytes of a chunk's blocks, which a tick takes out of those of all chunks."""
+    chunks = run.layout.chunks
+    if run.execution.eager or chunks == 1:
+        return 0.0
+    whole = run.splits_parameters and run.gathers_once
+    each = run.dtype_bytes if whole else stored_bytes(run)[0]
+    blocks = rank_parameters(run, rank) - end_parameters(run, rank)
+    if run.splits_parameters and not whole:
+        blocks /= run.state_shards
+    return blocks / chunks * each
+
+
+def _cast_bytes(run: Run, rank: int) -> float:
+    """Bytes of parameters as matmuls take them.
 
     Whole for the ends, and for one layer and the next one, or for all. Split ones are
     cast before the blocks run, so that what is gathered is narrow; of whole ones the

@@ -156,6 +156,7 @@ class SharedCosts:
             mesh.stage > 1 or variant.microbatches > 1,
             mesh.stage > 1 and mesh.tensor > 1,
             mesh.stage > 1 and variant.scheduled.splits_backward,
+            variant.execution == "divergent",
         )
 
     def block_times(
