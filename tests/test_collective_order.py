@@ -27,7 +27,7 @@ DIT = {"layers": 3, "embed": 48, "heads": 6, "image": 12}
 
 H1 = "stage=2,microbatches=2,schedule=zero_bubble_h1"
 V = "stage=2,microbatches=4,schedule=zero_bubble_v,chunks=2"
-STASH = "stage=2,microbatches=4,schedule=pipedream_stash,execution=divergent"
+STASH = "stage=2,microbatches=4,schedule=pipedream_stash"
 
 LOOP = """
 HloModule program, is_scheduled=true

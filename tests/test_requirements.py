@@ -26,9 +26,11 @@ REFUSED = {
     ("fsdp=2,attention=ulysses", 8): "layout.option_without_axis",
     ("data=2,remat=stage", 8): "layout.stage_remat_without_stages",
     ("stage=2,tensor=2,execution=divergent", 8): "layout.divergent_permute",
-    ("stage=2,schedule=pipedream_stash", 8): "layout.stash_in_lock_step",
+    ("stage=2,schedule=pipedream_stash,execution=uniform", 8): (
+        "layout.stash_in_lock_step"
+    ),
     (
-        "stage=2,fsdp=2,schedule=pipedream_stash,execution=divergent",
+        "stage=2,fsdp=2,schedule=pipedream_stash",
         8,
     ): "layout.needs_one_update",
     ("microbatches=2,remat=offload:mlp_hidden", 8): "layout.offload_in_ticks",

@@ -209,13 +209,13 @@ STASHED_WEIGHTS = (
         "layout.stash_in_lock_step",
         "execution",
         lambda layout, at: (
-            layout.updates_each_microbatch and layout.execution != "divergent"
+            layout.updates_each_microbatch and layout.execution == "uniform"
         ),
         lambda layout, at: (
             f"schedule={layout.schedule} runs one forward or one backward of each "
             f"stage at a time, but execution={layout.execution} moves all ranks in "
-            "lock step, in which a gradient is late by twice as many updates; set "
-            "execution=divergent"
+            "lock step, in which a gradient is late by twice as many updates; leave "
+            "execution out"
         ),
     ),
     _with_stash(
@@ -227,6 +227,11 @@ STASHED_WEIGHTS = (
         "zero",
         lambda layout: layout.fsdp == 1 and _state_shards(layout) > 1,
         "shares out states that are updated once a batch",
+    ),
+    _with_stash(
+        "tensor",
+        lambda layout: layout.tensor > 1,
+        "permutes, which would wait for ranks that do work of their own",
     ),
     _with_stash(
         "context",

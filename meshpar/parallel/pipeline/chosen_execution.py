@@ -1,6 +1,7 @@
 """Choose how the ranks of a pipeline run, where the layout leaves it open.
 
-Whole backwards run in lock step. Split ones run in the execution whose ticks take less.
+Whole backwards run in lock step, but for stages that update their weights by
+themselves, which cannot. Split ones run in the execution whose ticks take less.
 In lock step a tick takes an F, an I and a W on every rank, if any rank does one. Where
 ranks diverge it takes the longest of their actions; there are about three times as many
 ticks, and most have the embedding and head that the ranks share. F, I, W and head are
@@ -52,6 +53,11 @@ def chosen_execution(
     Raises:
         InputError: The model cannot be traced, or does not suit the layout.
     """
+    if layout.execution == "auto" and layout.updates_each_microbatch:
+        return "divergent", (
+            f"execution=divergent: under schedule={layout.schedule} a stage does one "
+            "forward or one backward at a time"
+        )
     own = schedule is not None
     splits = own or SCHEDULES[layout.schedule].splits_backward
     if layout.execution != "auto" or layout.stage == 1 or not splits:
