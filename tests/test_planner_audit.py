@@ -110,6 +110,10 @@ def test_bytes_by_mesh_axis_are_those_that_were_once_compiled(preset, layout):
         "stage=2,fsdp=2,tensor=2,microbatches=4,schedule=interleaved_1f1b,chunks=2",
         "stage=4,tensor=2,microbatches=4,remat=full",
         "stage=2,tensor=4,microbatches=4,remat=stage_full",
+        "fsdp=2,stage=4,microbatches=4,schedule=zero_bubble_h1,execution=uniform",
+        "data=2,stage=4,microbatches=4,schedule=zero_bubble_h2,execution=divergent",
+        "stage=2,fsdp=4,microbatches=4,fsdp_gather=microbatch,schedule=zero_bubble_h1,"
+        "execution=uniform",
     ],
 )
 def test_bytes_by_mesh_axis_are_those_of_the_compiled_step(layout):

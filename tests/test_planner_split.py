@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from schedule_cases import SPLIT_NAMES
 
+from meshpar.cli.report.bars import memory_parts
 from meshpar.layout import Layout
 from meshpar.models.presets import build
 from meshpar.planner.cost.activations import stash_bytes
@@ -130,6 +131,8 @@ def test_a_stash_is_kept_for_every_weight_gradient_that_waits():
     )
     grown = free.total_bytes - one.total_bytes
     assert grown == pytest.approx(3 * one.stash_bytes)
+    assert sum(memory_parts(free).values()) == pytest.approx(free.total_bytes)
+    assert any("weight gradients wait" in line for line in of(split).lines)
     # Of microbatches it does not depend.
     more = of(split.replace("microbatches=16", "microbatches=32"), batch=64).memory
     assert more.total_bytes == free.total_bytes

@@ -226,6 +226,7 @@ def _temporaries(step: TrainStep, run: Run, memory: Memory) -> list[Part]:
     parts = (
         ("gradients", memory.gradient_bytes, f"{dtype}, added up in place"),
         ("activations", memory.activation_bytes, held),
+        ("stash", memory.stash_bytes, f"weight gradients wait: {memory.pending_w:g}"),
         ("gathered weights", memory.gathered_bytes, "whole or cast, for use"),
         ("logits", memory.logit_bytes, "and their gradient, of one microbatch"),
         ("workspace", memory.workspace_bytes, "of one block's backward"),
@@ -235,7 +236,7 @@ def _temporaries(step: TrainStep, run: Run, memory: Memory) -> list[Part]:
     return [
         Part(name=name, formula_bytes=round(size), compiled_bytes=None, how=how)
         for name, size, how in parts
-        if size or name != "fetched states"
+        if size or name not in ("fetched states", "stash")
     ]
 
 

@@ -198,6 +198,7 @@ def memory_parts(memory: Memory) -> dict[str, float]:
         parts = {
             **kept,
             "activations": memory.activation_bytes,
+            "stash": memory.stash_bytes,
             "gathered": gathered,
             last: memory.other_bytes - gathered,
         }

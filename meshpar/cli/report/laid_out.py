@@ -132,14 +132,18 @@ def _run_timeline(run: Run) -> Timeline:
     layout, stages = run.layout, stage_times(run)
     groups = max(2, _MOST_ACTIONS // (2 * layout.stage * run.num_stages))
     sizes = layout.stage, min(layout.microbatches, layout.stage * groups)
-    schedule = make_schedule(layout.schedule, *sizes, layout.chunks)
+    limit = layout.max_pending_w
+    schedule = make_schedule(
+        layout.schedule, *sizes, layout.chunks, max_pending_w=limit
+    )
     times = StageTimes(
         forward_s=tuple(stage.forward.total_s for stage in stages),
-        input_grad_s=tuple(stage.backward.total_s for stage in stages),
-        weight_grad_s=(0.0,) * len(stages),
+        input_grad_s=tuple(stage.input_grad.total_s for stage in stages),
+        weight_grad_s=tuple(stage.weight_grad.total_s for stage in stages),
     )
-    replay = ticks_timeline if run.execution.lock_step else simulate
-    return replay(schedule, times)
+    if run.execution.lock_step:
+        return ticks_timeline(schedule, times, divergent=layout.divergent)
+    return simulate(schedule, times)
 
 
 def _machine(run: Run) -> dict[str, Any]:

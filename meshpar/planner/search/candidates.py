@@ -206,6 +206,11 @@ def _parts(plan: Estimate) -> tuple[tuple[str, float, str], ...]:
             f"with remat={layout.remat}",
         ),
         (
+            "stash",
+            memory.stash_bytes,
+            f"{memory.pending_w:g} weight gradients of a stage wait",
+        ),
+        (
             "parameters, gradients and optimizer state",
             memory.state_bytes,
             f"split over {shards * layout.stage * layout.expert} of "
