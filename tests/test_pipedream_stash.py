@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from meshpar import Model, Parameter, make_mesh, pipeline_value_and_grad
+from meshpar.cli.audit import adamw_step
 from meshpar.cli.main import main
 from meshpar.model.contract import BlockGroup
 from meshpar.model.inputs import default_inputs
@@ -317,6 +318,14 @@ def test_the_command_says_that_the_update_is_another_one(capsys):
     assert main(["schedule", "--schedule", "pipedream_stash", *sizes]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert "changes what is trained" in last and last.endswith("3 2 1")
+
+
+def test_an_audit_compiles_it_without_clipping_and_notes_the_other_update():
+    step = adamw_step(model_of(4), ONE, devices=jax.devices()[:2])
+    assert step.options.max_grad_norm is None
+    assert any(
+        "changes the update" in note for note in step.audit_subject(batch_of()).notes
+    )
 
 
 def test_a_plan_and_the_pipeline_alone_refuse_it(refuses):

@@ -243,14 +243,22 @@ def adamw_step(
     devices: Sequence[Device] | None = None,
     mesh: AbstractMesh | None = None,
 ) -> TrainStep:
-    """Return the default step to audit: AdamW, gradients clipped to a norm of 1."""
+    """Return the default step to audit: AdamW, gradients clipped to a norm of 1.
+
+    Nothing is clipped where stages update their weights by themselves.
+    """
     import optax
 
     from meshpar.train.make_step import make_train_step
 
-    optimizer = optax.adamw(1e-3)
+    layout, optimizer = Layout.of(layout), optax.adamw(1e-3)
     return make_train_step(
-        model, optimizer, layout, devices=devices, mesh=mesh, max_grad_norm=1.0
+        model,
+        optimizer,
+        layout,
+        devices=devices,
+        mesh=mesh,
+        max_grad_norm=None if layout.updates_each_microbatch else 1.0,
     )
 
 
