@@ -6,8 +6,8 @@
 
 It uses 8 virtual CPU devices. Each row has the step's loss, the share of dropped
 assignments, the further rounds of all layers and the share of assignments that went in
-them, and for each layer the load of every expert over its equal share. The picture (`pip install 'meshpar[plots]'`) shows each expert's load and the drop rate over
-time.
+them, and for each layer the load of every expert over its equal share. The picture
+(`pip install 'meshpar[plots]'`) shows each expert's load and the drop rate over time.
 """
 
 from __future__ import annotations

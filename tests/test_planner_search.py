@@ -19,11 +19,11 @@ from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.execution import EXECUTIONS, MESHPAR
 from meshpar.planner.search.bounds import Bounds, held_microbatches
 from meshpar.planner.search.candidates import too_slow
-from meshpar.planner.search.choices import mesh_choices
+from meshpar.planner.search.choices import mesh_choices, searched_meshes
 from meshpar.planner.search.remedies import nearest_fit, sensitivities
 from meshpar.planner.search.result import assumptions
 from meshpar.planner.search.search import Request, possible_meshes, search
-from meshpar.planner.search.space import Constraints, Variant, mesh_layouts
+from meshpar.planner.search.space import Constraints, Variant
 from meshpar.planner.workload.problems import layout_problems
 from meshpar.planner.workload.shapes import SHAPES, workload_of
 from tests.marks import slow
@@ -56,7 +56,7 @@ def all_runs(asked):
     """Every layout of the space, as a run."""
     bounds, like = Bounds(asked.run), asked.run
     size = {"global_batch": like.global_batch, "seq": like.seq}
-    for mesh in mesh_layouts(like.cluster.num_devices, asked.constraints):
+    for mesh in searched_meshes(like, asked.constraints):
         plain = Layout(**mesh.mesh_shape)
         program = {"execution": like.execution}
         if layout_problems(like.workload, plain, **size, **program):
@@ -283,7 +283,7 @@ def test_sizes_that_do_not_divide_the_devices_are_refused(refuses):
 
 
 def test_expert_is_used_for_models_with_experts_alone():
-    # Of so small a model all ten plans have the same few axes: with `tensor` none other.
+    # All plans of so small a model have the same few axes: `tensor`, if it is free.
     constraints = Constraints.parse(keep=["stage=1,context=1,zero=3,tensor=1"])
     found = search(request(workload=MOE, seq=1024, constraints=constraints))
     assert any(plan.run.layout.expert > 1 for plan in found.plans)
@@ -299,7 +299,9 @@ def test_where_nothing_fits_the_nearest_change_does():
     asked = request(
         workload=SHAPES["llama3-70b"],
         cluster=cluster_of("h100-80gb", devices=16),
-        constraints=Constraints.parse(keep=["remat=none"], forbid=["fsdp", "context"]),
+        constraints=Constraints.parse(
+            keep=["remat=none", "optimizer_memory=device"], forbid=["fsdp", "context"]
+        ),
     )
     assert search(asked).plans == ()
     why, changes = nearest_fit(asked)

@@ -17,7 +17,7 @@ from itertools import product, repeat
 from typing import Any, NamedTuple
 
 from meshpar.hardware.platforms import platform_named
-from meshpar.layout import BY_COST, STAGE_REMATS, Layout
+from meshpar.layout import BY_COST, STAGE_REMATS, ZERO_AXES, Layout
 from meshpar.layout.context_method import CONTEXT_METHODS, ContextAttention
 from meshpar.layout.layout import ATTENTION_MIXED, BLOCK_INPUT
 from meshpar.layout.requirements import own_collective
@@ -39,6 +39,7 @@ from meshpar.planner.search.space import (
     Variant,
     chunk_counts,
     divisors,
+    mesh_layouts,
 )
 from meshpar.planner.workload.problems import (
     layout_problems,
@@ -55,6 +56,10 @@ they are replayed, and 16 ranks take a tenth of a second."""
 
 # What computes again least, and keeps most, comes first.
 _WORDS = ("none", "selective", "dots")
+_SMALL_STATE, _LARGE_STATE = 0.1, 0.2
+"""Fractions of a device's memory: optimizer state that fills less is not shared out
+over `context` too, and such that fills more may go to the host."""
+
 _OF_ROUTED = ("attention_qkv", "attention_out", "experts_gate_up")
 """`OF_MATMULS` for blocks with routed experts; a shared expert's matmuls are small."""
 
@@ -190,7 +195,7 @@ def mesh_choices(like: Run, mesh: Layout, constraints: Constraints) -> MeshChoic
     compiled = not like.execution.eager
     is_host = platform_named(like.cluster.device.platform).is_host
     has_host = compiled and not is_host
-    states = tuple(_states(like, mesh, constraints))
+    states = tuple(_states(like, mesh, constraints, has_host=has_host))
     ahead = like.execution.measured_overlap and mesh.fsdp_prefetch != "off"
     choices = MeshChoices(
         ranks=mesh.stage,
@@ -212,7 +217,8 @@ def _remats(like: Run, mesh: Layout, *, has_host: bool) -> tuple[str, ...]:
     """Return policies, from those that keep most to those that compute most again.
 
     Policies by name only mention residuals that spare a matmul, or all of attention:
-    every way to keep some, move some to the host, and compute the others again.
+    every way to keep some, move some to the host, and compute the others again. With
+    the block's input on the host too, none is kept: keep the input in its place.
     """
     stage = STAGE_REMATS if mesh.stage > 1 else ()
     if like.execution.eager or like.workload.traced:
@@ -223,30 +229,39 @@ def _remats(like: Run, mesh: Layout, *, has_host: bool) -> tuple[str, ...]:
     matmuls = len(spared)
     if replace(like, layout=mesh).keeps_log_sums:
         spared.append(ATTENTION_MIXED)
-    ways = ("", "save", "offload") if has_host and mesh.stage == 1 else ("", "save")
-    named = []
+    to_host = has_host and mesh.stage == 1
+    ways = ("", "save", "offload") if to_host else ("", "save")
+    named, without_input = [], []
     for chosen in product(ways, repeat=len(spared)):
         names = {
             way: [name for name, its in zip(spared, chosen, strict=True) if its == way]
             for way in ways[1:]
         }
         text = "+".join(f"{way}:{'/'.join(its)}" for way, its in names.items() if its)
+        if to_host and not names["save"]:
+            moved = (BLOCK_INPUT, *names["offload"])
+            without_input.append(f"offload:{'/'.join(moved)}")
         # All matmuls saved is `dots`, and none is `full`.
         if text and names["save"] != spared[:matmuls]:
             named.append(text)
     resends = (f"save:{BLOCK_INPUT}",) if mesh.expert > 1 else ()
-    return (*_WORDS, *named, "full", *resends, *stage)
+    return (*_WORDS, *named, "full", *resends, *reversed(without_input), *stage)
 
 
-def _states(like: Run, mesh: Layout, constraints: Constraints) -> Iterator[State]:
+def _states(
+    like: Run, mesh: Layout, constraints: Constraints, *, has_host: bool
+) -> Iterator[State]:
     """Yield values of the keys of a `State` that can help.
 
     Of two that mean the same (ZeRO-1 over `data` or over `fsdp` alone) one is left out,
-    and so are split parameters of 16 bits, which their master makes larger.
+    and so are split parameters of 16 bits, which their master makes larger, and the
+    host's memory for an optimizer state that is small beside a device's.
     """
     workload = like.workload
-    if mesh.zero_axes or "zero" in constraints.kept:
+    if "zero" in constraints.kept:
         levels: tuple[int, ...] = (mesh.zero,)
+    elif mesh.zero_axes:
+        levels = (3, 2, 1)
     elif mesh.fsdp > 1:
         levels = (3, 2, 1) if mesh.data > 1 else (3,)
     else:  # Replicas that train by themselves share nothing out.
@@ -263,12 +278,21 @@ def _states(like: Run, mesh: Layout, constraints: Constraints) -> Iterator[State
         gathers = ("step", "microbatch") if zero == 3 and splits > 1 else ("step",)
         whole = splits == 1 or (zero < 3 and not like.execution.splits_stored)
         half = mesh.precision == "bf16" and whole and not like.execution.eager
+        fills = _state_share(like, mesh, splits) > _LARGE_STATE
+        memories = ("device", "host") if has_host and fills else ("device",)
         yield from product(
             (zero,),
             constraints.choices("fsdp_gather", gathers),
             constraints.choices("param_dtype", ("fp32", "bf16") if half else ("fp32",)),
-            constraints.choices("optimizer_memory", (_PLAIN.optimizer_memory,)),
+            constraints.choices("optimizer_memory", memories),
         )
+
+
+def _state_share(like: Run, mesh: Layout, splits: int) -> float:
+    """Return the least fraction of a device's memory that optimizer state fills."""
+    devices = mesh.stage * mesh.tensor * max(splits, mesh.expert)
+    state = like.workload.num_parameters * like.execution.state_bytes
+    return state / devices / like.cluster.device.usable_bytes
 
 
 def _schedules(
@@ -349,6 +373,26 @@ def _splits(like: Run, mesh: Layout) -> Iterator[Splits]:
     if not like.execution.shared_ends:
         before = (stages - longer) // 2
         yield (*even[longer:][:before], *even[:longer], *even[longer:][before:])
+
+
+def searched_meshes(like: Run, constraints: Constraints) -> Iterator[Layout]:
+    """Yield mesh shapes with their attention, and ways to share parameters out.
+
+    Over all axes that split tokens and over `context` alone, where what is shared out
+    without it fills much of a device.
+    """
+    are_free = not {"zero_axes", "sync_every"} & constraints.kept.keys()
+    for mesh in mesh_layouts(like.cluster.num_devices, constraints):
+        mesh = with_method(mesh, like, constraints)
+        yield mesh
+        if not (are_free and mesh.zero and mesh.context > 1):
+            continue
+        sizes = mesh.mesh_shape
+        splits = math.prod(sizes[axis] for axis in replace(mesh, zero=1).split_axes)
+        if _state_share(like, mesh, splits) > _SMALL_STATE:
+            every = tuple(axis for axis in ZERO_AXES if sizes[axis] > 1)
+            for names in dict.fromkeys((every, ("context",))):
+                yield replace(mesh, zero_axes=names)
 
 
 def with_method(mesh: Layout, like: Run, constraints: Constraints) -> Layout:

@@ -25,9 +25,9 @@ from meshpar.planner.search.candidates import (
     rejected,
     settle,
 )
-from meshpar.planner.search.choices import mesh_choices, why_method, with_method
+from meshpar.planner.search.choices import mesh_choices, searched_meshes, why_method
 from meshpar.planner.search.result import Rejected, SearchResult, guess_note
-from meshpar.planner.search.space import Constraints, mesh_layouts
+from meshpar.planner.search.space import Constraints
 from meshpar.planner.workload.problems import layout_problems, problems_on_any_mesh
 from meshpar.planner.workload.workload import Workload
 
@@ -162,8 +162,7 @@ def possible_meshes(
         # Only experts are split over it.
         forbidden = constraints.forbidden | {"expert"}
         allowed = replace(constraints, forbidden=forbidden)
-    for order, mesh in enumerate(mesh_layouts(like.cluster.num_devices, allowed)):
-        mesh = with_method(mesh, like, allowed)
+    for order, mesh in enumerate(searched_meshes(like, allowed)):
         problems = layout_problems(
             like.workload,
             Layout(**{key: getattr(mesh, key) for key in _DECIDED}),

@@ -245,7 +245,8 @@ def _shared_by(mesh: Layout, variant: Variant) -> tuple:
     """
     in_ticks = mesh.stage > 1 or variant.microbatches > 1
     sizes = (mesh.data, mesh.fsdp, mesh.stage, mesh.context, mesh.expert, mesh.tensor)
-    return sizes, in_ticks, not in_ticks and variant.sequence_parallel
+    in_parts = not in_ticks and variant.sequence_parallel
+    return sizes, mesh.zero_axes, in_ticks, in_parts
 
 
 def _step_cost(run: Run, kinds: list[bool]) -> StepCost:
