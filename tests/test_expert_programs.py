@@ -27,7 +27,7 @@ from meshpar.machine.mesh import absent_mesh
 from meshpar.model.tracing import traced_batch
 from meshpar.models.presets import build
 from meshpar.parallel.expert import tiles
-from meshpar.parallel.expert.experts import routed_mlp
+from meshpar.parallel.expert.experts import counted_mlp
 from meshpar.parallel.sizes import SPARE, host_room
 from tests.marks import slow
 from tests.test_audit_targets import needs_gpu_compiler, needs_tpu_compiler
@@ -38,20 +38,36 @@ EMBED, HIDDEN, EXPERTS, TOP_K, TOKENS = 512, 1024, 8, 2, 4096
 
 
 @functools.cache
-def program_of(line, target, dtype):
-    """The compiled experts and their gradients, `TOKENS` tokens on each device."""
+def program_of(line, target, dtype, shared=False, hosts=1):
+    """The compiled experts and their gradients, `TOKENS` tokens on each device.
+
+    With `shared` there is an expert that all tokens go to, of one matmul.
+    """
     layout = Layout.parse(line)
     mesh = absent_mesh(layout)
     axes = tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1)
     chosen = Target.parse(target)
     scope = Scope(
-        rules=default_rules(layout), batch_axes=axes, platform=chosen.platform
+        rules=default_rules(layout),
+        batch_axes=axes,
+        platform=chosen.platform,
+        expert_hosts=hosts,
     )
+
+    def run(x, experts, weights, gate_up, down):
+        beside = (x @ down[0, :EMBED],) if shared else ()
+        y, _, beside = counted_mlp(
+            (x, experts, weights),
+            (gate_up, down),
+            scope,
+            num_experts=EXPERTS,
+            beside=beside,
+        )
+        return sum(beside, y)
 
     def local(x, experts, weights, gate_up, down, dy):
         y, vjp = jax.vjp(
-            lambda *of: routed_mlp(of[0], experts, *of[1:], scope, num_experts=EXPERTS),
-            *(x, weights, gate_up, down),
+            lambda *of: run(of[0], experts, *of[1:]), *(x, weights, gate_up, down)
         )
         return y, *vjp(dy)
 
@@ -75,7 +91,7 @@ def program_of(line, target, dtype):
         array((batch, TOKENS, EMBED), dtype),
     )
     subject = make_subject(mapped, arguments, mesh=mesh, platform=chosen.platform)
-    options = compiler_options_for(chosen.platform, prefetching=True)
+    options = compiler_options_for(chosen.platform, prefetching=True, by_host=hosts > 1)
     subject = subject.with_options(options)
     found = compile_for(chosen, subject, timeout_s=580, memory_bytes=16 << 30)
     return parse_program(found.text)
@@ -137,6 +153,19 @@ def test_rows_of_a_part_are_sent_beside_the_matmuls_of_another():
         and row.payload_bytes > 1e6
     ]
     assert len(parts) == 4 and sum(parts) == 3  # Nothing precedes the first.
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+@pytest.mark.parametrize("shared", [False, True])
+def test_shared_experts_are_computed_while_the_first_rows_go_to_other_hosts(shared):
+    line = "fsdp=8,expert=8"
+    program = program_of(line, "gpu:h100:8x8", jnp.bfloat16, shared, hosts=2)
+    shape = absent_mesh(Layout.parse(line)).shape
+    rows = find_collectives(program, shape)
+    overlaps = find_overlaps(program, rows, shape, None)
+    [to_host] = [row for row in rows if "asked-expert_dispatch_host)" in row.op_path]
+    assert overlaps[to_host.line].is_hidden is shared
 
 
 @pytest.mark.slow

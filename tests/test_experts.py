@@ -263,7 +263,7 @@ def test_further_rounds_and_their_rows_are_counted(hosts):
 
     def local(x, weights, gate_up, down, experts):
         kernels = gate_up, down
-        _, further = counted_mlp(
+        _, further, _ = counted_mlp(
             (x, experts, weights), kernels, scope, num_experts=EXPERTS
         )
         return jnp.stack(further)[None]

@@ -74,15 +74,16 @@ class RoutedMLP(nnx.Module):
         config = self.router.config
         whole = scope.constrain(x, _WHOLE)
         experts, weights, sums = self.router(whole, scope)
-        y, further = counted_mlp(
+        shared = () if self.shared is None else (self.shared(x, scope),)
+        y, further, shared = counted_mlp(
             (whole, experts, weights),
             (self.gate_up[...], self.down[...]),
             scope,
             num_experts=config.experts,
             most_rows=_most_rows(config, *x.shape[:2], scope),
+            beside=shared,
         )
-        if self.shared is not None:
-            y = y + self.shared(x, scope)
+        y = sum(shared, y)
         rounds = further.rounds * math.prod(experts.shape[:2])
         return y, sums | dict(zip(FURTHER, (rounds, further.rows), strict=True))
 

@@ -129,7 +129,7 @@ def routed_mlp(
         InputError: The experts are not split as the rules say, or the rules split
             `embed` over a mesh axis of GSPMD.
     """
-    y, _ = counted_mlp(
+    y, *_ = counted_mlp(
         (x, experts, weights),
         (gate_up, down),
         scope,
@@ -148,8 +148,9 @@ def counted_mlp(
     num_experts: int,
     most_rows: int | None = None,
     distinct: bool = True,
-) -> tuple[jax.Array, Further]:
-    """Return what `routed_mlp` does, and how much went in further rounds.
+    beside: Arrays = (),
+) -> tuple[jax.Array, Further, Arrays]:
+    """Return what `routed_mlp` does, how much went in further rounds, and `beside`.
 
     Args:
         tokens: `x`, `experts` and `weights`.
@@ -158,6 +159,8 @@ def counted_mlp(
         num_experts: As for `routed_mlp`.
         most_rows: As for `routed_mlp`.
         distinct: As for `routed_mlp`.
+        beside: Arrays to compute while the forward's first rows are sent, if they are
+            sent between hosts.
     """
     gate_up, down = kernels
     gate_up_spec = array_split(scope.rules, (None, "embed", None, "mlp"), gate_up.shape)
@@ -170,7 +173,7 @@ def counted_mlp(
         distinct=distinct,
         most_rows=most_rows,
     )
-    return _route(call, scope, *tokens, kernels)
+    return _route(call, scope, *tokens, kernels, beside)
 
 
 def routed_function(
@@ -281,10 +284,11 @@ def _route(
     experts: jax.Array,
     weights: jax.Array,
     arrays: Arrays,
-) -> tuple[jax.Array, Further]:
+    beside: Arrays = (),
+) -> tuple[jax.Array, Further, Arrays]:
     if scope.order is not None and scope.order.probing:
         y = x * jnp.sum(weights, axis=-1, keepdims=True).astype(x.dtype)
-        return y, Further(jnp.float32(0), jnp.float32(0))
+        return y, Further(jnp.float32(0), jnp.float32(0)), beside
     rows = [array.reshape(-1, array.shape[-1]) for array in (x, experts, weights)]
     static = call.static(scope, *rows[1].shape)
     num_devices = static.first.num_devices
@@ -299,32 +303,39 @@ def _route(
                 "'experts' first, and map it to 'expert'",
                 key="model.wrong_number_of_experts",
             )
-    y, further = _routed(static, *rows, arrays)
-    return y.reshape(x.shape), further
+    # Inside a host rows take less than a gather of parameters, which XLA leaves for
+    # the end of a block. Under `mesh_axes` GSPMD has yet to add up `beside`.
+    is_ordered = static.first.hosts is not None and not static.mesh_axes
+    y, further, ordered = _routed(static, *rows, arrays, beside if is_ordered else ())
+    return y.reshape(x.shape), further, ordered if is_ordered else beside
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _routed(static: _Static, *arrays: Any) -> tuple[jax.Array, Further]:
-    """Return y_ND for x_ND, expert_NK, weight_NK, and a tuple of experts' arrays."""
+def _routed(static: _Static, *arrays: Any) -> tuple[jax.Array, Further, Arrays]:
+    """Return y_ND for x_ND, expert_NK, weight_NK, and a tuple of experts' arrays.
+
+    The last argument is `beside`, which comes back.
+    """
     return _routed_forward(static, *arrays)[0]
 
 
 def _routed_forward(
     static: _Static, *arrays: Any
-) -> tuple[tuple[jax.Array, Further], tuple]:
+) -> tuple[tuple[jax.Array, Further, Arrays], tuple]:
+    *others, beside = arrays
     whole = PartitionSpec()
-    y, further, kept, left = _on_parts(
+    y, further, beside, kept, left = _on_parts(
         static,
-        functools.partial(_forward_on_part, static),
-        arrays,
-        (whole, whole, _kept_specs(static), whole),
+        functools.partial(_forward_on_part, static, beside=beside),
+        tuple(others),
+        (whole, whole, whole, _kept_specs(static), whole),
     )
-    return (y, further), (arrays, kept, left)
+    return (y, further, beside), (tuple(others), kept, left)
 
 
 def _routed_backward(static: _Static, residuals: tuple, gradients: tuple) -> tuple:
     arrays, kept, left = residuals
-    dy, _ = gradients
+    dy, _, dbeside = gradients
     whole = PartitionSpec()
     dx, dweight, dexperts = _on_parts(
         static,
@@ -332,7 +343,7 @@ def _routed_backward(static: _Static, residuals: tuple, gradients: tuple) -> tup
         (*arrays, kept, dy, left),
         (whole, whole, static.split),
     )
-    return dx, None, dweight, dexperts
+    return dx, None, dweight, dexperts, dbeside
 
 
 _routed.defvjp(_routed_forward, _routed_backward)
@@ -344,17 +355,19 @@ def _forward_on_part(
     expert: jax.Array,
     weight: jax.Array,
     experts: Arrays,
-) -> tuple[jax.Array, Further, Kept, jax.Array]:
+    *,
+    beside: Arrays,
+) -> tuple[jax.Array, Further, Arrays, Kept, jax.Array]:
     """Return results, further rounds and residuals of this part of the experts."""
     routes, choices = static.routes(expert), expert.shape[1]
     left, further = _left(static, routes, choices)
-    y, kept = run(static.first, x, weight, experts, routes, expert, 0)
+    y, kept, beside = run(static.first, x, weight, experts, routes, expert, 0, beside)
 
     def more(sizes: Round, first: jax.Array, y: jax.Array) -> jax.Array:
         return y + run(sizes, x, weight, experts, routes, expert, first)[0]
 
     y = _run_further(static, routes, choices, left, more, y)
-    return _sum_out(static, y).astype(x.dtype), further, kept, left
+    return _sum_out(static, y).astype(x.dtype), further, beside, kept, left
 
 
 def _backward_on_part(
@@ -373,7 +386,7 @@ def _backward_on_part(
     gradients = run_backward(static.first, kept, dy, experts, routes, 0, choices)
 
     def more(sizes: Round, first: jax.Array, gradients: tuple) -> tuple:
-        _, again = run(sizes, x, weight, experts, routes, expert, first)
+        _, again, _ = run(sizes, x, weight, experts, routes, expert, first)
         added = run_backward(sizes, again, dy, experts, routes, first, choices)
         return jax.tree.map(jnp.add, gradients, added)
 

@@ -145,8 +145,11 @@ def run(
     routes: Routes,
     expert_NK: jax.Array,
     first: jax.Array | int,
-) -> tuple[jax.Array, Kept]:
+    beside: Arrays = (),
+) -> tuple[jax.Array, Kept, Arrays]:
     """Return fp32 sums of `weight * expert(x)` over the round's choices, and residuals.
+
+    And `beside`.
 
     Args:
         static: Sizes.
@@ -156,6 +159,7 @@ def run(
         routes: Routes of the tokens.
         expert_NK: The expert of each choice.
         first: Rows that went to each device in the rounds before.
+        beside: Arrays that are computed while the first rows are sent.
     """
     exchange = static.exchange(routes, first, expert_NK.shape[1])
     if isinstance(exchange, HostExchange):
@@ -186,8 +190,8 @@ def run(
         x_ND, experts, static.num_rows, static.tile(1), static.function
     )
     names = "expert_dispatch", "expert_combine"
-    (_, products), summed = _by_parts(
-        exchange, x_ND, order, static.parts, names, multiply, (), empty
+    (_, products), summed, beside = _by_parts(
+        exchange, x_ND, order, static.parts, names, multiply, beside, empty
     )
     products = tuple(checkpoint_name(array, _PRODUCTS) for array in products)
     kept = Kept(
@@ -198,7 +202,7 @@ def run(
         counts=counts,
         picks=exchange.picks if isinstance(exchange, HostExchange) else None,
     )
-    return summed, kept
+    return summed, kept, beside
 
 
 def run_backward(
@@ -236,7 +240,7 @@ def run_backward(
 
     empty = tiles_of_rows.empty_gradients(x, experts, static.num_rows, static.tile(1))
     names = "expert_combine_gradient", "expert_dispatch_gradient"
-    (_, dweight, dexperts), dx = _by_parts(
+    (_, dweight, dexperts), dx, _ = _by_parts(
         exchange, dy_ND, order, parts, names, multiply, kept.products, empty
     )
     at = slice(static.num_rows) if order is None else inverse(order)
@@ -253,7 +257,7 @@ def _by_parts(
     multiply: Callable[[int, jax.Array, Arrays, tuple], tuple],
     needed: Arrays,
     carry: tuple,
-) -> tuple[tuple, jax.Array]:
+) -> tuple[tuple, jax.Array, Arrays]:
     """Send rows, multiply them and send the results back, part by part.
 
     While a part is multiplied, the next ones are sent and the results of those before
@@ -271,12 +275,13 @@ def _by_parts(
         carry: What the first part is given.
 
     Returns:
-        The carry after the last part, and fp32 sums of the results of each token.
+        The carry after the last part, fp32 sums of the results of each token, and
+        `needed`.
     """
     if order is None:
         rows = lax.collapse(exchange.rows(x_ND, 0, 1), 0, 2)
         carry, by_place = multiply(0, rows, needed, carry)
-        return carry, exchange.sums([by_place[: len(rows)]])
+        return carry, exchange.sums([by_place[: len(rows)]]), needed
     places = inverse(order)
     there, back = (
         [send(part, num_parts, name) for part in range(num_parts)]
@@ -302,7 +307,7 @@ def _by_parts(
         if step in near:
             carry, by_place = multiply(step, held[step], needed, carry)
             held[step] = by_place[exchange.part_values(places, step, num_parts)]
-    return carry, exchange.sums(held)
+    return carry, exchange.sums(held), needed
 
 
 def _places(
