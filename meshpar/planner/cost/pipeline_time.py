@@ -27,7 +27,7 @@ _MOST_ACTIONS = 4000
 
 
 Kinds = tuple[bool, bool, bool]
-"""Whether any rank does a forward, a backward and a weight gradient in a tick."""
+"""True for each of a forward, a backward and a weight gradient that any rank does."""
 
 
 @dataclass(frozen=True)
