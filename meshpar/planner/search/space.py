@@ -145,7 +145,7 @@ class Variant(NamedTuple):
 
     @property
     def scheduled(self) -> Scheduled:
-        """Its schedule."""
+        """The schedule, and how it runs."""
         return Scheduled(*(getattr(self, key) for key in Scheduled._fields))
 
     def with_state(self, state: State) -> Variant:
