@@ -5,7 +5,7 @@ import dataclasses
 import optax
 import pytest
 
-from meshpar import Layout, make_train_step
+from meshpar import Layout, batch_shapes, make_train_step
 from meshpar.layout import FIXED_EXECUTIONS
 from meshpar.models.presets import build
 from meshpar.parallel.pipeline.chosen_execution import (
@@ -22,8 +22,10 @@ from tests.pipelined import mlp_of
 LINE = "stage=4,microbatches=8,schedule=zero_bubble_h2"
 
 
-def chosen(line, model=None):
-    return chosen_execution(model or build("tiny"), Layout.parse(line))
+def chosen(line, model=None, platform="gpu"):
+    return chosen_execution(
+        model or build("tiny"), Layout.parse(line), platform=platform
+    )
 
 
 def test_costs_are_those_of_the_ticks():
@@ -59,11 +61,24 @@ def test_nothing_is_chosen_where_nothing_is_open(line):
     assert chosen(line) == (layout.execution, "")
 
 
-def test_a_step_has_the_choice_in_its_layout_and_its_notes():
+def test_virtual_devices_run_in_lock_step():
+    execution, reason = chosen(LINE, platform="cpu")
+    assert execution == "uniform" and "share cores" in reason
+
+
+def test_a_step_has_the_choice_of_its_devices_in_its_layout_and_its_notes():
     step = make_train_step(build("tiny"), optax.sgd(1.0), f"{LINE},data=2")
-    assert step.layout.execution == "divergent"
-    assert "execution=divergent" in str(step.layout)
-    assert step.options.execution_reason == chosen(LINE)[1]
+    assert step.layout.execution == "uniform"
+    assert step.options.execution_reason == chosen(LINE, platform="cpu")[1]
+    absent = step.for_absent("gpu")
+    assert absent.layout.execution == "divergent"
+    assert absent.options.execution_reason == chosen(LINE)[1]
+    again = absent.audit_subject(batch_shapes(16, 16))
+    assert absent.options.execution_reason in again.notes
+    kept = make_train_step(
+        build("tiny"), optax.sgd(1.0), f"{LINE},data=2,execution=uniform"
+    )
+    assert kept.for_absent("gpu").layout.execution == "uniform"
     plain = make_train_step(mlp_of(8), optax.sgd(1.0), "data=2,stage=4,microbatches=8")
     assert str(plain.layout) == "data=2,stage=4,microbatches=8"
 

@@ -18,7 +18,6 @@ from meshpar.layout import Layout
 from meshpar.machine.mesh import make_mesh, mesh_platform
 from meshpar.model.contract import Model, check_model
 from meshpar.parallel.grids.space import check_space, splits_tokens
-from meshpar.parallel.pipeline.chosen_execution import chosen_execution
 from meshpar.parallel.pipeline.stages import with_costs
 from meshpar.parallel.placement import DTYPES
 from meshpar.parallel.remat import check_residual_names
@@ -195,7 +194,7 @@ def make_train_step(
         unroll_optimizer=unroll_optimizer,
         check=check,
     )
-    step = TrainStep(_with_execution(_checked(options)))
+    step = TrainStep(_checked(options).with_execution())
     warn_idle_tensor(model, step.placement)
     for path, num_bytes in step.whole_states():
         message = whole_state_message(path, num_bytes)
@@ -228,14 +227,6 @@ def _checked(options: StepOptions) -> StepOptions:
     if layout.stage > 1:
         check_per_token(model, layout)
     return replace(options, outer_optimizer=outer_optimizer)
-
-
-def _with_execution(options: StepOptions) -> StepOptions:
-    """Return the options with the execution that the layout leaves open."""
-    layout = options.layout
-    execution, reason = chosen_execution(options.model, layout, options.schedule)
-    layout = replace(layout, execution=execution)
-    return replace(options, layout=layout, execution_reason=reason)
 
 
 def _check_options(options: StepOptions) -> None:

@@ -390,7 +390,7 @@ class TrainStep:
             mesh=step.mesh,
             platform=step.platform,
             weights={path: one.shape for path, one in parameters.items()},
-            layout=self.layout,
+            layout=step.layout,
             compiler_options=step.compiler_options,
             notes=notes,
             sequence_axes=self.rules.table.get("residual_seq", ()),

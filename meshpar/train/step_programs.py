@@ -26,6 +26,7 @@ from meshpar.machine.mesh import absent_mesh, mesh_hosts
 from meshpar.model.contract import Model
 from meshpar.parallel.by_owners import Owners
 from meshpar.parallel.grids.space import space_axes, space_dims
+from meshpar.parallel.pipeline.chosen_execution import chosen_execution
 from meshpar.parallel.pipeline.program import PipelineProgram
 from meshpar.parallel.pipeline.stages import Pipeline, pipeline_for
 from meshpar.parallel.placement import DTYPES, Placement
@@ -94,14 +95,25 @@ class StepOptions:
         platform's.
         """
         is_absent = isinstance(self.mesh, AbstractMesh)
-        return replace(
+        chosen = bool(self.execution_reason)
+        options = replace(
             self,
+            layout=replace(self.layout, execution="auto") if chosen else self.layout,
             mesh=absent_mesh(self.layout),
             platform=platform,
             compiler_options=self.compiler_options if is_absent else None,
             gradient_reduction="flat",  # Hosts are absent too.
             devices_per_host=devices_per_host,
         )
+        return options.with_execution()
+
+    def with_execution(self) -> StepOptions:
+        """Return the options with the execution that the layout leaves open."""
+        execution, reason = chosen_execution(
+            self.model, self.layout, self.schedule, platform=self.platform
+        )
+        layout = replace(self.layout, execution=execution)
+        return replace(self, layout=layout, execution_reason=reason)
 
 
 @dataclass(frozen=True)

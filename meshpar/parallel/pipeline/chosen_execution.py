@@ -5,7 +5,8 @@ themselves, which cannot. Split ones run in the execution whose ticks take less.
 In lock step a tick takes an F, an I and a W on every rank, if any rank does one. Where
 ranks diverge it takes the longest of their actions; there are about three times as many
 ticks, and most have the embedding and head that the ranks share. F, I, W and head are
-FLOPs of traced matmuls, so every process chooses alike.
+FLOPs of traced matmuls, so every process chooses alike. Virtual devices share cores,
+and their idle ranks skip layers: lock step wastes nothing there, and has fewer heads.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from meshpar.hardware.platforms import platform_named
 from meshpar.layout import Layout
 from meshpar.layout.requirements import own_collective
 from meshpar.model.contract import Model
@@ -41,7 +43,11 @@ from meshpar.trace.costs import Operand, matmul_flops
 
 
 def chosen_execution(
-    model: Model, layout: Layout, schedule: OwnSchedule | None = None
+    model: Model,
+    layout: Layout,
+    schedule: OwnSchedule | None = None,
+    *,
+    platform: str,
 ) -> tuple[str, str]:
     """Return a value of `Layout.execution`, and the reason in a line, if it was open.
 
@@ -49,6 +55,7 @@ def chosen_execution(
         model: The model.
         layout: Its layout.
         schedule: Instead of the one that the layout names.
+        platform: Kind of its devices.
 
     Raises:
         InputError: The model cannot be traced, or does not suit the layout.
@@ -70,6 +77,11 @@ def chosen_execution(
         return "uniform", (
             f"execution=uniform: ranks that do work of their own would wait for the "
             f"collectives of blocks over {axis!r}"
+        )
+    if platform_named(platform).is_host:
+        return "uniform", (
+            "execution=uniform: virtual devices share cores, and idle ranks skip their "
+            "layers"
         )
     with tracing("no execution can be chosen", "set execution=uniform or divergent"):
         layer = mean_layer(
