@@ -1,6 +1,7 @@
 """Plans of split backwards: ticks, time, and the stash between their two halves."""
 
 import dataclasses
+import functools
 
 import pytest
 from schedule_cases import SPLIT_NAMES
@@ -93,13 +94,20 @@ def test_a_step_takes_the_time_of_its_ticks(name):
     assert span_s(layout, *seconds) == simulate(schedule, times).end_s
 
 
+@functools.cache
+def traced_preset(preset, seq):
+    """The workload of one layer of a preset, or of a small preset as it is."""
+    small = preset.startswith("tiny")
+    options = {} if small else {"layers": 1, "vocab": 256}
+    return traced_workload(build(preset, **options), seq=seq)
+
+
 # tiny has grouped queries and gates, the others neither, norms of queries and keys.
 @pytest.mark.parametrize("preset", ["tiny", "tiny-gpt2", slow("qwen3-0.6b")])
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_the_counted_stash_is_the_smallest_that_the_traced_backward_has(preset, remat):
     seq = 256
-    options = {"layers": 1, "vocab": 256} if preset == "qwen3-0.6b" else {}
-    traced = traced_workload(build(preset, **options), seq=seq).traced.cut(remat)
+    traced = traced_preset(preset, seq).traced.cut(remat)
     line = (
         f"stage=4,microbatches=4,schedule=zero_bubble_h1,precision=bf16,remat={remat}"
     )

@@ -346,7 +346,10 @@ def _ways(
             return
         if limit and not method.splits_backward:
             return
-    for execution in constraints.choices("execution", executions):
+    fixed = kept.get("execution", _PLAIN.execution)
+    if fixed != _PLAIN.execution:
+        executions = (fixed,)
+    for execution in executions:
         left_out = execution == "uniform" and method.for_divergent
         if not left_out or "schedule" in kept:
             yield Scheduled(name, chunks, splits, limit, execution)
