@@ -70,8 +70,8 @@ def all_runs(asked):
 @pytest.mark.parametrize(
     "asked, each",
     [
-        (request(constraints=Constraints.parse(forbid=["data"])), 67),
-        (request(constraints=Constraints.parse(keep=["stage=4,tensor=1"])), 199),
+        (request(constraints=Constraints.parse(forbid=["data", "context"])), 67),
+        (request(constraints=Constraints.parse(keep=["stage=4,tensor=1"])), 399),
         slow(request(constraints=Constraints.parse(forbid=["data"])), 29),
         slow(
             request(
@@ -87,7 +87,7 @@ def all_runs(asked):
                 workload=MOE,
                 seq=1024,
                 execution=EXECUTIONS["maxtext"],
-                constraints=Constraints.parse(forbid=["data"]),
+                constraints=Constraints.parse(forbid=["data", "context"]),
             ),
             67,
         ),
