@@ -203,6 +203,28 @@ def escape_unencodable(stream: Any) -> None:
         stream.reconfigure(errors="backslashreplace")
 
 
+_BESIDE = "besides, "
+
+
+def note_beside(error: BaseException, other: Exception) -> None:
+    """Note on the error that ends a run another one that happened beside it."""
+    error.add_note(f"{_BESIDE}{other}")
+
+
+def with_notes(told: str, error: BaseException) -> str:
+    """Return one line: what is told of an error, and what happened beside it.
+
+    Example:
+        >>> error = ValueError("no such step")
+        >>> note_beside(error, OSError("disk full"))
+        >>> with_notes("stopped", error)
+        'stopped; besides, disk full'
+    """
+    notes = getattr(error, "__notes__", ())  # Libraries leave some of their own.
+    beside = [note for note in notes if note.startswith(_BESIDE)]
+    return printable("; ".join(" ".join(part.split()) for part in (told, *beside)))
+
+
 def print_fault(command: str, error: BaseException) -> int:
     """Print an error that nobody has refused, and return the exit status.
 

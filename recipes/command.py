@@ -14,7 +14,7 @@ from meshpar.errors import (
     escape_unencodable,
     install_extra,
     print_fault,
-    printable,
+    with_notes,
 )
 from meshpar.recipes.config import RunConfig
 from meshpar.recipes.options import parse_arguments, program_words
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None, command: str = "pretrain") -> int:
         print(f"{command}: {_one_line(error, config)}", file=sys.stderr)
         return leave(exit_status(error))
     except KeyboardInterrupt as error:
-        told = _with_notes("stopped at once, nothing more is saved", error)
+        told = with_notes("stopped at once, nothing more is saved", error)
         print(f"{command}: {told}", file=sys.stderr)
         return leave(INTERRUPTED + 2)
     except Exception as error:
@@ -78,10 +78,4 @@ def _one_line(error: Exception, config: RunConfig | None) -> str:
         out = Path("runs") if config is None or config.out is None else config.out
         where = str(error.filename or out)
         told = f"the disk of {where!r} is full; free some space or name another folder"
-    return _with_notes(told, error)
-
-
-def _with_notes(told: str, error: BaseException) -> str:
-    """Return one line of what is told of an error, and of what failed beside it."""
-    parts = [told, *getattr(error, "__notes__", ())]
-    return printable("; besides, ".join(" ".join(part.split()) for part in parts))
+    return with_notes(told, error)

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from meshpar.errors import InputError
+from meshpar.errors import InputError, note_beside
 from meshpar.recipes import pretrain
 from meshpar.train import folder_in_use as module
 from meshpar.train.folder_in_use import folder_in_use
@@ -146,7 +146,8 @@ def test_what_fails_beside_an_error_is_told_on_its_line(
 ):
     def timed_step(step, state, batch):
         error = InputError("a bad step", key="test.bad_step")
-        error.add_note("checkpoint of step 2 not written")
+        error.add_note("a note of a library")
+        note_beside(error, OSError("checkpoint of step 2 not written"))
         raise error
 
     compute_nothing(monkeypatch, timed_step)

@@ -14,7 +14,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from meshpar.distributed import Processes
-from meshpar.errors import local_path
+from meshpar.errors import local_path, note_beside
 from meshpar.hardware.platforms import platform_named
 from meshpar.train.checkpoint.choice import (
     CheckpointError,
@@ -347,7 +347,7 @@ class Checkpoints:
             if failed and error is None:
                 raise failed
             if error is not None and failed:  # A warning could replace that error.
-                error.add_note(str(failed))
+                note_beside(error, failed)
 
 
 def _manager(
