@@ -20,7 +20,7 @@ from meshpar.planner.machine.execution import EXECUTIONS, MESHPAR
 from meshpar.planner.search.bounds import Bounds, held_microbatches
 from meshpar.planner.search.candidates import too_slow
 from meshpar.planner.search.choices import mesh_choices, searched_meshes
-from meshpar.planner.search.remedies import nearest_fit, sensitivities
+from meshpar.planner.search.remedies import nearest_fit, sensitivities, unsearched
 from meshpar.planner.search.result import assumptions
 from meshpar.planner.search.search import Request, possible_meshes, search
 from meshpar.planner.search.space import Constraints, Variant
@@ -471,3 +471,12 @@ def test_no_weight_gradients_of_a_kept_limit_wait_beyond_it():
     found = search(request(constraints=Constraints(kept=kept)))
     assert found.plans
     assert {plan.run.layout.max_pending_w for plan in found.plans} == {2}
+
+
+def test_what_an_option_that_no_search_tries_would_gain_is_told():
+    asked = request(constraints=Constraints.parse(keep=["fsdp=8,fsdp_prefetch=off"]))
+    (plan, *_) = search(asked, num_plans=1).plans
+    (line,) = (one for one in unsearched(plan) if "fsdp_prefetch=on" in one)
+    other = dataclasses.replace(plan.run.layout, fsdp_prefetch="on")
+    ahead = estimate(asked.workload, asked.cluster, other, global_batch=16, seq=8192)
+    assert f"{1 - ahead.step_s / plan.step_s:.1%} faster" in line

@@ -39,7 +39,7 @@ from meshpar.planner.curve import bend_in_words, curve_in_words, scaling_curve
 from meshpar.planner.machine.execution import execution_of
 from meshpar.planner.plan import Plan, gigabytes, milliseconds
 from meshpar.planner.published import validate
-from meshpar.planner.search.remedies import nearest_fit, sensitivities
+from meshpar.planner.search.remedies import nearest_fit, sensitivities, unsearched
 from meshpar.planner.search.result import (
     PlanRequest,
     SearchResult,
@@ -170,6 +170,7 @@ def _report(
     report: dict[str, Any] = found.as_json()
     best = found.plans[0]
     report["sensitivity"] = [change.as_json() for change in sensitivities(best)]
+    report["unsearched"] = unsearched(best)
     report["assumptions"] = [one.as_json() for one in assumptions(found.plans)]
     for plan, cost in zip(report["plans"], costs, strict=False):
         plan["training"] = cost.as_json()
@@ -226,6 +227,7 @@ def _everything(found: SearchResult, costs: Sequence[TrainingCost]) -> list[str]
         "",
         *best.lines,
         *(f"  {change.text}" for change in sensitivities(best)),
+        *(f"  {line}" for line in unsearched(best)),
         *(f"  {one.text}" for one in assumptions(found.plans)),
         "",
         "plans, fastest first:",

@@ -8,9 +8,12 @@ from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
 
+from meshpar.errors import InputError
 from meshpar.layout import Layout
-from meshpar.planner.cost.estimate import Estimate, estimate_run
+from meshpar.layout.context_method import CONTEXT_METHODS
+from meshpar.planner.cost.estimate import Estimate, estimate, estimate_run
 from meshpar.planner.cost.memory import fullest_memory
+from meshpar.planner.cost.run import Run
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.plan import Plan, gigabytes
 from meshpar.planner.search.bounds import Bounds
@@ -19,6 +22,9 @@ from meshpar.planner.search.search import Request, possible_meshes, search
 
 _TRIED = 1000
 """Layouts, those of least bounds first, whose memory is computed exactly."""
+
+_LEAST_GAIN = 0.01
+"""Fraction of the step or the memory from which an option that is left out is told."""
 
 _TIMES = (2, 4, 8, 16, 32, 64)
 """Factors by which the devices are multiplied, one after the other."""
@@ -188,3 +194,43 @@ def sensitivities(plan: Plan) -> tuple[Sensitivity, ...]:
         for change, step_s in seconds.items()
     ]
     return tuple(sorted(effects, key=lambda effect: effect.step_s))
+
+
+_UNSEARCHED: tuple[tuple[str, Any], ...] = (
+    ("param_dtype", "bf16_stochastic"),
+    ("sync_every", 8),
+    ("fsdp_prefetch", "on"),
+    ("fsdp_prefetch", "off"),
+    *(("attention", method) for method in CONTEXT_METHODS),
+)
+"""Values that no search tries unless they are kept: the first two change the update."""
+
+
+def unsearched(plan: Plan) -> tuple[str, ...]:
+    """Return what each option that no search tries would gain, if it is a hundredth.
+
+    Of plans of layouts alone; time and memory are those of the plan's layout with it.
+    """
+    run, lines = plan.run, []
+    if not isinstance(run, Run):
+        return ()
+    for key, value in _UNSEARCHED:
+        try:
+            other = estimate(
+                run.workload,
+                run.cluster,
+                replace(run.layout, **{key: value}),
+                global_batch=run.global_batch,
+                seq=run.seq,
+                execution=run.execution,
+            )
+        except InputError:  # This layout cannot have it.
+            continue
+        faster = 1 - other.step_s / plan.step_s
+        less_bytes = plan.memory.total_bytes - other.memory.total_bytes
+        if max(faster, less_bytes / plan.memory.total_bytes) >= _LEAST_GAIN:
+            lines.append(
+                f"not searched: {key}={value}: {faster:.1%} faster, "
+                f"{gigabytes(less_bytes)} less memory"
+            )
+    return tuple(lines)
