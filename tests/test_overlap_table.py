@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from meshpar.layout import Layout
 from meshpar.planner.machine import collective_cost as planned
 from recipes.bench import overlap
 
@@ -47,12 +48,23 @@ def test_a_share_is_of_the_bytes_that_have_a_matmul_beside_them():
     }
 
 
+def test_collectives_of_a_part_of_an_axis_are_rows_apart():
+    inside, across = (
+        {**collective([], "all-to-all", 1e9, flops), "part": ["expert", stride]}
+        for stride, flops in ((1, 1), (8, 0))
+    )
+    found = overlap.table_rows(report(inside, across), [])
+    assert [(row["mesh_axis"], row["part"], row["share"]) for row in found] == [
+        ("expert", "inner", 1.0),
+        ("expert", "outer", 0.0),
+    ]
+
+
 def test_the_table_that_stands_is_of_the_cases_that_are_compiled():
     rows = json.loads(overlap.FILE.read_text())["rows"]
     commands = {
         " ".join(["meshpar", *overlap.audit_command(case, target)])
-        for target in overlap.TARGETS
-        for case in overlap.CASES
+        for target, case in overlap.targeted_cases()
     }
     assert {row["command"] for row in rows} == commands
     assert len(rows) == len(planned.hidden_shares())
@@ -72,7 +84,8 @@ def test_rows_of_other_targets_stay(refuses, tmp_path, monkeypatch):
     before = json.loads(overlap.FILE.read_text())["rows"]
     tpu = [row for row in before if row["platform"] == "tpu"]
     assert [row for row in rows if row["platform"] == "tpu"] == tpu
-    assert sum(row["platform"] == "gpu" for row in rows) == len(overlap.CASES)
+    measured = [case for target, case in overlap.targeted_cases() if "gpu" in target]
+    assert sum(row["platform"] == "gpu" for row in rows) == len(measured)
     with refuses("command.unknown_target", "'cpu'", "gpu:h100:8x8"):
         overlap.main(["--target", "cpu"])
 
@@ -107,12 +120,14 @@ def test_a_share_is_of_programs_whose_collectives_take_the_same_turns(
         row("all-gather", 0.2, 10, "fsdp", "fsdp=8,tensor=8"),
     )
     monkeypatch.setattr(planned, "hidden_shares", lambda: table)
-    for at_work, share in (
-        (("data", "fsdp"), 0.6),
-        (("fsdp", "tensor"), 0.2),
-        (("fsdp", "stage"), 0.2),  # not measured: the least
+    for layout, share in (
+        ("data=2,fsdp=2", 0.6),
+        ("fsdp=2,tensor=2", 0.2),
+        ("fsdp=2,expert=2", 0.6),  # not measured: without experts
+        ("fsdp=2,stage=2,microbatches=2", 0.2),  # not measured: the least
     ):
-        found = planned.hidden_share("tpu", ("fsdp",), "all-gather", at_work)
+        layout = Layout.of(layout)
+        found = planned.hidden_share("tpu", ("fsdp",), "all-gather", layout)
         assert found == pytest.approx(share)
 
 

@@ -29,7 +29,7 @@ from meshpar.planner.cost.seconds import (
     exposed,
     row_s,
 )
-from meshpar.planner.cost.step_time import stage_times
+from meshpar.planner.cost.step_time import stage_times, step_time
 from meshpar.planner.cost.step_traffic import step_rows
 from meshpar.planner.cost.traffic import block_rows
 from meshpar.planner.machine.cluster import Link
@@ -297,6 +297,49 @@ def test_the_program_of_this_library_hides_what_compiled_programs_hide():
     assert sum(stage.forward.exposed_s["fsdp"] for stage in off) == whole
 
 
+@pytest.mark.parametrize(
+    "layout, kind",
+    [("data=64,zero=1", "reduce-scatter"), ("fsdp=64", "reduce-scatter")],
+)
+def test_gradients_of_microbatches_hide_as_their_programs_do(layout, kind):
+    """What is not hidden is the rest of the reduction, and the gather before it."""
+    run, off, tpu = (
+        run_of(f"{layout},microbatches=4{more},remat=full", hardware=hardware)
+        for more, hardware in (
+            ("", "h100-80gb"),
+            (",fsdp_prefetch=off", "h100-80gb"),
+            ("", "tpu v5p:4x4x4"),
+        )
+    )
+    axis = layout.partition("=")[0]
+    (row,) = [row for row in step_rows(run, (0,)) if row.kind == kind]
+    share = hidden_share("gpu", (axis,), kind, run.layout)
+    exposed_s, whole_s = (step_time(each).exposed_s[axis] for each in (run, off))
+    assert share > 0.8
+    assert whole_s - exposed_s == pytest.approx(share * row_s(run, row))
+    assert not any(one.share for one in step_rows(tpu, (0,)) if one.hidden_by)
+
+
+@pytest.mark.parametrize("execution, hides", [(MESHPAR, True), (MEGATRON_2023, False)])
+def test_experts_hide_as_programs_in_parts_do(execution, hides):
+    def exchanges(seq):
+        found = estimate(
+            SHAPES["mixtral-8x7b"],
+            cluster_of("h100-80gb", devices=8),
+            "expert=8,remat=full,precision=bf16",
+            global_batch=8,
+            seq=seq,
+            execution=execution,
+        )
+        rows = block_rows(found.run, moe=True)
+        return {row.share for row in rows if row.kind == "all-to-all" and row.hidden_by}
+
+    share = hidden_share("gpu", ("expert",), "all-to-all", Layout(expert=8))
+    assert exchanges(4096) == ({share} if hides else set())
+    # One part of few rows has nothing beside it.
+    assert exchanges(1024) <= {0.0}
+
+
 def test_a_hop_of_megatron_waits_for_the_device():
     late = stage_times(run_of("stage=4,microbatches=8", execution=MEGATRON_2024))
     prompt = dataclasses.replace(MEGATRON_2024, hop_wait_s=0.0)
@@ -433,7 +476,7 @@ def test_a_block_in_no_parts_gets_the_shares_of_such_programs():
         {row.share for row in block_rows(run, moe=False) if row.kind == "all-gather"}
         for run in (several, one)
     ]
-    both = (("tensor",), "all-gather", ("fsdp", "tensor"))
+    both = (("tensor",), "all-gather", several.layout)
     assert shares == [
         {hidden_share("tpu", *both, in_parts=True)},
         {hidden_share("tpu", *both, in_parts=False)},

@@ -267,6 +267,22 @@ def expert_parts(
     return parts
 
 
+def first_parts(rows: int, room: int, *, num_hosts: int = 0) -> tuple[int, int]:
+    """Return the parts of the first round, forward and backward (`expert_parts`).
+
+    Args:
+        rows: Rows of one expert.
+        room: Rows from each device.
+        num_hosts: Hosts that a token is sent to once each; 0 if rows go by themselves.
+    """
+    divided, most_parts, least = room, MOST_PARTS, LEAST_BACKWARD_ROWS
+    if num_hosts:
+        divided, most_parts = num_hosts, MOST_PARTS_BY_HOST
+        least = LEAST_BACKWARD_ROWS_BY_HOST
+    parts = expert_parts(rows, divided, LEAST_ROWS, most_parts)
+    return parts, expert_parts(rows, parts, least)
+
+
 def padded(rows: int) -> int:
     """Round rows up to a multiple of eight."""
     return -(-rows // _MULTIPLE) * _MULTIPLE

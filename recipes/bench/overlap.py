@@ -21,7 +21,6 @@ import platform
 import shlex
 import sys
 from collections.abc import Iterable
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +35,7 @@ from meshpar.layout import Layout
 
 SEQ = 4096
 TARGETS = ("gpu:h100:8x8", "tpu:v5p:4x4x4")
+GPUS = TARGETS[:1]
 FILE = Path(__file__).parents[2] / "meshpar" / "planner" / "overlap.json"
 
 
@@ -47,12 +47,17 @@ class Case(NamedTuple):
         layout: Without its precision, which is bf16.
         batch: Sequences in a step.
         seq: Tokens of a sequence.
+        model: Sizes to change of the preset. A program that does not fit its devices
+            hides less.
+        targets: Machines to compile for.
     """
 
     preset: str
     layout: str
     batch: int
     seq: int = SEQ
+    model: str = ""
+    targets: tuple[str, ...] = TARGETS
 
 
 CASES = (
@@ -65,6 +70,33 @@ CASES = (
     Case("llama3-8b", "data=64,zero=1,remat=full", 64),
     Case("llama3-8b", "data=2,stage=4,tensor=8,microbatches=8,remat=full", 64),
     Case("llama3-8b", "data=16,stage=4,microbatches=8,remat=full", 128),
+    # Sums of gradients, and microbatches, which on TPUs hide no reduction.
+    Case("llama3-8b", "data=64,remat=full", 64, model="layers=8", targets=GPUS),
+    Case(
+        "llama3-8b",
+        "data=64,microbatches=4,remat=full",
+        256,
+        model="layers=8",
+        targets=GPUS,
+    ),
+    Case("llama3-8b", "data=64,microbatches=4,zero=1,remat=full", 256, targets=GPUS),
+    Case("llama3-8b", "fsdp=64,microbatches=4,remat=full", 256, targets=GPUS),
+    Case(
+        "llama3-8b",
+        "data=8,tensor=8,microbatches=4,zero=1,sequence_parallel=true,remat=full",
+        256,
+        targets=GPUS,
+    ),
+    # Experts of one host and of several.
+    Case(
+        "mixtral-8x7b",
+        "expert=8,remat=full",
+        16,
+        seq=2048,
+        model="layers=16",
+        targets=("gpu:h100:1x8",),
+    ),
+    Case("qwen3-30b-a3b", "expert=64,remat=full", 64, targets=GPUS),
     # Around a ring: splash attention on TPUs, our own tiles on GPUs.
     Case(
         "llama3-8b",
@@ -84,9 +116,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, default=FILE, help=f"({FILE})")
     args = parser.parse_args(argv)
-    targets = [target for target in TARGETS if args.target in target]
+    known_targets = list(dict.fromkeys(target for target, _ in targeted_cases()))
+    targets = [target for target in known_targets if args.target in target]
     if not targets:
-        known = ", ".join(TARGETS)
+        known = ", ".join(known_targets)
         raise InputError(
             f"--target {args.target!r} matches none of {known}",
             key="command.unknown_target",
@@ -111,7 +144,7 @@ def _rows(
 ) -> list[dict[str, Any]]:
     """Return the rows of all targets in order, those of `targets` anew."""
     rows = []
-    for target, case in product(TARGETS, CASES):
+    for target, case in targeted_cases():
         if target in targets and case in cases:
             report, command = _audited(case, target)
             rows += table_rows(report, command, num_parts=count_parts(case, target))
@@ -121,6 +154,17 @@ def _rows(
     return rows
 
 
+def targeted_cases() -> list[tuple[str, Case]]:
+    """Return each target of each case, all of one platform after another."""
+    return [
+        (target, case)
+        for platform in PLATFORMS
+        for case in CASES
+        for target in case.targets
+        if target.startswith(f"{platform}:")
+    ]
+
+
 def audit_command(case: Case, target: str) -> list[str]:
     """The audit of a case, as the command line has it."""
     return [
@@ -128,6 +172,7 @@ def audit_command(case: Case, target: str) -> list[str]:
             "audit",
             "--preset",
             case.preset,
+            *(("--model", case.model) if case.model else ()),
             "--layout",
             f"{case.layout},precision=bf16",
         ),
@@ -159,14 +204,17 @@ def table_rows(
     """A row for each mesh axis and kind of collective of an audit's report.
 
     Collectives over several mesh axes, and those of the loss's few numbers, are left
-    out.
+    out. Those among neighbours along an axis, or others of its devices, are rows apart.
     """
-    sums: dict[tuple[str, str], list[float]] = {}
+    sums: dict[tuple[str, str, str], list[float]] = {}
     for one in report["collectives"]:
-        if len(one["mesh_axes"] or ()) != 1:
+        axes, part = one["mesh_axes"] or (), ""
+        if one.get("part"):
+            axes, part = one["part"][:1], "inner" if one["part"][1] == 1 else "outer"
+        if len(axes) != 1:
             continue
         sent = one["wire_bytes"] * one["executions"]
-        found = sums.setdefault((one["mesh_axes"][0], one["kind"]), [0, 0])
+        found = sums.setdefault((axes[0], one["kind"], part), [0, 0])
         found[0] += sent
         found[1] += sent if one["matmul_flops"] else 0
     return [
@@ -180,8 +228,9 @@ def table_rows(
             "layout": report["layout"],
             "command": _text(command),
             "num_parts": num_parts,
+            **({"part": part} if part else {}),
         }
-        for (axis, kind), (sent, hidden) in sums.items()
+        for (axis, kind, part), (sent, hidden) in sums.items()
         if sent > _FEW_BYTES
     ]
 

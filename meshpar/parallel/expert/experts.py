@@ -31,7 +31,6 @@ from meshpar.collectives import asked, on_parts, running_times, sum_dtype
 from meshpar.errors import InputError
 from meshpar.hardware.platforms import platform_named
 from meshpar.model.scope import Scope
-from meshpar.parallel import sizes
 from meshpar.parallel.expert.functions import Arrays, ExpertFunction, Function, GatedMLP
 from meshpar.parallel.expert.host_exchange import Hosts
 from meshpar.parallel.expert.rounds import (
@@ -43,7 +42,7 @@ from meshpar.parallel.expert.rounds import (
 )
 from meshpar.parallel.expert.routes import Routes, make_routes
 from meshpar.parallel.sizes import (
-    expert_parts,
+    first_parts,
     first_room,
     further_room,
     host_room,
@@ -249,13 +248,9 @@ class _ExpertSpec:
         hosts = Hosts(number=num_hosts, room=tokens_to_host) if tokens_to_host else None
         parts, backward_parts = 1, 1
         if num_devices > 1 and platform_named(scope.platform).overlaps_all_to_alls:
-            rows, divided = num_devices * room // own, num_hosts if hosts else room
-            most_parts, least = sizes.MOST_PARTS, sizes.LEAST_BACKWARD_ROWS
-            if hosts:
-                most_parts = sizes.MOST_PARTS_BY_HOST
-                least = sizes.LEAST_BACKWARD_ROWS_BY_HOST
-            parts = expert_parts(rows, divided, sizes.LEAST_ROWS, most_parts)
-            backward_parts = expert_parts(rows, parts, least)
+            rows = num_devices * room // own
+            by_host = num_hosts if hosts else 0
+            parts, backward_parts = first_parts(rows, room, num_hosts=by_host)
         first = Round(
             mesh_axes=axes,
             num_devices=num_devices,

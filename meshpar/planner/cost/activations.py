@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from meshpar.layout import STAGE_REMATS
 from meshpar.layout.layout import ATTENTION_MIXED, BLOCK_INPUT, ResidualNames
-from meshpar.parallel.sizes import first_room, host_room, most_room
+from meshpar.parallel.sizes import first_parts, first_room, host_room, most_room
 from meshpar.planner.cost.run import Run
 
 
@@ -234,6 +234,18 @@ def tokens_to_hosts(run: Run) -> tuple[int, int]:
     is_most = room >= most_room(run.tokens, top_k, own)
     rows = devices // hosts * room
     return hosts, host_room(run.tokens, top_k, hosts, rows, is_most=is_most)
+
+
+def round_parts(run: Run) -> int:
+    """Return the parts in which the first round of experts goes forward."""
+    devices = run.layout.expert
+    if devices == 1 or not run.platform.overlaps_all_to_alls:
+        return 1
+    hosts, tokens = tokens_to_hosts(run)
+    own = run.workload.experts // devices
+    rows = room_rows(run)
+    room = rows // devices
+    return first_parts(rows // own, room, num_hosts=hosts if tokens else 0)[0]
 
 
 @lru_cache(maxsize=1024)

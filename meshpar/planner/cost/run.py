@@ -143,6 +143,19 @@ class Run:
         return self.execution.measured_overlap or choice == "on"
 
     @property
+    def reduces_in_last_microbatch(self) -> bool:
+        """True if gradients are reduced beside the last microbatch's backward.
+
+        Pipelines that are asked to (`fsdp_prefetch=on`) hide little, and count as
+        hiding nothing.
+        """
+        layout = self.layout
+        if not self.execution.measured_overlap or layout.fsdp_prefetch == "off":
+            return False
+        in_ticks = layout.runs_in_ticks and layout.stage == 1
+        return in_ticks and self.platform.overlaps_last_microbatch
+
+    @property
     def split_from(self) -> dict[str, int]:
         """Least ZeRO stage that splits optimizer states, gradients and parameters."""
         return {
@@ -263,12 +276,6 @@ class Run:
     def drops(self) -> bool:
         """True if branches drop values, by the model or by the program."""
         return self.workload.dropout or self.execution.dropout
-
-    @cached_property
-    def active_axes(self) -> frozenset[str]:
-        """Mesh axes of more than one device."""
-        sizes = self.layout.mesh_shape
-        return frozenset(axis for axis, size in sizes.items() if size > 1)
 
     @cached_property
     def _links(self) -> dict[tuple[str, ...], Link]:

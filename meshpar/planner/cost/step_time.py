@@ -163,7 +163,8 @@ def _once(run: Run, stages: tuple[StageTime, ...]) -> Cost:
     """
     hiding_s = {BLOCKS: math.inf}
     first = [stages[at] for at in run.rank_stages(0)]
-    if run.execution.reduction_overlap or run.prefetches:
+    late = run.prefetches or run.reduces_in_last_microbatch
+    if run.execution.reduction_overlap or late:
         hiding_s[LAST_BACKWARD] = sum(stage.backward.total_s for stage in first)
     if run.execution.update_overlap or run.prefetches:
         hiding_s[NEXT_FORWARD] = sum(stage.forward.total_s for stage in first)

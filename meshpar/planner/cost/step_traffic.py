@@ -128,9 +128,9 @@ def _gathered_once(
         axes = split if values else ()
         yield Row(axes, "all-gather", gathered, PARAMETERS, "once", hidden_by=hidden_by)
         if not scatters_ends_each_tick(run):
-            yield Row(
-                axes, "reduce-scatter", reduced, OF_THEM, "once", hidden_by=hidden_by
-            )
+            scatter = Row(axes, "reduce-scatter", reduced, OF_THEM, "once")
+            late = run.reduces_in_last_microbatch and run.gathers_once
+            yield scatter._replace(hidden_by=LAST_BACKWARD if late else hidden_by)
 
 
 class Sent(NamedTuple):

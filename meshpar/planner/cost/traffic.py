@@ -15,6 +15,7 @@ from meshpar.planner.cost.activations import (
     Again,
     recomputation,
     room_rows,
+    round_parts,
     tokens_to_hosts,
 )
 from meshpar.planner.cost.run import Run, block_parameters
@@ -108,8 +109,12 @@ def _expert(run: Run, again: Again) -> Iterator[Row]:
         results = rows * workload.hidden * run.dtype_bytes
         there, back = results + rows * ROUTE_BYTES, results + rows * WEIGHT_BYTES
 
+    # Only parts have matmuls of other parts beside them.
+    share = 1.0 if round_parts(run) > 1 else 0.0
+
     def row(payload: float, passes: str, reason: str, times: int = 1) -> Row:
-        return Row(("expert",), "all-to-all", payload, reason, passes, times)
+        one = Row(("expert",), "all-to-all", payload, reason, passes, times)
+        return one._replace(share=share)
 
     yield row(there, "forward", _THERE)
     yield row(results, "forward", _BACK)
@@ -135,16 +140,19 @@ def _expert_by_host(
     row_bytes = run.workload.hidden * run.dtype_bytes
     per_host = run.layout.expert // hosts
     picks = hosts * tokens * run.workload.top_k * PICK_BYTES
+    share = 1.0 if round_parts(run) > 1 else 0.0
 
     def move(passes: str, reason: str, times: int = 1) -> Iterator[Row]:
         axes = ("expert",)
         between = Row(axes, "collective-permute", tokens * row_bytes, reason, passes)
-        yield between._replace(times=(hosts - 1) * times)
+        yield between._replace(times=(hosts - 1) * times, share=share)
         inside = Row(axes, "all-to-all", rows * row_bytes, reason, passes, times)
-        yield inside._replace(members=per_host, part="inner")
+        yield inside._replace(members=per_host, part="inner", share=share)
 
     def numbers(payload: float, passes: str, times: int = 1) -> Row:
-        return Row(("expert",), "all-to-all", payload, _NUMBERS, passes, times)
+        # Which rows are sent depends on them.
+        one = Row(("expert",), "all-to-all", payload, _NUMBERS, passes, times)
+        return one._replace(share=0.0)
 
     for passes, times in (("forward", 1), ("backward", again.exchanges)):
         yield from move(passes, _THERE, times)
@@ -314,21 +322,19 @@ def _as_measured(run: Run, row: Row) -> Row:
     ahead = row.hidden_by in (LAYER, LAST_BACKWARD, NEXT_FORWARD)
     if not run.execution.measured_overlap or (once and not ahead):
         return row
-    if ahead and not run.prefetches:
+    late = row.hidden_by == LAST_BACKWARD and run.reduces_in_last_microbatch
+    if ahead and not (run.prefetches or late):
         return row._replace(share=0.0)
-    # Blocks that prefetch sum gradients in two halves (`parallel.zero`).
-    halved = once and row.kind == "all-reduce"
-    share = min(
-        hidden_share(
-            run.cluster.device.platform,
-            row.mesh_axes,
-            kind,
-            run.active_axes,
-            in_parts=run.num_parts > 1,
-        )
-        for kind in (("reduce-scatter", "all-gather") if halved else (row.kind,))
+    share = hidden_share(
+        run.cluster.device.platform,
+        row.mesh_axes,
+        row.kind,
+        run.layout,
+        in_parts=run.num_parts > 1,
+        part=row.part,
     )
-    return row._replace(hidden_by=row.hidden_by or MATMULS, share=share)
+    hidden_by = row.hidden_by or MATMULS
+    return row._replace(hidden_by=hidden_by, share=min(row.share, share))
 
 
 _GRADIENT_BYTES = 4

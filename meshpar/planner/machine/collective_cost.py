@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -185,6 +185,7 @@ class HiddenShare:
         layout: Layout of the model.
         num_parts: Parts in which blocks took the batch (`Platform.num_batch_parts`).
         command: Command that measures the row.
+        part: As of `Row.part`, of a collective among some of the axis's devices.
     """
 
     platform: str
@@ -196,6 +197,7 @@ class HiddenShare:
     layout: str
     command: str
     num_parts: int = 1
+    part: str = ""
 
 
 @cache
@@ -213,51 +215,76 @@ def hidden_share(
     platform: str,
     mesh_axes: Sequence[str],
     kind: str,
-    active_axes: Collection[str] = (),
+    layout: Layout | None = None,
     *,
     in_parts: bool = False,
+    part: str = "",
 ) -> float:
     """Return the share of a collective that compiled programs hide.
 
-    The mean, by bytes, of the measured programs in which the same of `tensor` and
-    `stage` had several devices, whose collectives take turns with one another, and
-    whose blocks took the batch in parts or not alike; the least of any program if there
-    is none. The least of several mesh axes; 0 of what was not measured. Permutes over
-    `tensor` are its gathers and scatters in chunks, so the three count together.
+    The mean, by bytes, of the measured programs in the same condition: which of
+    `tensor`, `stage` and `expert` had several devices, whose collectives take turns
+    with one another; whether there were microbatches without stages; and whether blocks
+    took the batch in parts. If there is none, of those without experts, or without
+    microbatches; else the least of the programs in ticks, or of those that are not, as
+    the layout's is; else the least of all. The least of several mesh axes; 0 of what
+    was not measured. Permutes over `tensor` are its gathers and scatters in chunks, so
+    the three count together, as all collectives do that are a sum of gradients.
 
     Args:
         platform: `gpu` or `tpu`.
         mesh_axes: Mesh axes of the collective.
         kind: XLA's name of the collective.
-        active_axes: The layout's mesh axes of several devices.
+        layout: The layout of the step; one device when absent.
         in_parts: True if blocks take the batch in parts.
+        part: As of `Row.part`.
 
     Example:
         >>> hidden_share("gpu", ("data",), "all-reduce")
         0.0
     """
-    condition = frozenset(active_axes).intersection(_TAKE_TURNS), in_parts
-    shares = [_shares().get((platform, axis, kind), {}) for axis in mesh_axes]
-    return min(each.get(condition, min(each.values(), default=0.0)) for each in shares)
+    condition = _condition(layout or Layout(), in_parts=in_parts)
+    shares = [_shares().get((platform, axis, part, kind), {}) for axis in mesh_axes]
+    return min(_nearest(each, condition) for each in shares)
 
 
-_Condition = tuple[frozenset[str], bool]
-"""Mesh axes that a collective takes turns with, and whether blocks are in parts."""
+_Condition = frozenset[str]
+"""Mesh axes that a collective takes turns with, `microbatches` and `parts`."""
+
+_TAKE_TURNS = ("stage", "tensor", "expert")
+"""Mesh axes whose collectives stand in the way of others' between the same matmuls."""
+
+_MICROBATCHES, _PARTS = "microbatches", "parts"
+
+
+def _condition(layout: Layout, *, in_parts: bool) -> _Condition:
+    sizes = layout.mesh_shape
+    words = [axis for axis in _TAKE_TURNS if sizes[axis] > 1]
+    words += [_MICROBATCHES] if layout.runs_in_ticks and layout.stage == 1 else []
+    return frozenset([*words, _PARTS] if in_parts else words)
+
+
+def _nearest(shares: dict[_Condition, float], condition: _Condition) -> float:
+    """Return the share of a condition, or of those most like it; 0 if there is none."""
+    for without in ((), ("expert",), (_MICROBATCHES,), ("expert", _MICROBATCHES)):
+        if condition.difference(without) in shares:
+            return shares[condition.difference(without)]
+    ticks = {"stage", _MICROBATCHES}
+    in_ticks = condition.isdisjoint(ticks)
+    alike = [shares[each] for each in shares if each.isdisjoint(ticks) == in_ticks]
+    return min(alike or shares.values(), default=0.0)
 
 
 @cache
-def _shares() -> dict[tuple[str, str, str], dict[_Condition, float]]:
-    """Return platform, mesh axis and kind -> condition -> share."""
-    sums: dict[tuple[str, str, str], dict[_Condition, list[float]]] = {}
+def _shares() -> dict[tuple[str, str, str, str], dict[_Condition, float]]:
+    """Return platform, mesh axis, part of it and kind -> condition -> share."""
+    sums: dict[tuple[str, str, str, str], dict[_Condition, list[float]]] = {}
     for row in hidden_shares():
-        sizes = Layout.of(row.layout).mesh_shape
-        turns = frozenset(axis for axis in _TAKE_TURNS if sizes[axis] > 1)
-        condition = turns, row.num_parts > 1
-        kinds: tuple[str, ...] = (row.kind,)
-        if row.mesh_axis == "tensor" and row.kind in _AROUND_TENSOR:
-            kinds = _AROUND_TENSOR
-        for kind in kinds:
-            by_condition = sums.setdefault((row.platform, row.mesh_axis, kind), {})
+        layout = Layout.of(row.layout)
+        condition = _condition(layout, in_parts=row.num_parts > 1)
+        for kind in _kinds(row, layout):
+            key = row.platform, row.mesh_axis, row.part, kind
+            by_condition = sums.setdefault(key, {})
             total = by_condition.setdefault(condition, [0, 0])
             total[0] += row.share * row.wire_bytes
             total[1] += row.wire_bytes
@@ -270,7 +297,15 @@ def _shares() -> dict[tuple[str, str, str], dict[_Condition, float]]:
     }
 
 
-_TAKE_TURNS = ("stage", "tensor")
-"""Mesh axes whose collectives stand in the way of others' between the same matmuls."""
+def _kinds(row: HiddenShare, layout: Layout) -> tuple[str, ...]:
+    """Return the kinds of a plan's collectives that a row measures."""
+    if row.mesh_axis == "tensor" and row.kind in _AROUND_TENSOR:
+        return _AROUND_TENSOR
+    shards = math.prod(layout.mesh_shape[axis] for axis in layout.split_axes)
+    if row.mesh_axis == "data" and shards == 1:
+        # Sums of gradients in two halves (`parallel.zero`): nothing else is sent.
+        return ("all-reduce",)
+    return (row.kind,)
+
 
 _AROUND_TENSOR = ("all-gather", "reduce-scatter", "collective-permute")

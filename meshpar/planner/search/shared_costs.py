@@ -270,7 +270,8 @@ def _step_cost(run: Run, kinds: list[bool]) -> StepCost:
     )
     state += least_working_bytes(run, 0)
     hides = {BLOCKS: math.inf}
-    if run.execution.reduction_overlap or run.prefetches:
+    late = run.prefetches or run.reduces_in_last_microbatch
+    if run.execution.reduction_overlap or late:
         hides[LAST_BACKWARD] = math.inf
     if run.execution.update_overlap or run.prefetches:
         hides[NEXT_FORWARD] = math.inf
