@@ -110,7 +110,7 @@ def divided_mesh_axis(
 ) -> tuple[str, int] | None:
     """Return a mesh axis that the groups cut into parts, and their stride along it.
 
-    None if they are no equal parts of one mesh axis.
+    None unless the groups are equal parts of one mesh axis.
 
     Example:
         >>> divided_mesh_axis(((0, 2), (1, 3)), {"expert": 4})

@@ -79,7 +79,7 @@ class Target:
 
     @property
     def devices_per_host(self) -> int | None:
-        """GPUs that a host's links join; None of others."""
+        """Number of GPUs of one host; None on other platforms."""
         return self.shape[1] if self.platform == "gpu" else None
 
     @property

@@ -47,8 +47,8 @@ class Scope:
         order: Which tokens of each sequence are at hand, where its devices share it
             out among them; None where they are whole.
         batch_axes: Manual mesh axes that split the examples of one microbatch.
-        expert_hosts: Hosts of the devices that share experts, equally many on each and
-            next to one another; 1 if unknown.
+        expert_hosts: Number of hosts of the devices that share experts; each host has
+            the same number of them, one host after another. 1 if unknown.
         num_microbatches: Parts that the batch of a device is run in, one by one.
         platform: Kind of device the program is for: `cpu`, `gpu` or `tpu`.
         recomputed: Whether the backward runs the function again.

@@ -27,9 +27,9 @@ from meshpar.model.scope import Scope
 from meshpar.rules.rules import LogicalAxes, array_split, auto_mesh_shape, spec_axes
 
 LEAST_TOKENS = 256
-"""Fewest tokens of a chunk. With fewer the latency of a send to another H100 (3.4 us)
-is longer than the bytes take (256 x 4096 in bf16: 5.4 us), and reading the weight takes
-longer than the arithmetic of its matmul."""
+"""Fewest tokens of a chunk. With half as many, the latency of a send to another H100
+(3.4 us) is longer than its bytes take (256 x 4096 in bf16: 5.4 us), and reading the
+weight takes longer than the arithmetic of its matmul."""
 
 
 @dataclass(frozen=True, kw_only=True)

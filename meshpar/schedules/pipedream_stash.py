@@ -2,8 +2,8 @@
 
 Each stage updates its weights after the backward of every microbatch. A backward uses
 the weights that its forward used, so a stage keeps a version for every microbatch in
-flight. Stage s of S computes the gradient of a microbatch with weights that S-1-s
-updates are not in yet:
+flight. Stage s of S computes the gradient of a microbatch with weights that lack the
+last S-1-s updates:
 
     w[t+1] = w[t] - update(gradient of microbatch t at w_s[t - (S-1-s)], s = 0 .. S-1)
 

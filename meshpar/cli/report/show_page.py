@@ -162,7 +162,7 @@ def _timeline(found: LaidOut) -> list[str]:
     drawn = timeline.schedule.num_microbatches
     some = f" Drawn are {drawn} of {layout.microbatches} microbatches."
     way = "in lock step" if found.run.execution.lock_step else "freely"
-    if way != "freely" and layout.divergent:
+    if found.run.execution.lock_step and layout.divergent:
         way = "tick by tick, each with an action of its own"
     text = (
         f"{summary(timeline)}. Ranks run {way}, with the times that the planner "

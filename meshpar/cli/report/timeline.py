@@ -97,7 +97,7 @@ class TimelineParts:
         kinds: The actions that take time.
         phases: Warm-up, steady, cool-down, in this order.
         counts: Microbatches in flight of each rank, or their memory.
-        counted: Name of these, with the unit.
+        counted: What `counts` are, with the unit.
     """
 
     unit: str

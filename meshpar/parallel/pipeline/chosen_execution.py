@@ -1,7 +1,7 @@
 """Choose how the ranks of a pipeline run, where the layout leaves it open.
 
-Whole backwards run in lock step, but for stages that update their weights by
-themselves, which cannot. Split ones run in the execution whose ticks take less.
+Whole backwards run in lock step. Stages that update their weights by themselves always
+diverge. Split backwards run in the execution whose ticks take less time.
 In lock step a tick takes an F, an I and a W on every rank, if any rank does one. Where
 ranks diverge it takes the longest of their actions; there are about three times as many
 ticks, and most have the embedding and head that the ranks share. F, I, W and head are

@@ -56,7 +56,7 @@ class Part(enum.IntEnum):
 
 
 def parameter_parts(model: Model) -> tuple[Params, list[str]]:
-    """Return the `Part` of every parameter, and the paths of those of two parts."""
+    """Return the `Part` of every parameter, and the paths that both ends read."""
     ends, groups = one_layer_shapes(model)
     state, _ = one_layer_state(model)
     others = state, traced_batch(model, 1, 1)
@@ -128,7 +128,7 @@ class WeightStash:
     update: Update
 
     def first(self) -> Learned:
-        """Return the first version in all slots: what is read is written before."""
+        """Return the initial weights in every slot, before any update."""
 
         def repeated(part: Part, value: jax.Array) -> jax.Array:
             num_slots = 1 if part is Part.HEAD else self.slots.num_slots

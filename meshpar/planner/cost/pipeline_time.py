@@ -57,7 +57,7 @@ class Ticks:
     kinds: Mapping[Kinds, int] = field(default_factory=dict)
 
     def extended(self, by_one: Ticks, count: int) -> Ticks:
-        """Return the ticks of `count` more microbatches, each as the next one's."""
+        """Return the ticks with `count` more microbatches; `by_one` has one more."""
 
         def longer(name: str) -> Any:
             own = getattr(self, name)

@@ -103,10 +103,10 @@ def by_layer(
 def by_layer_of_one_rank(
     optimizer: optax.GradientTransformation, model: Model, ranks: int
 ) -> tuple[Traced, optax.GradientTransformationExtraArgs]:
-    """Return the trace of an optimizer that `by_layer` takes, and it on one rank.
+    """Return the trace of an optimizer, and the optimizer for one rank's layers.
 
-    That one's arrays have the places of one of so many ranks; it does not know which of
-    them are empty.
+    Its stacked arrays have as many places as one of `ranks` ranks holds. It updates
+    empty places too; the caller discards these updates.
 
     Raises:
         InputError: The optimizer is made for the stacked arrays of all layers.
