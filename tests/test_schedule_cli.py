@@ -327,3 +327,10 @@ def test_a_csv_of_other_sizes_is_one_line_and_status_2(
     text, sizes, refusal, csv_file, refuses_command
 ):
     refuses_command(["schedule", "--schedule", csv_file(text), *sizes], *refusal)
+
+
+def test_a_limit_on_weight_gradients_does_not_refuse_whole_backwards_beside(capsys):
+    sizes = ["--stages", "2", "--microbatches", "4", "--max-pending-w", "1"]
+    names = ["--schedule", "zero_bubble_h1", "--compare", "1f1b"]
+    assert main(["schedule", *names, *sizes, "--json"]) == 0
+    assert '"compare": {' in capsys.readouterr().out

@@ -155,7 +155,10 @@ def _memory(args: argparse.Namespace) -> Memory | None:
 
 def _compared_schedule(args: argparse.Namespace, like: Schedule) -> Schedule:
     """Return the schedule of `--compare`, of the ranks and microbatches of another."""
-    given = {"schedule": args.compare, "chunks": None}
+    method = SCHEDULES.get(args.compare)
+    splits = method is None or method.splits_backward
+    limit = args.max_pending_w if splits else None
+    given = {"schedule": args.compare, "chunks": None, "max_pending_w": limit}
     sizes = {"stages": like.num_ranks, "microbatches": like.num_microbatches}
     return _checked_schedule(argparse.Namespace(**{**vars(args), **given, **sizes}))
 

@@ -283,7 +283,8 @@ def hop_rows(run: Run) -> Rows:
         return ()
     own, tensor = run.residual_bytes * run.residual_share, run.layout.tensor
     reason = "activations up, gradients down"
-    ways = hop_ways(run.layout)
+    # In lock step every rank sends in each way, with something to send or not.
+    ways = hop_ways(run.layout) if run.execution.lock_step else 1
     up = Row(("stage",), "collective-permute", own, reason, "up", ways)
     rows = [up]
     if run.execution.hop_split and not run.layout.sequence_parallel and tensor > 1:
