@@ -45,6 +45,25 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        name="one-weight-gradient-too-many-waits",
+        effect="lock step lets one more weight gradient wait than the limit",
+        file="meshpar/schedules/ticks.py",
+        old="_num_waiting(queue, ticks) == most",
+        new="_num_waiting(queue, ticks) > most",
+        tests=("tests/test_schedules.py::test_a_limit_moves_weight_gradients_only",),
+    ),
+    Mutant(
+        name="one-weight-version-too-few",
+        effect="PipeDream's stages keep one version of their weights too few",
+        file="meshpar/schedules/pipedream_stash.py",
+        old="max(1 + done - version for",
+        new="max(done - version for",
+        tests=(
+            "tests/test_pipedream_stash.py"
+            "::test_each_stage_keeps_and_uses_the_versions_that_were_published",
+        ),
+    ),
+    Mutant(
         name="dropout-mask-of-the-first-tokens",
         effect="devices that share a sequence all draw its first mask",
         file="meshpar/model/scope.py",

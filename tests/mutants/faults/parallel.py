@@ -28,6 +28,39 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        name="stash-counts-arrays",
+        effect="a split backward keeps the fewest arrays, not the fewest bytes",
+        file="meshpar/parallel/pipeline/minimum_stash.py",
+        old="yield place, place + 1, _num_bytes(var)",
+        new="yield place, place + 1, 1",
+        tests=(
+            "tests/test_planner_split.py"
+            "::test_the_counted_stash_is_the_smallest_that_the_traced_backward_has",
+        ),
+    ),
+    Mutant(
+        name="barrier-holds-weight-gradients-back",
+        effect="a split backward computes weight gradients behind barriers at once",
+        file="meshpar/parallel/pipeline/split_backward.py",
+        old="            operands = used",
+        new="            operands = [True] * len(used)",
+        tests=(
+            "tests/test_collective_matmul.py"
+            "::test_a_split_backward_leaves_matmuls_of_weights_for_later",
+        ),
+    ),
+    Mutant(
+        name="token-chunks-in-reverse",
+        effect="a gathered matmul joins its chunks of tokens in reverse order",
+        file="meshpar/parallel/collective_matmul.py",
+        old="start = (rank - distance) % num_devices * tokens",
+        new="start = (rank + distance) % num_devices * tokens",
+        tests=(
+            "tests/test_collective_matmul.py"
+            "::test_chunks_have_the_values_and_gradients_of_one_device[8-True]",
+        ),
+    ),
+    Mutant(
         name="no-gradient-of-log-sum-exp",
         effect="attention's backward leaves out a term of the softmax",
         file="meshpar/parallel/context/shards.py",
