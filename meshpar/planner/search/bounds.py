@@ -244,7 +244,7 @@ class Bounds:
         else:
             kept = min(block.kept_bytes for block in blocks) * own * held
         total = state_bytes
-        # One waits at least, and one is on its way to its slot.
+        # At least one weight gradient of a chunk waits.
         total += min(block.stash_bytes for block in blocks) * own / variant.chunks
         total += kept if again or variant.remat not in STAGE_REMATS else 0.0
         if self._like.execution.eager or variant.remat == "none" or not again:
