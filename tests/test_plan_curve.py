@@ -123,7 +123,7 @@ def test_json_has_points_and_the_bend(capsys):
     assert curve["examples"] == "sequences"
     bend = curve["bend"]
     assert bend.keys() == {"devices", "efficiency", "most_lost", "lost", "why"}
-    assert bend["devices"] == 16 and bend["efficiency"] < BEND
+    assert bend["devices"] == 8 and bend["efficiency"] < BEND
 
 
 def test_what_fits_nowhere_ends_with_1(capsys):

@@ -109,6 +109,8 @@ class StepOptions:
 
     def with_execution(self) -> StepOptions:
         """Return the options with the execution that the layout leaves open."""
+        if self.layout.stage == 1:
+            return self
         execution, reason = chosen_execution(
             self.model, self.layout, self.schedule, platform=self.platform
         )
