@@ -74,9 +74,18 @@ def split_1f1b(num_ranks=4, num_microbatches=6, delay=2):
 
 ALL = [*named_schedules(), v_shaped(), v_shaped(1, 2), split_1f1b(), split_1f1b(1, 3)]
 
+LIMITED = [
+    make_schedule(*case, max_pending_w=most)
+    for case in NAMED
+    if case[0] in SPLIT_NAMES
+    for most in (1, 2)
+    if most < case[2]
+]
+"""Schedules whose weight gradients may wait on a rank in small numbers only."""
+
 
 def label(schedule):
     return (
         f"{schedule.name}-{schedule.num_ranks}-{schedule.num_microbatches}"
-        f"-{schedule.num_chunks}"
+        f"-{schedule.num_chunks}-{schedule.max_pending_w}"
     )

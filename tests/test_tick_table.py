@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from schedule_cases import (
     ALL,
+    LIMITED,
     NAMED,
     SIZES,
     label,
@@ -31,28 +32,48 @@ class Executor:
     def __init__(self, schedule, divergent):
         if schedule.splits_backward:
             schedule = schedule.with_split_backwards()
-        self.schedule = schedule
+        self.schedule, self.divergent = schedule, divergent
         self.table = tick_table(schedule, divergent=divergent)
         self.saved = self._buffers(self.table.saved_slots)
         self.stash = self._buffers(self.table.stash_slots)
         self.inputs = self._buffers(self.table.input_slots)
         self.gradients = self._buffers(self.table.gradient_slots)
+        self.sent_down = [None] * schedule.num_ranks
         self.done = []
 
     def _buffers(self, slots):
         return [[None] * count for count in slots]
 
     def run(self):
-        ranks = range(self.schedule.num_ranks)
-        for tick in range(self.table.num_ticks):
-            sent_up = [self._forward(tick, rank) for rank in ranks]
-            sent_down = [self._backward(tick, rank) for rank in ranks]
-            for rank in ranks:
-                self._weight_grad(tick, rank)
-            for rank in ranks:
-                self._receive(tick, rank, "input", self.inputs, sent_up)
-                self._receive(tick, rank, "gradient", self.gradients, sent_down)
+        for phase in self.table.phases:
+            for tick in range(phase.start, phase.stop):
+                self._tick(tick, phase)
         return self.done
+
+    def _tick(self, tick, phase):
+        """One tick, with the gradients of lock step sent by the next one with any.
+
+        Each tick of a phase with backwards sends, also if no rank has one in it.
+        """
+        ranks, table = range(self.schedule.num_ranks), self.table
+        if phase.has_backward and not self.divergent:
+            for rank in ranks:
+                slots = table.gradient_arrival[tick, rank]
+                self._receive(rank, slots, "gradient", self.gradients, self.sent_down)
+        sent_up = [self._forward(tick, rank) for rank in ranks]
+        sent_down = [self._backward(tick, rank) for rank in ranks]
+        assert phase.has_forward or sent_up == [None] * len(ranks)
+        assert phase.has_backward or sent_down == [None] * len(ranks)
+        for rank in ranks:
+            self._weight_grad(tick, rank)
+        for rank in ranks:
+            slots = table.input_write[tick, rank]
+            self._receive(rank, slots, "input", self.inputs, sent_up)
+            if self.divergent:
+                slots = table.gradient_write[tick, rank]
+                self._receive(rank, slots, "gradient", self.gradients, sent_down)
+        if phase.has_backward:
+            self.sent_down = sent_down
 
     def _at(self, name, tick, rank):
         return int(getattr(self.table, name)[tick, rank])
@@ -103,8 +124,7 @@ class Executor:
         assert self.schedule.stages_of_rank[rank][chunk] == stage
         self.done.append(f"{stage}W{microbatch}")
 
-    def _receive(self, tick, rank, kind, buffers, sent):
-        slots = getattr(self.table, f"{kind}_write")[tick, rank]
+    def _receive(self, rank, slots, kind, buffers, sent):
         hops = getattr(self.table, f"{kind}_hops")
         for slot, hop in zip(slots, hops, strict=True):
             if slot != -1:
@@ -112,7 +132,7 @@ class Executor:
 
 
 @pytest.mark.parametrize("divergent", [False, True])
-@pytest.mark.parametrize("schedule", ALL, ids=label)
+@pytest.mark.parametrize("schedule", [*ALL, *LIMITED], ids=label)
 def test_no_live_value_is_overwritten_and_all_work_is_done_once(schedule, divergent):
     executor = Executor(schedule, divergent)
     done = executor.run()

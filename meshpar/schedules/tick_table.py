@@ -228,11 +228,13 @@ class TickTable:
     def gradient_arrival(self) -> np.ndarray:
         """`gradient_write`, each tick's put off to the next one that has a backward.
 
+        Also of a backward that no rank does, if its phase has them: it sends zeros on.
         Nothing reads a gradient before that, and its slot holds nothing else.
         """
         import numpy as np
 
-        backward = np.flatnonzero((self.backward_stage >= 0).any(axis=1))
+        phases = [phase for phase in self.phases if phase.has_backward]
+        backward = [tick for at in phases for tick in range(at.start, at.stop)]
         later = np.full_like(self.gradient_write, NONE)
         later[backward[1:]] = self.gradient_write[backward[:-1]]
         return later
