@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import itertools
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +35,7 @@ from meshpar.parallel.parameter_specs import parameter_specs
 from meshpar.parallel.pipeline.stages import arranged_for
 from meshpar.rules.rules import MeshAxes
 from meshpar.rules.spatial import SPATIAL
+from meshpar.schedules import SCHEDULES
 from meshpar.testing.draws import (
     Twist,
     built_values,
@@ -206,7 +208,7 @@ def draw_cases(
     models = {family: itertools.cycle(family) for family in turns}
     for family in itertools.islice(itertools.cycle(turns), 5 * num):
         for model in itertools.islice(models[family], _DRAWS):
-            case, refused = _draw_case(rng, model, built, len(devices), choices)
+            case, refused = _draw_case(rng, model, built, len(devices), choices, cases)
             if refused is None and len(cases) % _RESUMING == _RESUMING - 1:
                 case = _resuming(case, of_others, built, len(devices), choices)
             elif refused is None and choices.twists:
@@ -304,17 +306,20 @@ def _draw_case(
     built: dict[str, tuple],
     num_devices: int,
     choices: Choices,
+    cases: Iterable[Case],
 ) -> tuple[Case, InputError | None]:
     """Draw a case of a model; return it with its refusal, if any.
 
-    Which mesh axes to split is drawn once, so that those which rarely suit the model
-    are not rare for it.
+    Which mesh axes to split and which schedule to run are chosen once, so that those
+    which rarely suit the model are not rare for it.
     """
     num_layers = sum(group.num_layers for group in choices.build(model).groups)
     built = _suited(built, choices.build(model))
     if choices.twist(model) is not None:
         built = {**built, "precision": ("fp32",), "param_dtype": ("fp32",)}
     split = draw_split_axes(rng, built, num_devices)
+    schedule = _least_drawn(rng, built["schedule"], num_layers, cases)
+    built = {**built, "schedule": (schedule,)}
     for _ in range(_TRIES):
         layout = draw_layout(rng, built, num_devices, split, num_layers)
         shards = layout.batch_shards * layout.microbatches
@@ -331,6 +336,22 @@ def _draw_case(
         if refused is None:
             break
     return case, refused
+
+
+def _least_drawn(
+    rng: np.random.Generator,
+    schedules: Sequence[str],
+    num_layers: int,
+    cases: Iterable[Case],
+) -> str:
+    """Return the schedule of the fewest cases, of those with a layer for each stage."""
+    drawn = Counter(case.layout.schedule for case in cases if case.layout.stage > 1)
+    fitting = [
+        name
+        for name in schedules
+        if 2 * SCHEDULES[name].default_chunks <= max(2, num_layers)
+    ]
+    return min(map(str, rng.permutation(fitting)), key=lambda name: drawn[name])
 
 
 def _resuming(
