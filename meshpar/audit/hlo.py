@@ -127,10 +127,7 @@ _ROWS = {
         r"(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?\}$"
     ),
 }
-_THIRD_PARTY = re.compile(
-    r"[/\\](?:site|dist)-packages[/\\]|^<|[/\\]lib[/\\]python3"
-    r"|[/\\]meshpar[/\\]parallel[/\\](?:tensor|collective_matmul)\.py"
-)
+_THIRD_PARTY = re.compile(r"[/\\](?:site|dist)-packages[/\\]|^<|[/\\]lib[/\\]python3")
 
 
 @dataclass(frozen=True)
