@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 from meshpar import FSDP_TENSOR, make_mesh, make_train_step
 from meshpar.audit.report import audit
 from meshpar.audit.targets import TargetError
-from meshpar.models.layers import mlp
 from meshpar.models.presets import build
+from meshpar.parallel import tensor
 from tests.marks import slow
 from tests.test_audit_counts import array, mesh_of
 
@@ -145,7 +145,7 @@ def test_rules_that_store_a_weight_otherwise_than_it_is_used_are_reported():
     moved = [row for row in rows if "all of the weight 'blocks.mlp.down'" in row.reason]
     [found] = [row.collective for row in moved]
     assert found.mesh_axes == ("tensor",)
-    assert found.source == line_with(mlp.GatedMLP.__call__, "BTF,FD->BTD")
+    assert found.source == line_with(tensor.row_parallel, "jnp.einsum(dims, x, weight)")
 
 
 def batch(rows: int, seq: int) -> dict:
