@@ -22,7 +22,7 @@ def beside_loops(text: str) -> list[tuple[str, str]]:
     return [
         (loop, later)
         for loop, later in unordered(text)
-        if _channels_of(program, loop) & _channels_of(program, later)
+        if _channel_ids(program, loop) & _channel_ids(program, later)
     ]
 
 
@@ -43,7 +43,7 @@ def unordered(text: str) -> list[tuple[str, str]]:
     return found
 
 
-def _channels_of(program: Program, name: str) -> set[str]:
+def _channel_ids(program: Program, name: str) -> set[str]:
     """Channels of the instruction of that name."""
     return next(
         _channels(program, instruction)

@@ -177,7 +177,7 @@ def _ones(tree):
 
 
 def share_hidden(axes, seq, target):
-    """Of the seconds that 256 sequences of Llama 3 8B send over `tensor`."""
+    """Return the hidden share of the seconds on `tensor`, for 256 sequences."""
     line = f"{axes},sequence_parallel=true,remat=full,precision=bf16"
     step = make_train_step(
         build("llama3-8b"), optax.adamw(1e-3), line, mesh=absent_mesh(line)

@@ -38,7 +38,7 @@ EMBED, HIDDEN, EXPERTS, TOP_K, TOKENS = 512, 1024, 8, 2, 4096
 
 
 @functools.cache
-def program_of(line, target, dtype, shared=False, hosts=1):
+def compiled_program(line, target, dtype, shared=False, hosts=1):
     """The compiled experts and their gradients, `TOKENS` tokens on each device.
 
     With `shared` there is an expert that all tokens go to, of one matmul.
@@ -124,7 +124,7 @@ def first_round_flops(program):
     ],
 )
 def test_at_balanced_load_a_ninth_of_the_flops_or_less_is_in_vain(line, target, dtype):
-    program = program_of(line, target, dtype)
+    program = compiled_program(line, target, dtype)
     degree = Layout.parse(line).expert
     own, rows = EXPERTS // degree, TOKENS * TOP_K
     room = rows if degree == 1 else math.ceil(SPARE * rows / degree) * degree
@@ -141,7 +141,7 @@ def test_at_balanced_load_a_ninth_of_the_flops_or_less_is_in_vain(line, target, 
 @needs_gpu_compiler
 def test_rows_of_a_part_are_sent_beside_the_matmuls_of_another():
     line = "fsdp=8,expert=8"
-    program = program_of(line, "gpu:h100:8x8", jnp.bfloat16)
+    program = compiled_program(line, "gpu:h100:8x8", jnp.bfloat16)
     shape = absent_mesh(Layout.parse(line)).shape
     rows = find_collectives(program, shape)
     overlaps = find_overlaps(program, rows, shape, None)
@@ -160,7 +160,7 @@ def test_rows_of_a_part_are_sent_beside_the_matmuls_of_another():
 @pytest.mark.parametrize("shared", [False, True])
 def test_shared_experts_are_computed_while_the_first_rows_go_to_other_hosts(shared):
     line = "fsdp=8,expert=8"
-    program = program_of(line, "gpu:h100:8x8", jnp.bfloat16, shared, hosts=2)
+    program = compiled_program(line, "gpu:h100:8x8", jnp.bfloat16, shared, hosts=2)
     shape = absent_mesh(Layout.parse(line)).shape
     rows = find_collectives(program, shape)
     overlaps = find_overlaps(program, rows, shape, None)
@@ -255,7 +255,7 @@ def test_a_block_sends_the_bytes_of_its_rounds_and_nothing_is_unasked(line, pres
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["tiny-moe", "tiny-moe-capacity"])
 def test_a_token_is_sent_once_to_each_host_and_its_results_come_back_as_one(preset):
-    """Of 2 hosts with 4 devices each: each row crosses inside of a host, once a way."""
+    """On 2 hosts of 4 devices a row travels inside its host once in each direction."""
     line, hosts, per_host = "expert=8", 2, 4
     report = audited(line, preset, per_host)
     assert report.complaints() == []

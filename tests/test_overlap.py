@@ -217,7 +217,7 @@ def test_a_scatter_over_a_whole_slice_takes_a_scatters_time():
 
 
 def test_groups_inside_of_hosts_take_their_links_and_groups_across_take_the_network():
-    """Of each 4 values one stays, and of 4 devices of as many hosts as of one."""
+    """A device sends 3 of its 4 values, to devices of its host or of three others."""
     cluster, mesh = target_cluster(Target.parse("gpu:h100:4x4")), {"expert": 16}
     inside, across = (
         "{{0,1,2,3},{4,5,6,7},{8,9,10,11},{12,13,14,15}}",

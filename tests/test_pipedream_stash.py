@@ -45,7 +45,7 @@ def head(params, x, batch, scope=None):
 
 
 @functools.cache
-def model_of(layers):
+def mlp_model(layers):
     """A model whose ends have parameters of their own."""
 
     def parameter(seed, shape, axes, num_layers=None):
@@ -176,7 +176,7 @@ def trained(step, num_steps):
 
 @functools.cache
 def step_with(layers, line, optimizer=ADAM):
-    return step_of(model_of(layers), f"{line},{LINE}", optimizer)
+    return step_of(mlp_model(layers), f"{line},{LINE}", optimizer)
 
 
 def assert_trains_as_by_hand(sizes, line, optimizer=ADAM, shards=1):
@@ -277,7 +277,7 @@ ONE = "stage=2,microbatches=2,schedule=pipedream_stash"
 )
 def test_a_layout_that_needs_one_update_a_batch_is_refused(line, key, named, refuses):
     with refuses(f"layout.{key}", named):
-        step_of(model_of(4), line)
+        step_of(mlp_model(4), line)
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,7 @@ def test_an_option_that_needs_all_gradients_at_once_is_refused(
     options, key, named, refuses
 ):
     with refuses(key, named):
-        step_of(model_of(4), ONE, **options)
+        step_of(mlp_model(4), ONE, **options)
 
 
 def test_a_parameter_of_both_ends_is_refused(refuses):
@@ -321,7 +321,7 @@ def test_the_command_says_that_the_update_is_another_one(capsys):
 
 
 def test_an_audit_compiles_it_without_clipping_and_notes_the_other_update():
-    step = adamw_step(model_of(4), ONE, devices=jax.devices()[:2])
+    step = adamw_step(mlp_model(4), ONE, devices=jax.devices()[:2])
     assert step.options.max_grad_norm is None
     assert any(
         "changes the update" in note for note in step.audit_subject(batch_of()).notes

@@ -302,7 +302,7 @@ def test_the_program_of_this_library_hides_what_compiled_programs_hide():
     [("data=64,zero=1", "reduce-scatter"), ("fsdp=64", "reduce-scatter")],
 )
 def test_gradients_of_microbatches_hide_as_their_programs_do(layout, kind):
-    """What is not hidden is the rest of the reduction, and the gather before it."""
+    """The rest of the reduction is exposed, and so is the gather before it."""
     run, off, tpu = (
         run_of(f"{layout},microbatches=4{more},remat=full", hardware=hardware)
         for more, hardware in (

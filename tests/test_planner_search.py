@@ -426,7 +426,7 @@ def test_an_assumed_number_decides_where_another_value_makes_another_plan_faster
     assert len(assumptions([kept])) == 2
 
 
-def of_one_chunk(**constraints):
+def request_with_one_chunk(**constraints):
     """Plans of eight stages, one a rank, of few microbatches."""
     kept = {"stage": 8, "chunks": 1, "precision": "bf16", "remat": "dots"}
     return search(
@@ -437,7 +437,7 @@ def of_one_chunk(**constraints):
 
 
 def test_split_backwards_are_planned_where_they_win():
-    found = of_one_chunk()
+    found = request_with_one_chunk()
     first = found.plans[0]
     assert first.run.splits_backward
     whole = [plan for plan in found.plans if not plan.run.splits_backward]
@@ -447,11 +447,11 @@ def test_split_backwards_are_planned_where_they_win():
 
 
 def test_as_many_weight_gradients_wait_as_fit():
-    free = of_one_chunk().plans[0]
+    free = request_with_one_chunk().plans[0]
     memory = free.memory
     each = memory.stash_bytes / memory.pending_w
     limit = memory.total_bytes - 1.5 * each
-    plans = of_one_chunk(max_memory_bytes=limit).plans
+    plans = request_with_one_chunk(max_memory_bytes=limit).plans
     limited = [plan for plan in plans if plan.run.layout.max_pending_w]
     assert limited
     for plan in limited:

@@ -39,7 +39,7 @@ from tests.marks import slow
 FEW = [name for name in SPLIT_NAMES if name != "auto"]
 
 
-def layout_of(name, **keys):
+def split_layout(name, **keys):
     chunks = SCHEDULES[name].default_chunks
     return Layout(**{"stage": 4, "schedule": name, "chunks": chunks, **keys})
 
@@ -66,22 +66,24 @@ def of(line, *, preset="llama3-8b", batch=32, **options):
     )
 
 
+@pytest.mark.parametrize("ranks", [3, 4, slow(5), slow(8)])
 @pytest.mark.parametrize("limit", [0, 2])
 @pytest.mark.parametrize("execution", ["uniform", "divergent"])
 @pytest.mark.parametrize(
     "name", [*FEW, slow("auto")], ids=lambda name: str(getattr(name, "values", name))
 )
 def test_ticks_of_many_microbatches_are_those_of_the_whole_table(
-    name, execution, limit
+    name, execution, limit, ranks
 ):
-    layout = layout_of(name, microbatches=21, execution=execution, max_pending_w=limit)
+    keys = {"stage": ranks, "microbatches": 4 * ranks + 5, "execution": execution}
+    layout = split_layout(name, max_pending_w=limit, **keys)
     whole = schedule_ticks(schedule_of(layout), divergent=layout.divergent)
     assert layout_ticks(layout) == whole
 
 
 @pytest.mark.parametrize("name", ["zero_bubble_h1", "zero_bubble_v", "dualpipe_v"])
 def test_a_step_takes_the_time_of_its_ticks(name):
-    layout = layout_of(name, microbatches=24)
+    layout = split_layout(name, microbatches=24)
     stages = layout.stage * layout.chunks
     times = StageTimes.uniform(stages, forward_s=3, input_grad_s=4, weight_grad_s=2)
     seconds = times.forward_s, times.input_grad_s, times.weight_grad_s
@@ -200,8 +202,8 @@ def test_both_executions_have_a_time_and_hops_in_a_v_go_both_ways():
         )
         for key, found in times.items()
     }
-    ticks = layout_ticks(layout_of("zero_bubble_v", microbatches=16))
-    straight = layout_ticks(layout_of("zero_bubble_h2", microbatches=16))
+    ticks = layout_ticks(split_layout("zero_bubble_v", microbatches=16))
+    straight = layout_ticks(split_layout("zero_bubble_h2", microbatches=16))
     expected = 2 * (ticks.forward_ticks + ticks.down_hops)
     expected /= straight.forward_ticks + straight.down_hops
     ratio = hops["zero_bubble_v", "uniform"] / hops["zero_bubble_h2", "uniform"]
@@ -210,7 +212,7 @@ def test_both_executions_have_a_time_and_hops_in_a_v_go_both_ways():
 
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_planned_bubbles_are_near_the_published_ones(index):
-    """Of 14.6B, by the longest span of a stage, as Qi et al. 2024 count."""
+    """Compare the 14.6B model by its longest span of a stage, as Qi et al. 2024."""
     data = published()["zero_bubble_2401_10241"]
     cells = [row for row in data["profile_and_bubble"] if row["model"] == "14.6B"]
     model, cell = data["models"]["14.6B"], cells[index]
@@ -219,7 +221,7 @@ def test_planned_bubbles_are_near_the_published_ones(index):
         SHAPES["gpt3-175b"], ffn=0, head_dim=0, kv_heads=0, **sizes
     )
     for name, column in (("1f1b", "1F1B"), ("zero_bubble_h1", "ZB-H1")):
-        layout = layout_of(
+        layout = split_layout(
             name, stage=model["p"], microbatches=cell["m"], precision="bf16"
         )
         run = estimate(

@@ -248,6 +248,9 @@ def test_every_split_schedule_trains_as_one_device_does(name, execution):
         slow("stage=4,data=2,microbatches=6,schedule=zero_bubble_h2,zero=1"),
         slow("stage=3,microbatches=6,schedule=zero_bubble_h1,remat=stage"),
         slow("stage=4,microbatches=6,schedule=zero_bubble_h2,max_pending_w=2"),
+        # Of ticks with a backward in their phase, some have none on any rank.
+        slow("stage=2,data=2,microbatches=6,schedule=v_half,chunks=2,max_pending_w=1"),
+        slow("stage=3,microbatches=6,schedule=v_min,chunks=2"),
     ],
 )
 def test_split_backwards_under_other_axes(line, execution):

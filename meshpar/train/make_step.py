@@ -214,7 +214,7 @@ def _checked(options: StepOptions) -> StepOptions:
     refuse(layout, rules, options.mesh, options.platform)
     _check_options(options)
     if layout.updates_each_microbatch:
-        _refuse_of_one_update(options)
+        _refuse_whole_batch_options(options)
     for refused in (experts_refusal(model, layout), inputs_refusal(model, layout)):
         if refused is not None:
             raise refused
@@ -244,7 +244,7 @@ def _check_options(options: StepOptions) -> None:
         )
 
 
-def _refuse_of_one_update(options: StepOptions) -> None:
+def _refuse_whole_batch_options(options: StepOptions) -> None:
     """Refuse options that need all gradients of a batch at once, or one update of it.
 
     Raises:

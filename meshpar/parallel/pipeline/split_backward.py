@@ -260,7 +260,7 @@ def _halves(
         for one, other in zip(late[0] if late else unused, in_first, strict=True)
     ]
     if equation.primitive.name == _BARRIER:
-        return _barrier_of(equation, in_first), _barrier_of(equation, only_late)
+        return _split_barrier(equation, in_first), _split_barrier(equation, only_late)
     if early is None:
         return (
             ([], [equation]) if late else ([equation] if equation.effects else [], [])
@@ -271,7 +271,7 @@ def _halves(
     return _cut_loop(equation, *looped, in_first, only_late)
 
 
-def _barrier_of(barrier: JaxprEqn, which: Sequence[bool]) -> list[JaxprEqn]:
+def _split_barrier(barrier: JaxprEqn, which: Sequence[bool]) -> list[JaxprEqn]:
     """Return a barrier of some of the operands of another."""
     if not any(which):
         return []

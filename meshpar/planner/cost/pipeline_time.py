@@ -189,11 +189,14 @@ def _extended_ticks(
     """Return ticks of few microbatches, extended by those of a further one.
 
     Three for each rank fill the pipeline; each further one then adds as many ticks as
-    the next, and a rank holds no more.
+    the next, and a rank holds no more. `auto` finds another order for every number of
+    microbatches: its ticks are counted whole.
     """
     few = 3 * ranks + 1
     options = chunks, max_pending_w, divergent
-    if SCHEDULES[name].closed_forms or microbatches <= few:
+    method = SCHEDULES[name]
+    repeats = method.no_better_than is None
+    if method.closed_forms or microbatches <= few or not repeats:
         return _ticks(name, ranks, microbatches, *options)
     less = _ticks(name, ranks, few - 1, *options)
     return less.extended(_ticks(name, ranks, few, *options), microbatches - few + 1)

@@ -240,8 +240,8 @@ def hidden_share(
         part: As of `Row.part`.
 
     Example:
-        >>> hidden_share("gpu", ("data",), "all-reduce")
-        0.0
+        >>> round(hidden_share("gpu", ("data",), "all-reduce"), 2)
+        0.64
     """
     condition = _condition(layout or Layout(), in_parts=in_parts)
     shares = [_shares().get((platform, axis, part, kind), {}) for axis in mesh_axes]

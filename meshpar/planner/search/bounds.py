@@ -197,6 +197,7 @@ class Bounds:
         key, fastest_s = self._costs.block_key(mesh, variant), math.inf
         for remat in remats:
             tick_s, forward_s, late_s = overhead_s, 0.0, 0.0
+            exposed_s = [0.0, 0.0]
             least = smallest if len(remats) == 1 and smallest else remat
             for (_, count), block, small, gather_s, bare_s in zip(
                 self._costs.kinds,
@@ -209,12 +210,12 @@ class Bounds:
                 less_s = max(0.0, block.stacked_s - small.stacked_s)
                 for way in (0, 1):
                     hidden_s = min(gather_s[way] - bare_s[way], block.spare_s[way])
-                    exposed_s = gather_s[way] - hidden_s * (1 - cores)
-                    block_s = block.total_s[way] + exposed_s - less_s
+                    exposed_s[way] = gather_s[way] - hidden_s * (1 - cores)
+                    block_s = block.total_s[way] + exposed_s[way] - less_s
                     tick_s += longest * count / layers * block_s
                     forward_s += longest * count / layers * block_s * (1 - way)
                 # With all traffic of the backward, of which W has the reductions.
-                late_s += longest * count / layers * (block.late_s + exposed_s)
+                late_s += longest * count / layers * (block.late_s + exposed_s[1])
             fill_s = tick_s if lock_step else 0.0
             if splits:
                 diverges = variant.execution == "divergent"

@@ -100,7 +100,7 @@ def by_layer(
     return _optimizer(trace, _Layers(filled, make_owners))
 
 
-def by_layer_of_one_rank(
+def by_layer_on_one_rank(
     optimizer: optax.GradientTransformation, model: Model, ranks: int
 ) -> tuple[Traced, optax.GradientTransformationExtraArgs]:
     """Return the trace of an optimizer, and the optimizer for one rank's layers.

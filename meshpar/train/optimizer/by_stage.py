@@ -28,7 +28,7 @@ from meshpar.parallel.pipeline.crossing import STAGE
 from meshpar.parallel.pipeline.weight_stash import Part
 from meshpar.rules.sharding import path_name
 from meshpar.trace.dependence import arguments_read
-from meshpar.train.optimizer.by_layer import by_layer_of_one_rank
+from meshpar.train.optimizer.by_layer import by_layer_on_one_rank
 from meshpar.train.optimizer.flow import (
     NotByLayer,
     Traced,
@@ -44,7 +44,7 @@ class StageOptimizer:
     """An optimizer of the stacked layers of one rank and of the ends.
 
     Args:
-        optimizer: Of one rank's stacked parameters (`by_layer_of_one_rank`).
+        optimizer: Of one rank's stacked parameters (`by_layer_on_one_rank`).
         parts: The `Part` of each parameter.
         state_parts: The `Part` of each array of the state; None for those of none.
         filled: For each parameter with empty places, whether each rank has a layer at
@@ -149,7 +149,7 @@ def by_stage(
     Raises:
         InputError: It looks at several parameters at once, or at the loss.
     """
-    trace, of_rank = by_layer_of_one_rank(optimizer, model, stages)
+    trace, of_rank = by_layer_on_one_rank(optimizer, model, stages)
     reason = _reason_for_one_update(trace)
     if reason is not None:
         raise InputError(
