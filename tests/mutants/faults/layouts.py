@@ -53,6 +53,17 @@ MUTANTS = (
         tests=("tests/test_schedules.py::test_a_limit_moves_weight_gradients_only",),
     ),
     Mutant(
+        name="gradients-wait-for-real-backwards",
+        effect="a tick with a backward that no rank does loses the gradient on its way",
+        file="meshpar/schedules/tick_table.py",
+        old="backward = [tick for at in phases for tick in range(at.start, at.stop)]",
+        new="backward = np.flatnonzero((self.backward_stage >= 0).any(axis=1))",
+        tests=(
+            "tests/test_tick_table.py"
+            "::test_no_live_value_is_overwritten_and_all_work_is_done_once",
+        ),
+    ),
+    Mutant(
         name="one-weight-version-too-few",
         effect="PipeDream's stages keep one version of their weights too few",
         file="meshpar/schedules/pipedream_stash.py",
