@@ -379,10 +379,10 @@ def _splits(like: Run, mesh: Layout) -> Iterator[Splits]:
 
 
 def searched_meshes(like: Run, constraints: Constraints) -> Iterator[Layout]:
-    """Yield mesh shapes with their attention, and ways to share parameters out.
+    """Yield every mesh shape with its attention method and values of `zero_axes`.
 
-    Over all axes that split tokens and over `context` alone, where what is shared out
-    without it fills much of a device.
+    Those with `context` are added only where optimizer state would otherwise fill more
+    than `_SMALL_STATE` of a device: all axes that split tokens, and `context` alone.
     """
     are_free = not {"zero_axes", "sync_every"} & constraints.kept.keys()
     for mesh in mesh_layouts(like.cluster.num_devices, constraints):

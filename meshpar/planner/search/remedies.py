@@ -15,7 +15,7 @@ from meshpar.planner.cost.estimate import Estimate, estimate, estimate_run
 from meshpar.planner.cost.memory import fullest_memory
 from meshpar.planner.cost.run import Run
 from meshpar.planner.machine.cluster import Cluster
-from meshpar.planner.plan import Plan, gigabytes
+from meshpar.planner.plan import Plan, gigabytes, milliseconds
 from meshpar.planner.search.bounds import Bounds
 from meshpar.planner.search.candidates import too_large
 from meshpar.planner.search.search import Request, possible_meshes, search
@@ -24,7 +24,7 @@ _TRIED = 1000
 """Layouts, those of least bounds first, whose memory is computed exactly."""
 
 _LEAST_GAIN = 0.01
-"""Fraction of the step or the memory from which an option that is left out is told."""
+"""Least fraction of the step or the memory that a reported option saves."""
 
 _TIMES = (2, 4, 8, 16, 32, 64)
 """Factors by which the devices are multiplied, one after the other."""
@@ -207,9 +207,10 @@ _UNSEARCHED: tuple[tuple[str, Any], ...] = (
 
 
 def unsearched(plan: Plan) -> tuple[str, ...]:
-    """Return what each option that no search tries would gain, if it is a hundredth.
+    """Return a line for each option that no search tries and that would save 1 %.
 
-    Of plans of layouts alone; time and memory are those of the plan's layout with it.
+    A line has the step and the memory of the plan's layout with the option and without.
+    An option that does not fit is left out. Plans of grids and tables have no lines.
     """
     run, lines = plan.run, []
     if not isinstance(run, Run):
@@ -226,11 +227,12 @@ def unsearched(plan: Plan) -> tuple[str, ...]:
             )
         except InputError:  # This layout cannot have it.
             continue
-        faster = 1 - other.step_s / plan.step_s
-        less_bytes = plan.memory.total_bytes - other.memory.total_bytes
-        if max(faster, less_bytes / plan.memory.total_bytes) >= _LEAST_GAIN:
+        needed, other_needed = plan.memory.total_bytes, other.memory.total_bytes
+        saved = max(1 - other.step_s / plan.step_s, 1 - other_needed / needed)
+        if other.fits and saved >= _LEAST_GAIN:
             lines.append(
-                f"not searched: {key}={value}: {faster:.1%} faster, "
-                f"{gigabytes(less_bytes)} less memory"
+                f"not searched: {key}={value}: a step of {milliseconds(other.step_s)} "
+                f"instead of {milliseconds(plan.step_s)}, "
+                f"{gigabytes(other_needed)} instead of {gigabytes(needed)}"
             )
     return tuple(lines)
