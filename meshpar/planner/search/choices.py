@@ -22,6 +22,7 @@ from meshpar.layout.context_method import CONTEXT_METHODS, ContextAttention
 from meshpar.layout.layout import ATTENTION_MIXED, BLOCK_INPUT
 from meshpar.layout.requirements import own_collective
 from meshpar.planner.cost.activations import OF_MATMULS
+from meshpar.planner.cost.memory import fullest_memory
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.seconds import (
     ATTENTION,
@@ -40,6 +41,7 @@ from meshpar.planner.search.space import (
     chunk_counts,
     divisors,
     mesh_layouts,
+    with_variant,
 )
 from meshpar.planner.workload.problems import (
     layout_problems,
@@ -56,9 +58,9 @@ they are replayed, and 16 ranks take a tenth of a second."""
 
 # What computes again least, and keeps most, comes first.
 _WORDS = ("none", "selective", "dots")
-_SMALL_STATE, _LARGE_STATE = 0.1, 0.2
-"""Fractions of a device's memory: optimizer state that fills less is not shared out
-over `context` too, and such that fills more may go to the host."""
+_LARGE_STATE = 0.25
+"""Fraction of a device's memory from which its optimizer state may be shared out over
+`context` too, or go to the host."""
 
 _OF_ROUTED = ("attention_qkv", "attention_out", "experts_gate_up")
 """`OF_MATMULS` for blocks with routed experts; a shared expert's matmuls are small."""
@@ -187,7 +189,45 @@ def _exists(schedule: str, ranks: int, microbatches: int, chunks: int) -> bool:
 
 
 def mesh_choices(like: Run, mesh: Layout, constraints: Constraints) -> MeshChoices:
-    """Return the choices of a mesh shape that suits the run's workload."""
+    """Return the choices of a mesh shape that suits the run's workload.
+
+    Inputs of blocks and optimizer state go to the host only where a device has no room
+    for them though it computes all blocks again: elsewhere other residuals can go.
+    """
+    choices = _choices(like, mesh, constraints, moves_more=False)
+    is_host = platform_named(like.cluster.device.platform).is_host
+    if like.execution.eager or is_host or not choices.num_variants:
+        return choices
+    if _has_room(like, mesh, choices, constraints):
+        return choices
+    return _choices(like, mesh, constraints, moves_more=True)
+
+
+def _has_room(
+    like: Run, mesh: Layout, choices: MeshChoices, constraints: Constraints
+) -> bool:
+    """True if inputs of all blocks and optimizer state fit, in few microbatches.
+
+    A pipeline may have its most microbatches, which it needs.
+    """
+    count = (min if mesh.stage == 1 else max)(choices.microbatches)
+    part = choices.with_microbatches(count)
+    first = next(part.variants())._replace(
+        remat="full", sequence_parallel=choices.sequence_parallel[-1]
+    )
+    capacity_bytes = constraints.capacity_bytes(like.cluster.device)
+    for state in part.states:
+        layout = with_variant(mesh, first.with_state(state))
+        blocks = layout_stage_blocks(like.workload, layout)
+        run = replace(like, layout=layout, stage_blocks=blocks)
+        if fullest_memory(run).total_bytes <= capacity_bytes:
+            return True
+    return False
+
+
+def _choices(
+    like: Run, mesh: Layout, constraints: Constraints, *, moves_more: bool
+) -> MeshChoices:
     seq = like.seq
     each = like.global_batch // mesh.batch_shards
     counts = constraints.choices("microbatches", divisors(each))
@@ -195,7 +235,7 @@ def mesh_choices(like: Run, mesh: Layout, constraints: Constraints) -> MeshChoic
     compiled = not like.execution.eager
     is_host = platform_named(like.cluster.device.platform).is_host
     has_host = compiled and not is_host
-    states = tuple(_states(like, mesh, constraints, has_host=has_host))
+    states = tuple(_states(like, mesh, constraints, moves_more=moves_more))
     ahead = like.execution.measured_overlap and mesh.fsdp_prefetch != "off"
     choices = MeshChoices(
         ranks=mesh.stage,
@@ -206,19 +246,24 @@ def mesh_choices(like: Run, mesh: Layout, constraints: Constraints) -> MeshChoic
         sequence_parallel=constraints.choices(
             "sequence_parallel", (False, True) if splits else (False,)
         ),
-        remats=constraints.choices("remat", _remats(like, mesh, has_host=has_host)),
+        remats=constraints.choices(
+            "remat", _remats(like, mesh, has_host=has_host, moves_more=moves_more)
+        ),
     )
     if len(choices.microbatches) == 1:
         return choices.with_microbatches(*choices.microbatches)
     return choices
 
 
-def _remats(like: Run, mesh: Layout, *, has_host: bool) -> tuple[str, ...]:
+def _remats(
+    like: Run, mesh: Layout, *, has_host: bool, moves_more: bool
+) -> tuple[str, ...]:
     """Return policies, from those that keep most to those that compute most again.
 
     Policies by name only mention residuals that spare a matmul, or all of attention:
-    every way to keep some, move some to the host, and compute the others again. With
-    the block's input on the host too, none is kept: keep the input in its place.
+    every way to keep some, move some to the host, and compute the others again. If it
+    `moves_more`, the block's input goes there too, and then none is kept: to keep the
+    input in its place is as good.
     """
     stage = STAGE_REMATS if mesh.stage > 1 else ()
     if like.execution.eager or like.workload.traced:
@@ -238,7 +283,7 @@ def _remats(like: Run, mesh: Layout, *, has_host: bool) -> tuple[str, ...]:
             for way in ways[1:]
         }
         text = "+".join(f"{way}:{'/'.join(its)}" for way, its in names.items() if its)
-        if to_host and not names["save"]:
+        if to_host and moves_more and not names["save"]:
             moved = (BLOCK_INPUT, *names["offload"])
             without_input.append(f"offload:{'/'.join(moved)}")
         # All matmuls saved is `dots`, and none is `full`.
@@ -249,7 +294,7 @@ def _remats(like: Run, mesh: Layout, *, has_host: bool) -> tuple[str, ...]:
 
 
 def _states(
-    like: Run, mesh: Layout, constraints: Constraints, *, has_host: bool
+    like: Run, mesh: Layout, constraints: Constraints, *, moves_more: bool
 ) -> Iterator[State]:
     """Yield values of the keys of a `State` that can help.
 
@@ -279,7 +324,7 @@ def _states(
         whole = splits == 1 or (zero < 3 and not like.execution.splits_stored)
         half = mesh.precision == "bf16" and whole and not like.execution.eager
         fills = _state_share(like, mesh, splits) > _LARGE_STATE
-        memories = ("device", "host") if has_host and fills else ("device",)
+        memories = ("device", "host") if moves_more and fills else ("device",)
         yield from product(
             (zero,),
             constraints.choices("fsdp_gather", gathers),
@@ -382,7 +427,7 @@ def searched_meshes(like: Run, constraints: Constraints) -> Iterator[Layout]:
     """Yield every mesh shape with its attention method and values of `zero_axes`.
 
     Those with `context` are added only where optimizer state would otherwise fill more
-    than `_SMALL_STATE` of a device: all axes that split tokens, and `context` alone.
+    than `_LARGE_STATE` of a device: all axes that split tokens, and `context` alone.
     """
     are_free = not {"zero_axes", "sync_every"} & constraints.kept.keys()
     for mesh in mesh_layouts(like.cluster.num_devices, constraints):
@@ -392,7 +437,7 @@ def searched_meshes(like: Run, constraints: Constraints) -> Iterator[Layout]:
             continue
         sizes = mesh.mesh_shape
         splits = math.prod(sizes[axis] for axis in replace(mesh, zero=1).split_axes)
-        if _state_share(like, mesh, splits) > _SMALL_STATE:
+        if _state_share(like, mesh, splits) > _LARGE_STATE:
             every = tuple(axis for axis in ZERO_AXES if sizes[axis] > 1)
             for names in dict.fromkeys((every, ("context",))):
                 yield replace(mesh, zero_axes=names)

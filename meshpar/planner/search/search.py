@@ -170,10 +170,11 @@ def possible_meshes(
             seq=like.seq,
             execution=like.execution,
         )
-        choices = mesh_choices(like, mesh, constraints)
         if problems:
             refused.append(Rejected(mesh, problems[0].message, problems[0].key))
-        elif not choices.num_variants:
+            continue
+        choices = mesh_choices(like, mesh, constraints)
+        if not choices.num_variants:
             refused.append(Rejected(mesh, _NO_VARIANT, "plan.no_way_to_run"))
         else:
             for index, part in enumerate(choices.by_backwards()):
