@@ -134,6 +134,14 @@ _H100_80GB = Device(
 # The H800 is an H100 whose NVLink is cut to 400 GB/s in both directions (DeepSeek-AI
 # 2025, "Insights into DeepSeek-V3", section 4.1).
 _H800_80GB = replace(_H100_80GB, name="h800-80gb", link_bytes_per_s=200e9)
+# An H100 of 96 GB and 2.4 TB/s of HBM2e, limited to 500 W: TorchTitan's report of
+# December 2024 ran on it (`benchmarks/llama3_h100_202412_torchtitan.md`).
+_H100_96GB = replace(
+    _H100_80GB,
+    name="h100-96gb",
+    memory_bytes=101_931_575_705,
+    memory_bytes_per_s=2.4e12,
+)
 # NVIDIA H200 data sheet, 2024-11: the H100's peaks, 4.8 TB/s.
 _H200_141GB = replace(
     _H100_80GB,
@@ -171,6 +179,7 @@ _GPUS = (
     Known(_A100_80GB, "A100", other_name="a100", target="gpu:a100"),
     Known(_A100_40GB, "A100"),
     Known(_H100_80GB, "H100", other_name="h100", target="gpu:h100"),
+    Known(_H100_96GB, "H100"),
     Known(_H800_80GB, "H800", other_name="h800", target="gpu:h100"),
     Known(_H200_141GB, "H200", other_name="h200", target="gpu:h200"),
     Known(_B200_180GB, "B200", other_name="b200", target="gpu:b200"),
@@ -289,7 +298,14 @@ DEVICES = {known.device.name: known.device for known in _KNOWN}
 """Name for `--hardware` -> device."""
 
 _FRACTIONS = ("matmul", "attention", "memory", "link", "network")
-_CALIBRATED = (_A100_80GB, _A100_40GB, _H100_80GB, _H800_80GB, _H200_141GB)
+_CALIBRATED = (
+    _A100_80GB,
+    _A100_40GB,
+    _H100_80GB,
+    _H100_96GB,
+    _H800_80GB,
+    _H200_141GB,
+)
 
 ASSUMED = {
     **dict.fromkeys(DEVICES, _FRACTIONS),

@@ -356,6 +356,17 @@ DEEPSPEED_ZERO3 = replace(
 kernels: 16-bit parameters gathered for every use, a layer ahead (Rajbhandari et al.
 2021, "ZeRO-Infinity", section 6.2), for what is recomputed and for its backward too."""
 
+TORCH_FSDP2 = replace(
+    NANOTRON,
+    name="torch-fsdp2",
+    gather_overlap=True,
+    bucket_copy_bytes=0,
+    bucket_bytes=0.0,
+    host_s=0.0,
+)
+"""PyTorch's fully sharded data parallel (Zhao et al. 2023), eager, as LLM Foundry and
+TorchTitan run it: 16-bit parameters gathered a layer ahead, for the backward too."""
+
 MAXTEXT = replace(
     MESHPAR,
     name="maxtext",
@@ -382,6 +393,7 @@ EXECUTIONS = {
         MEGATRON_CORE,
         MEGATRON_BRIDGE,
         DEEPSPEED_ZERO3,
+        TORCH_FSDP2,
         MAXTEXT,
     )
 }

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+from meshpar.planner.published import others, tables
 from meshpar.planner.published.megatron import Measured
-from meshpar.planner.published.others import SOURCES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +83,27 @@ _GOALS = (
         ("Qi et al. 2024", "Yeung et al. 2024"),
         None,
     ),
+    _Goal(
+        "step time, public tables, dense on H100",
+        ("NeMo dense H100", "MaxText (XLA) H100"),
+        0.06,
+        0.13,
+    ),
+    _Goal(
+        "step time, public tables, TPU",
+        ("MaxText TPU v6e", "Long context TPU v5p", "MaxText TPU v5p"),
+        None,
+    ),
+    _Goal(
+        "step time, public tables, Blackwell and experts",
+        ("NeMo experts H100", "NeMo dense GB200", "Bridge experts"),
+        None,
+    ),
+    _Goal(
+        "step time, public tables, PyTorch FSDP",
+        ("PyTorch FSDP A100", "PyTorch FSDP H100"),
+        None,
+    ),
 )
 _MEMORY_MEAN = 0.06
 _QUANTITIES = ("layer", "step", "memory")
@@ -90,7 +111,7 @@ _QUANTITIES = ("layer", "step", "memory")
 
 def rows() -> list[Measured]:
     """Return every published number that the planner is compared with."""
-    return [row for source in SOURCES for row in source()]
+    return [row for source in (*others.SOURCES, *tables.SOURCES) for row in source()]
 
 
 def summaries(measured: Iterable[Measured]) -> list[Summary]:
