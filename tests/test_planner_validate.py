@@ -5,10 +5,12 @@ import json
 import pytest
 
 from meshpar.cli.main import main
+from meshpar.planner import known_errors
+from meshpar.planner.known_errors import ErrorRange, error_range
 from meshpar.planner.machine.execution import EXECUTIONS
 from meshpar.planner.published.megatron import published
 from meshpar.planner.published.others import CALIBRATES_HOST, nanotron_splits
-from meshpar.planner.published.validate import rows, summaries
+from meshpar.planner.published.validate import error_ranges, rows, summaries
 from meshpar.planner.workload.workload import Workload
 
 
@@ -109,6 +111,33 @@ def test_calibration_rows_are_named_and_few(measured):
     hosts = {e.name for e in EXECUTIONS.values() if e.host_s}
     # Megatron Bridge takes Megatron-Core's.
     assert hosts == {"nanotron", "megatron-core", "megatron-bridge"}
+
+
+def test_plans_print_the_errors_of_these_rows(measured):
+    """`python -m recipes.bench.planner_validation --write` makes the file again."""
+    stored = json.loads(known_errors.FILE.read_text())
+    computed = error_ranges(measured)
+    assert {name: ErrorRange(**found) for name, found in stored.items()} == computed
+    assert sum(its.num_runs for its in computed.values()) == sum(
+        row.quantity == "step" and row.counts for row in measured
+    )
+
+
+def test_a_plan_says_between_which_times_its_step_is(capsys):
+    asked = ["--model", "llama3-8b", "--devices", "8", "--layout", "fsdp=8"]
+    assert main(["estimate", *asked, "--hardware", "h100", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    found, stored = report["error_range"], error_range("h100, dense models")
+    assert (
+        found["regime"] == "h100, dense models" and found["num_runs"] == stored.num_runs
+    )
+    assert found["least_step_s"] == pytest.approx(stored.least * report["step_s"])
+    assert found["most_step_s"] == pytest.approx(stored.most * report["step_s"])
+    assert main(["estimate", *asked, "--hardware", "h200", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["error_range"] is None
+    main(["estimate", *asked, "--hardware", "h200"])
+    unknown = "h200, dense models: no published run tells how far off this time is"
+    assert unknown in capsys.readouterr().out
 
 
 def test_what_papers_got_from_formulas_is_shown_but_not_counted(measured):

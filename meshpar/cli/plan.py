@@ -206,7 +206,7 @@ def _answer(found: SearchResult, costs: Sequence[TrainingCost]) -> list[str]:
     best = found.plans[0]
     deciding = [one.text for one in assumptions(found.plans) if one.decides]
     guess = guess_note(best.run.cluster.device)
-    assumed = deciding[:1] or [guess or "no assumed number decides between the plans"]
+    assumed = deciding[:1] or ([guess] if guess else [])
     return [
         *best.answer,
         *assumed,

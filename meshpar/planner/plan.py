@@ -17,6 +17,7 @@ from meshpar.html import element, paragraph, stacked_bar
 from meshpar.layout import Layout
 from meshpar.planner.cost.step_time import EXPOSED, StepTime
 from meshpar.planner.cost.step_traffic import Sent
+from meshpar.planner.known_errors import ErrorRange, error_range, regime
 from meshpar.planner.machine.cluster import Cluster, Link
 
 
@@ -53,6 +54,10 @@ class PlannedRun(Protocol):
     @property
     def examples(self) -> tuple[float, str]:
         """Number of what a step trains on, and its name: 65536, tokens."""
+
+    @property
+    def kind(self) -> str:
+        """Kind of the models that published runs of other models are compared with."""
 
     @property
     def model_flops(self) -> float:
@@ -162,6 +167,7 @@ class Plan(Generic[RunT, MemoryT]):
             "mfu": self.mfu,
             f"{self.run.examples[1]}_per_s": self.tokens_per_s,
             "half_network_step_s": self.half_network_step_s,
+            "error_range": self._error_range_json,
             "fits": self.fits,
             "memory": {
                 **self.memory.as_json(),
@@ -184,23 +190,59 @@ class Plan(Generic[RunT, MemoryT]):
 
     @property
     def answer(self) -> list[str]:
-        """Six lines of text: model, layout, time, memory, largest parts of the time."""
+        """Six lines of text: model, layout, time, its error, memory, largest parts."""
         parts = self.time.parts
         first, second = sorted(parts, key=parts.__getitem__, reverse=True)[:2]
         return [
             self.run.heading,
             f"layout {self.run.layout_text}: {self.run.share}",
             self._time_line,
+            self._error_line,
             self._memory_line,
-            f"most of the step: {self._part(first)}",
-            f"  then {self._part(second)}",
+            f"most of the step: {self._part(first)}; then {self._part(second)}",
         ]
+
+    @property
+    def regime(self) -> str:
+        """Device and kind of model: published runs alike in both are compared."""
+        return regime(self.run.cluster.device.name, self.run.kind)
+
+    @property
+    def error_range(self) -> ErrorRange | None:
+        """How far the planner was off for published runs of this regime, if any."""
+        return error_range(self.regime)
+
+    @property
+    def _error_line(self) -> str:
+        """Line of text: between which times published runs put this step."""
+        found = self.error_range
+        if found is None:
+            return f"{self.regime}: no published run tells how far off this time is"
+        least_s, most_s = map(milliseconds, found.step_range_s(self.step_s))
+        runs = f"{found.num_runs} published run{'s' if found.num_runs > 1 else ''}"
+        return (
+            f"{self.regime}: {runs} took {found.least:.2f} to {found.most:.2f} of the "
+            f"planned time, which makes this one {least_s} to {most_s}"
+        )
+
+    @property
+    def _error_range_json(self) -> dict[str, Any] | None:
+        found = self.error_range
+        if found is None:
+            return None
+        least_s, most_s = found.step_range_s(self.step_s)
+        return {
+            "regime": self.regime,
+            **found._asdict(),
+            "least_step_s": least_s,
+            "most_step_s": most_s,
+        }
 
     def _repr_html_(self) -> str:
         """Return the answer and the parts of the time, for a notebook."""
         title, *rest = self.answer
         bar = stacked_bar(self.time.parts, milliseconds)
-        return element(title, [*map(paragraph, rest[:-2]), bar])
+        return element(title, [*map(paragraph, rest[:-1]), bar])
 
     @property
     def lines(self) -> list[str]:
@@ -211,6 +253,7 @@ class Plan(Generic[RunT, MemoryT]):
             self._memory_line,
             *(f"  {line}" for line in self.memory.lines(self.run.layout)),
             self._time_line,
+            self._error_line,
             *(f"  {line}" for line in (*self._times, *self._links)),
         ]
 

@@ -118,6 +118,11 @@ class VolumeRun:
         return self.global_batch, "volumes"
 
     @property
+    def kind(self) -> str:
+        """Kind of the model."""
+        return "models of volumes"
+
+    @property
     def model_flops(self) -> float:
         """FLOPs of one step, without recomputation."""
         return self.workload.flops * self.global_batch

@@ -186,6 +186,11 @@ class TableRun:
         return self.global_batch, "examples"
 
     @property
+    def kind(self) -> str:
+        """Kind of the model."""
+        return "models with tables"
+
+    @property
     def model_flops(self) -> float:
         """FLOPs of one step."""
         return self.example_flops * self.global_batch

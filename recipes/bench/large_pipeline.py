@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import os
 import platform
 import shlex
@@ -51,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--microbatches", nargs="+", type=int, default=[8, 32, 128])
     parser.add_argument("--gradients", nargs="+", default=["bf16", "fp32"])
+    parser.add_argument("--schedule", nargs="+", default=["1f1b"])
     parser.add_argument("--remat", default="full")
     parser.add_argument("--program", choices=("step", "gradients"), default="step")
     args = parser.parse_args(argv)
@@ -61,17 +63,17 @@ def main(argv: list[str] | None = None) -> int:
         f"{jax.__version__}; {datetime.date.today()}"
     )
     print(shlex.join(["python", "-m", "recipes.bench.large_pipeline", *sys.argv[1:]]))
-    columns = ("target", "gradients", "M", "temp", "new results", "peak", "s")
+    sizes = ("temp", "new results", "peak", "s")
+    columns = ("target", "gradients", "schedule", "M", *sizes)
     print("GB per device, seconds to trace and compile")
     table = Table(*columns, box=None, pad_edge=False)
-    for target in args.target:
-        for dtype in args.gradients:
-            for microbatches in args.microbatches:
-                row = compiled(
-                    model, target, dtype, microbatches, args.remat, args.program
-                )
-                print(*row, flush=True)
-                table.add_row(*row)
+    cases = itertools.product(
+        args.target, args.gradients, args.schedule, args.microbatches
+    )
+    for case in cases:
+        row = compiled(model, *case, args.remat, args.program)
+        print(*row, flush=True)
+        table.add_row(*row)
     Console().print(table)
     return 0
 
@@ -80,6 +82,7 @@ def compiled(
     model: meshpar.Model,
     target: str,
     dtype: str,
+    schedule: str,
     microbatches: int,
     remat: str,
     program: str,
@@ -88,7 +91,7 @@ def compiled(
     start = time.perf_counter()
     line = LINE.format(remat=remat)
     layout = meshpar.Layout.parse(
-        f"{line},param_dtype=bf16,microbatches={microbatches}"
+        f"{line},param_dtype=bf16,microbatches={microbatches},schedule={schedule}"
     )
     step = meshpar.make_train_step(
         model,
@@ -107,6 +110,7 @@ def compiled(
     return (
         target,
         dtype,
+        schedule,
         str(microbatches),
         f"{memory.temp_bytes / 1e9:.2f}",
         f"{not_donated / 1e9:.2f}",

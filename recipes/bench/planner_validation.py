@@ -3,17 +3,20 @@
     python -m recipes.bench.planner_validation --png recipes/planner_validation.png
 
 prints what `meshpar plan --validate` prints and draws predicted against measured. The
-picture needs matplotlib: `pip install 'meshpar[plots]'`.
+picture needs matplotlib: `pip install 'meshpar[plots]'`. `--write` writes the range of
+each regime to `meshpar/planner/known_errors.json`, which plans print.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import sys
 from pathlib import Path
 
 from meshpar.errors import install_extra
+from meshpar.planner import known_errors
 from meshpar.planner.published import validate
 from meshpar.planner.published.megatron import Measured
 
@@ -27,9 +30,16 @@ def main(argv: list[str] | None = None) -> int:
     """Prints the table and draws the picture."""
     parser = argparse.ArgumentParser(prog="python -m recipes.bench.planner_validation")
     parser.add_argument("--png", type=Path, help="file of the picture")
+    parser.add_argument(
+        "--write", action="store_true", help="write the ranges that plans print"
+    )
     args = parser.parse_args(argv)
     rows = validate.rows()
     print(validate.text(rows))
+    if args.write:
+        ranges = validate.error_ranges(rows)
+        found = {name: its._asdict() for name, its in ranges.items()}
+        known_errors.FILE.write_text(json.dumps(found, indent=1) + "\n")
     if args.png is not None:
         _draw(rows, args.png)
     return 0

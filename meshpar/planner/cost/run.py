@@ -21,6 +21,7 @@ from meshpar.hardware.platforms import Platform, platform_named
 from meshpar.hardware.splash_kernels import fuses_backward
 from meshpar.layout import ZERO_AXES, Layout
 from meshpar.planner.cost.pipeline_time import Ticks, layout_ticks
+from meshpar.planner.known_errors import LONG_SEQ
 from meshpar.planner.machine.cluster import Cluster, Link
 from meshpar.planner.machine.execution import Execution
 from meshpar.planner.workload.workload import Workload
@@ -367,6 +368,15 @@ class Run:
     def examples(self) -> tuple[int, str]:
         """Number of tokens of a step."""
         return self.global_batch * self.seq, "tokens"
+
+    @property
+    def kind(self) -> str:
+        """Kind of the model, and of its sequences where attention is most of a step."""
+        if self.workload.experts:
+            return "models with experts"
+        if self.seq >= LONG_SEQ:
+            return f"sequences of {LONG_SEQ:,} tokens or more"
+        return "dense models"
 
     @property
     def model_flops(self) -> int:

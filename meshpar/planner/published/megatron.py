@@ -45,6 +45,7 @@ class Measured:
         predicted: Estimate of the planner.
         calibrates: True if an efficiency constant was fitted to it.
         apart: Reason why it is shown but not counted; empty if it is counted.
+        regime: Device and kind of model of a step time (`Plan.regime`).
     """
 
     source: str
@@ -55,6 +56,12 @@ class Measured:
     predicted: float
     calibrates: bool = False
     apart: str = ""
+    regime: str = ""
+
+    @property
+    def counts(self) -> bool:
+        """True if it says how far the planner is off."""
+        return not (self.calibrates or self.apart)
 
     @property
     def error(self) -> float:
@@ -79,6 +86,7 @@ def step_row(
         measured=measured_s,
         predicted=planned.step_s,
         calibrates=calibrates,
+        regime=planned.regime,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+from meshpar.planner.known_errors import ErrorRange
 from meshpar.planner.published import others, tables
 from meshpar.planner.published.megatron import Measured
 
@@ -143,12 +144,8 @@ def _by_source(measured: list[Measured]) -> Iterator[Summary]:
         for source in dict.fromkeys(row.source for row in measured):
             of_it = (quantity, source)
             own = [row for row in measured if (row.quantity, row.source) == of_it]
-            if any(map(_counts, own)):
+            if any(row.counts for row in own):
                 yield _summary(f"{quantity}, {source}", own, None, None)
-
-
-def _counts(row: Measured) -> bool:
-    return not (row.calibrates or row.apart)
 
 
 def _summary(
@@ -157,7 +154,7 @@ def _summary(
     target_mean: float | None,
     target_max: float | None,
 ) -> Summary:
-    errors = [abs(row.error) for row in measured if _counts(row)]
+    errors = [abs(row.error) for row in measured if row.counts]
     return Summary(
         group=group,
         count=len(errors),
@@ -166,6 +163,18 @@ def _summary(
         target_mean=target_mean,
         target_max=target_max,
     )
+
+
+def error_ranges(measured: Iterable[Measured]) -> dict[str, ErrorRange]:
+    """Return the range of measured over predicted step time of each regime."""
+    ratios: dict[str, list[float]] = {}
+    for row in measured:
+        if row.regime and row.counts:
+            ratios.setdefault(row.regime, []).append(row.measured / row.predicted)
+    return {
+        name: ErrorRange(len(its), round(min(1, *its), 3), round(max(1, *its), 3))
+        for name, its in sorted(ratios.items())
+    }
 
 
 def as_json(measured: list[Measured]) -> dict[str, Any]:
