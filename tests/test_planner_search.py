@@ -13,7 +13,6 @@ from meshpar.models.presets import build
 from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.cost.memory import fullest_memory
 from meshpar.planner.cost.pipeline_time import in_flight, lock_step
-from meshpar.planner.cost.seconds import HOST_SHARE
 from meshpar.planner.cost.step_time import step_time
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.execution import EXECUTIONS, MESHPAR
@@ -417,7 +416,7 @@ def test_an_assumed_number_decides_where_another_value_makes_another_plan_faster
     assert host.decides and host.layout == str(kept.run.layout)
     device = EIGHT.device
     slower = dataclasses.replace(
-        device, host_bytes_per_s=device.host_bytes_per_s * host.at / HOST_SHARE
+        device, efficiency=dataclasses.replace(device.efficiency, host=host.at)
     )
     gain = 1 - kept.step_on_s(slower) / moved.step_on_s(slower)
     assert host.faster == pytest.approx(gain) and gain > 0.01

@@ -11,7 +11,6 @@ from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.cost.pipeline_time import lock_step
 from meshpar.planner.cost.run import rank_parameters, routed_parameters, update_bytes
 from meshpar.planner.cost.seconds import (
-    HOST_SHARE,
     LAST_BACKWARD,
     LAYER,
     exposed,
@@ -225,7 +224,9 @@ def test_offloaded_residuals_wait_for_the_host_where_no_work_hides_them():
 
     run, slow_s = host_s(1e9)
     assert offloaded_bytes(run, moe=False) == run.tokens * (32 + 2 * 8) * 128 * 2
-    there_and_back_s = 2 * offloaded_bytes(run, moe=False) / (HOST_SHARE * 1e9)
+    there_and_back_s = (
+        2 * offloaded_bytes(run, moe=False) / (run.cluster.device.efficiency.host * 1e9)
+    )
     assert 0.8 * there_and_back_s < slow_s < there_and_back_s
     assert host_s(1e15)[1] == 0.0
 
@@ -247,7 +248,8 @@ def test_optimizer_state_on_the_host_is_moved_twice_and_is_there_for_the_update_
     rest = away.memory.parameter_bytes + away.memory.gradient_bytes
     active = away.memory.activation_bytes + away.memory.other_bytes
     assert away.memory.total_bytes == rest + max(active, state)
-    achieved = HOST_SHARE * away.run.cluster.device.host_bytes_per_s
+    device = away.run.cluster.device
+    achieved = device.efficiency.host * device.host_bytes_per_s
     moved_s = 2 * state / achieved
     assert away.time.optimizer_s - here.time.optimizer_s == pytest.approx(moved_s)
 

@@ -42,6 +42,15 @@ _POSITIVE = (
 )
 
 
+SHARED_HOST_LINK = 0.4
+"""Fraction of the host link's data sheet that each of many copying devices achieves.
+
+A copy alone reaches about 0.8 of PCIe (25 of 32 GB/s: NVIDIA's bandwidthTest on an
+A100), and two devices share a switch's link to their processor in a DGX A100. An
+assumption of ours, not measured.
+"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
     """Fractions of its data sheet that a device achieves.
@@ -57,6 +66,8 @@ class Efficiency:
         memory: Fraction of the memory's bandwidth that elementwise kernels achieve.
         link: Fraction of the in-host link (or torus link) that collectives achieve.
         network: Fraction of the network between hosts that they achieve.
+        host: Fraction of the link to the host's memory that each of many copying
+            devices achieves.
         hop_s: Latency of one step of a collective in a host, or on a torus.
         network_hop_s: Latency of one step between hosts.
         launch_s: Time between the end of a kernel and the start of the next one.
@@ -79,6 +90,7 @@ class Efficiency:
     launch_s: float
     spread: float
     collective_cores: float = 0.0
+    host: float = SHARED_HOST_LINK
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -88,7 +100,7 @@ class Efficiency:
                     "number",
                     key="hardware.not_a_number",
                 )
-        for name in ("matmul", "attention", "memory", "link", "network"):
+        for name in ("matmul", "attention", "memory", "link", "network", "host"):
             if not 0 < getattr(self, name) <= 1:
                 raise InputError(
                     f"efficiency {name}={getattr(self, name)}: must be above 0 and at "

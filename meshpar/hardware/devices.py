@@ -206,10 +206,22 @@ _GPUS = (
 #                    attention_head_dim as taken; its kernels are Tokamax's, which stem
 #                    from JAX's that we run. Of the other chips it is taken.
 #
+#   matmul           v6e: fitted to two steps of MaxText, of llama3.1-8b on 4x4 and of
+#                    llama3.1-70b on 8x16 (the rows that `meshpar plan --validate`
+#                    marks); the ten others are held out.
+#   link             v6e: Google's benchmark of collectives, whose all-reduce of 0.6 GB
+#                    over 16x16 moves 235.8 GB/s a chip of the 400 of its four links
+#                    (AI-Hypercomputer/tpu-recipes, microbenchmarks/trillium, read
+#                    2026-11).
+#   host             A chip copies over a port of its own, so that it achieves what one
+#                    copy does (`device.SHARED_HOST_LINK`): taken. At half of it
+#                    llama3.1-8b would take 3.75 s on v6e 2x4, where it took 3.44.
+#
 # TPUs run one compiled program: no launches, and engines of their own move what
 # collectives send. No published step times calibrate the rest: taken, with the
 # fractions of ICI and matmuls that "How to Scale Your Model" (Austin et al. 2025) calls
-# usual.
+# usual; eleven steps of MaxText on v5e and v5p, none of which fitted anything, are
+# within 10 % of it.
 _TPU = Efficiency(
     matmul=0.9,
     attention=0.6,
@@ -221,6 +233,7 @@ _TPU = Efficiency(
     network_hop_s=30e-6,
     launch_s=0.0,
     spread=0.001,
+    host=0.8,
 )
 
 
@@ -282,6 +295,7 @@ _V6E = replace(
     link_bytes_per_s=100e9,
     network_bytes_per_s=12.5e9,
     host_bytes_per_s=32e9,
+    efficiency=replace(_TPU, matmul=0.68, link=0.59),
 )
 
 
@@ -310,6 +324,7 @@ _CALIBRATED = (
 ASSUMED = {
     **dict.fromkeys(DEVICES, _FRACTIONS),
     **dict.fromkeys((device.name for device in _CALIBRATED), ("memory", "network")),
+    "tpu-v6e": ("attention", "memory", "network"),
 }
 """Name of a device -> its fractions that the comments above call taken. A device of
 one's own has none: its file says what it achieves."""

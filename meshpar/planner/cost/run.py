@@ -286,8 +286,9 @@ class Run:
         """Return the link that a collective over these mesh axes runs on."""
         if mesh_axes not in self._links:
             link = self.cluster.link(self.layout, *mesh_axes)
-            if self.execution.measured_overlap and len(self.cluster.torus) == 3:
-                # By the options of `hardware.platforms`: a step of `fsdp=64` on
+            ours = self.execution.measured_overlap and len(self.cluster.torus) == 3
+            if ours or not self.execution.scatters_whole:
+                # Ours by the options of `hardware.platforms`: a step of `fsdp=64` on
                 # v5p:4x4x4 scatters all of its gradients (`recipes.bench.overlap`).
                 link = replace(link, scatters_whole=False)
             self._links[mesh_axes] = _over_rails(link, self.execution.rails)

@@ -183,15 +183,6 @@ def exposed(
     return Cost(slowed_s, exposed_s, total_hidden_s)
 
 
-HOST_SHARE = 0.4
-"""Fraction of the host link's data sheet that each of many copying devices achieves.
-
-A copy alone reaches about 0.8 of PCIe (25 of 32 GB/s: NVIDIA's bandwidthTest on an
-A100), and two devices share a switch's link to their processor in a DGX A100. An
-assumption of ours, not measured.
-"""
-
-
 def matmul_s(
     run: Run,
     rows: float,
@@ -226,8 +217,9 @@ def memory_s(run: Run, num_bytes: float) -> float:
 
 
 def host_s(run: Run, num_bytes: float) -> float:
-    """Return the seconds to move bytes to the host's memory, at `HOST_SHARE`."""
-    return num_bytes / (HOST_SHARE * run.cluster.device.host_bytes_per_s)
+    """Return the seconds to move bytes to the host's memory."""
+    device = run.cluster.device
+    return num_bytes / (device.efficiency.host * device.host_bytes_per_s)
 
 
 def fused_attention_s(run: Run, flops: float, head_dim: float) -> float:

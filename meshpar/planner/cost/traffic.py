@@ -184,8 +184,10 @@ def weight_rows(run: Run, *, moe: bool) -> Rows:
         )
         back = gather._replace(passes="backward", times=2 if twice else 1)
         passes = "weight_grad" if run.splits_backward else "backward"
+        waits = run.execution.waits_for_scatters == run.cluster.device.platform
+        hidden_by = "" if waits else LAYER
         scatter = Row(axes, "reduce-scatter", reduced, OF_THEM, passes)
-        rows += [gather, back, scatter._replace(hidden_by=LAYER)]
+        rows += [gather, back, scatter._replace(hidden_by=hidden_by)]
     return between_devices(run, rows)
 
 

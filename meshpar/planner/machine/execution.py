@@ -46,6 +46,10 @@ class Execution:
         update_overlap: True if updated parameters are gathered beside the next forward.
         gather_overlap: True if weights split over `fsdp` are gathered one layer ahead.
         gathers_again: True if they are gathered once more for what a block recomputes.
+        waits_for_scatters: Kind of device, such as `tpu`, on which no work hides the
+            scattering of their gradients, though it hides the gathers; empty for none.
+        scatters_whole: True if it all-reduces where XLA:TPU would by default instead of
+            reduce-scattering (`Link.scatters_whole`).
         splits_stored: True if ZeRO-1 and 2 split parameters between steps too, and
             gather them in the forward, not after the update.
         measured_overlap: True if the hidden share of a step's collectives is measured
@@ -108,6 +112,8 @@ class Execution:
     tensor_ring: bool = False
     update_overlap: bool = False
     gathers_again: bool = False
+    waits_for_scatters: str = ""
+    scatters_whole: bool = True
     splits_stored: bool = False
     measured_overlap: bool = False
     rails: int = 0
@@ -372,13 +378,21 @@ MAXTEXT = replace(
     name="maxtext",
     attention_kernel=PLATFORM_KERNEL,
     tensor_overlap=True,
-    tensor_ring=True,
     gather_overlap=True,
+    waits_for_scatters="tpu",
+    scatters_whole=False,
     splits_stored=False,
     measured_overlap=False,
 )
 """MaxText: splash attention on TPUs and cuDNN's on GPUs, around a ring too, and XLA's
-asynchronous collective fusion and collective matmul, whose options its recipes set."""
+asynchronous collective fusion.
+
+On TPUs its recipes fuse gathers with matmuls, not reduce-scatters, and set layouts in
+which XLA scatters (MaxText, `benchmarks/xla_flags_library.py`: `CF_FOR_ALL_GATHER`,
+`LAYOUT_FOR_ALL_REDUCE_SCATTER`). Published steps say so too: on v6e what they take
+above their arithmetic grows with the gradients' bytes, and as much over 8x8 as over
+4x8. They run collectives over `tensor` whole, beside the weights' gradients only.
+"""
 
 EXECUTIONS = {
     execution.name: execution

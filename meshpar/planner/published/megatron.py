@@ -131,11 +131,12 @@ def estimate_published(
     execution: Execution,
     hardware: str = "a100-80gb",
     stage_blocks: tuple[int, ...] | None = None,
+    hosts: int | None = None,
 ) -> Estimate:
     """Estimate a published run, on as many devices as its layout needs."""
     return estimate(
         workload,
-        cluster_of(hardware, devices=layout.num_devices),
+        cluster_of(hardware, devices=layout.num_devices, hosts=hosts),
         layout,
         global_batch=global_batch,
         seq=seq,

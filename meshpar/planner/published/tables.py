@@ -35,8 +35,11 @@ def family_rows(family: str) -> Iterator[Measured]:
             row["seq"],
             EXECUTIONS[row["execution"]],
             row["hardware"],
+            hosts=row.get("hosts"),
         )
-        yield step_row(family, row["name"], _step_s(row, layout), planned)
+        calibrates = row.get("calibrates", False)
+        measured_s = _step_s(row, layout)
+        yield step_row(family, row["name"], measured_s, planned, calibrates=calibrates)
         if "memory_gib" in row:
             used = planned.memory.total_bytes
             yield memory_row(family, row["name"], row["memory_gib"], used)

@@ -12,7 +12,6 @@ from meshpar.hardware.device import Device
 from meshpar.hardware.devices import ASSUMED
 from meshpar.html import element, table
 from meshpar.layout import Layout
-from meshpar.planner.cost.seconds import HOST_SHARE
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.plan import Plan, gigabytes, milliseconds
 
@@ -97,7 +96,7 @@ def assumptions(plans: Sequence[Plan]) -> tuple[Assumption, ...]:
 
 def _tried(plans: Sequence[Plan], device: Device, name: str) -> Assumption:
     """Return an assumption with the plan that gains most at another value."""
-    value = HOST_SHARE if name == "host" else getattr(device.efficiency, name)
+    value = getattr(device.efficiency, name)
     found = Assumption(_WORDS[name].format(f"{value:g}"))
     for factor in _FACTORS:
         at = min(1.0, factor * value)
@@ -114,9 +113,6 @@ def _tried(plans: Sequence[Plan], device: Device, name: str) -> Assumption:
 
 def _changed(device: Device, name: str, value: float) -> Device:
     """Return the device with another value of an assumed number."""
-    if name == "host":
-        rate = device.host_bytes_per_s * value / HOST_SHARE
-        return replace(device, host_bytes_per_s=rate)
     efficiency: Any = {name: value}
     return replace(device, efficiency=replace(device.efficiency, **efficiency))
 
