@@ -190,6 +190,40 @@ def test_a_second_program_that_needs_nothing_of_the_first_has_no_stash():
     assert cut.run_second([jnp.ones(3), jnp.ones(5)], [])[0].shape == (3,)
 
 
+def carries_apart(x, y, z, w):
+    """A loop whose carries need one another in different ways, and the last no one."""
+
+    def one(carry, row):
+        a, b, c, d = carry
+        a, b = a @ w, b + row
+        return (a, b, c * a, d + c), (a.sum(), b.sum())
+
+    start = jnp.sin(x), jnp.cos(y), z, jnp.tan(z)
+    (a, b, c, _), (of_a, of_b) = jax.lax.scan(one, start, jnp.exp(y))
+    return a, b, c, of_a, of_b
+
+
+@pytest.mark.parametrize("late", [0, *map(slow, range(1, 5))])
+def test_a_half_takes_what_its_own_results_need_of_a_loop(late):
+    """Whatever is wanted first: of any two results, and of all but one."""
+    arguments = [draw(seed, 3, 3) / 3 for seed in range(4)]
+    program, whole = (
+        jax.make_jaxpr(carries_apart)(*arguments),
+        carries_apart(*arguments),
+    )
+    for other in range(5):
+        for wanted in (
+            [at not in (late, other) for at in range(5)],
+            [at in (late, other) for at in range(5)],
+        ):
+            cut = split_program(program, wanted, [True] * 4)
+            first, stash = cut.run_first(arguments)
+            second = cut.run_second(arguments, stash)
+            made = [(first if early else second).pop(0) for early in wanted]
+            for one, expected in zip(made, whole, strict=True):
+                np.testing.assert_allclose(one, expected, rtol=1e-6)
+
+
 def test_the_stash_is_in_the_same_order_whenever_a_backward_is_cut():
     def cut():
         _, vjp = jax.vjp(attention_block, WEIGHTS, X)

@@ -262,13 +262,23 @@ def _halves(
     if equation.primitive.name == _BARRIER:
         return _split_barrier(equation, in_first), _split_barrier(equation, only_late)
     if early is None:
-        return (
-            ([], [equation]) if late else ([equation] if equation.effects else [], [])
-        )
+        if late is None:
+            return [equation] if equation.effects else [], []
+        return [], _pruned(equation, late)
     looped = _parsed_loop(equation)
     if looped is None or not any(only_late):
-        return [equation], []
+        return _pruned(equation, early), []
     return _cut_loop(equation, *looped, in_first, only_late)
+
+
+def _pruned(equation: JaxprEqn, needs: _Needs) -> list[JaxprEqn]:
+    """Return an operation, of a loop only what makes the results that are needed."""
+    looped = _parsed_loop(equation)
+    results, operands = needs
+    if looped is None or all(operands):
+        return [equation]
+    unused = [False] * len(results)
+    return _cut_loop(equation, *looped, results, unused)[0]
 
 
 def _split_barrier(barrier: JaxprEqn, which: Sequence[bool]) -> list[JaxprEqn]:

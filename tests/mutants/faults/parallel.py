@@ -50,6 +50,17 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        name="half-keeps-dead-carries",
+        effect="a half of a split backward computes carries that it does not need",
+        file="meshpar/parallel/pipeline/split_backward.py",
+        old="    if looped is None or all(operands):",
+        new="    if looped is None or operands:",
+        tests=(
+            "tests/test_split_backward.py"
+            "::test_a_half_takes_what_its_own_results_need_of_a_loop[0]",
+        ),
+    ),
+    Mutant(
         name="token-chunks-in-reverse",
         effect="a gathered matmul joins its chunks of tokens in reverse order",
         file="meshpar/parallel/collective_matmul.py",
