@@ -14,13 +14,14 @@ from meshpar.hardware.attention_kernels import (
 )
 from meshpar.hardware.devices import DEVICES
 from meshpar.layout import Layout
+from meshpar.layout.layout import FP8_EXECUTIONS
 from meshpar.planner.cost.block_time import (
     _matmuls_s,
     attention_linears,
     block_time,
     mlp_linears,
 )
-from meshpar.planner.cost.estimate import estimate
+from meshpar.planner.cost.estimate import Estimate, estimate
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.seconds import (
     Row,
@@ -441,9 +442,9 @@ def test_ends_are_joined_only_where_the_slice_has_those_links(hardware, layout, 
 
 
 def test_no_peak_is_offered_that_no_program_uses():
-    assert all(
-        set(device.peak_flops) == {"bf16", "fp32"} for device in DEVICES.values()
-    )
+    peaks = {dtype for device in DEVICES.values() for dtype in device.peak_flops}
+    assert peaks == {"bf16", "fp32", "fp8"}
+    assert any(each.fp8 for each in EXECUTIONS.values())
 
 
 @pytest.mark.parametrize("hardware", ["h100-80gb", "tpu v5p:4x4x4"])
@@ -485,7 +486,7 @@ def test_a_block_in_no_parts_gets_the_shares_of_such_programs():
 
 
 def test_a_plan_says_whose_efficiency_it_takes():
-    for hardware, told in (("b200", True), ("h100-80gb", False)):
+    for hardware, told in (("b300", True), ("h100-80gb", False)):
         request = Request(
             workload=SHAPES["llama3-8b"],
             cluster=cluster_of(hardware, devices=8),
@@ -493,4 +494,83 @@ def test_a_plan_says_whose_efficiency_it_takes():
             constraints=Constraints.parse(keep=["fsdp=8", "remat=full"]),
         )
         notes = " ".join(search(request).notes)
-        assert ("taken to achieve what h100-80gb achieves" in notes) == told
+        assert ("taken to achieve what gb300-288gb achieves" in notes) == told
+
+
+def test_the_executions_that_fp8_is_offered_for_are_those_that_have_it():
+    """A layout's error names them."""
+    assert tuple(name for name, each in EXECUTIONS.items() if each.fp8) == tuple(
+        sorted(FP8_EXECUTIONS)
+    )
+
+
+def _bridge_in(precision: str) -> Estimate:
+    words = f"fsdp=2,tensor=4,zero=1,sequence_parallel=true,precision={precision}"
+    return estimate(
+        SHAPES["llama3-8b"],
+        cluster_of("h100-80gb", devices=8),
+        words,
+        global_batch=8,
+        seq=8192,
+        execution=EXECUTIONS["megatron-bridge"],
+    )
+
+
+def test_fp8_halves_the_matmuls_of_blocks_and_no_more():
+    """Operands of half the bytes at twice the rate, and casts to make them."""
+    half, eighth = (
+        block_time(_bridge_in(each).run, moe=False) for each in ("bf16", "fp8")
+    )
+    for name in ("forward", "input_grad"):
+        times = [getattr(each, name).compute_s for each in (half, eighth)]
+        assert times[1] < times[0]
+    # W is matmuls alone: half as long but for the traffic of sums in 16 bits.
+    ratio = eighth.weight_grad.compute_s / half.weight_grad.compute_s
+    assert 0.5 < ratio < 0.55
+    run = _bridge_in("fp8").run
+    assert run.peak_flops == run.cluster.device.peak_flops["bf16"]  # attention's
+
+
+def test_fp8_sends_updated_weights_in_8_bits_and_gradients_as_before():
+    sent = [
+        {
+            one.kind: one.wire_bytes
+            for one in _bridge_in(precision).collectives
+            if one.mesh_axes == ("fsdp",)
+        }
+        for precision in ("bf16", "fp8")
+    ]
+    assert sent[1]["all-gather"] == sent[0]["all-gather"] / 2
+    assert sent[1]["reduce-scatter"] == sent[0]["reduce-scatter"]
+
+
+@pytest.mark.parametrize(
+    "hardware, execution, key, words",
+    [
+        ("h100", "meshpar", "layout.precision_of_others", ("megatron-bridge", "bf16")),
+        ("h100", "megatron-core", "layout.precision_of_others", ("torch-fsdp2",)),
+        ("a100", "megatron-bridge", "hardware.no_such_precision", ("a100-80gb", "fp8")),
+    ],
+)
+def test_fp8_is_refused_where_a_program_or_a_device_has_none(
+    hardware, execution, key, words, refuses
+):
+    kept = Constraints.parse(keep=["precision=fp8"])
+    cluster, program = cluster_of(hardware, devices=8), EXECUTIONS[execution]
+    workload = SHAPES["llama3-8b"]
+    with refuses(key, *words):
+        estimate(
+            workload,
+            cluster,
+            "fsdp=8,precision=fp8",
+            global_batch=8,
+            execution=program,
+        )
+    with refuses(key, *words):
+        Request(
+            workload=workload,
+            cluster=cluster,
+            global_batch=8,
+            execution=program,
+            constraints=kept,
+        )

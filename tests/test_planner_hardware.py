@@ -356,6 +356,9 @@ def test_numbers_of_data_sheets():
     assert peaks["a100-80gb"] == 312e12
     assert peaks["h100-80gb"] == peaks["h200-141gb"] == 989.4e12
     assert (peaks["b200-180gb"], peaks["gb200-186gb"]) == (2.25e15, 2.5e15)
+    fp8 = {name: each.peak_flops.get("fp8", 0) for name, each in DEVICES.items()}
+    assert (fp8["h100-80gb"], fp8["gb300-288gb"]) == (1978.8e12, 5e15)
+    assert fp8["a100-80gb"] == fp8["tpu-v6e"] == 0
     assert [peaks[f"tpu-v{name}"] for name in ("4", "5e", "5p", "6e")] == [
         275e12,
         197e12,
@@ -391,6 +394,7 @@ def test_a_gpu_has_the_memory_that_its_compiler_is_told(name):
         ("NVIDIA H800", "h800-80gb"),
         ("NVIDIA B200", "b200-180gb"),
         ("NVIDIA GB200", "gb200-186gb"),
+        ("NVIDIA GB300", "gb300-288gb"),
         ("TPU v4", "tpu-v4"),
         ("TPU v5 lite", "tpu-v5e"),
         ("TPU v5", "tpu-v5p"),

@@ -81,6 +81,15 @@ def test_runs_with_experts_that_fitted_nothing_are_within_a_fifth(measured):
     assert all(abs(row.error) < 0.20 and not row.calibrates for row in found)
 
 
+def test_one_row_of_each_blackwell_gives_thirty_of_two_precisions(measured):
+    """Its fraction of the peak is one number, of bf16 and of fp8."""
+    families = ("NeMo dense GB200", "NeMo dense fp8", "Bridge dense fp8")
+    found = [row for row in measured if row.source in families]
+    errors = [abs(row.error) for row in found if not row.calibrates]
+    assert len(found) - len(errors) == 3 and len(errors) > 30
+    assert sum(errors) / len(errors) < 0.06 and max(errors) < 0.15
+
+
 def test_forward_and_backward_are_right_apart(measured):
     """As profiled for Zero Bubble: neither makes up for the other."""
     passes = [row for row in measured if row.quantity == "layer" and not row.calibrates]
@@ -105,10 +114,13 @@ def test_calibration_rows_are_named_and_few(measured):
         ("step", "MaxText long context", "4096K"),
         ("step", "MaxText TPU v6e", "llama3.1-8b"),
         ("step", "MaxText TPU v6e", "llama3.1-70b"),
+        ("step", "NeMo dense GB200", "llama3.1-405b"),
+        ("step", "Bridge dense fp8", "llama3-8b"),
+        ("step", "Bridge dense fp8", "llama3-70b"),
         ("memory", "Qi et al. 2024", "14.6B"),
     }
     assert sum(row.quantity == "layer" for row in calibrates) == 10
-    assert sum(row.quantity == "step" for row in calibrates) == 8
+    assert sum(row.quantity == "step" for row in calibrates) == 11
     # What hosts take between steps is fixed by one row each.
     assert CALIBRATES_HOST == (16, "1.34B")
     hosts = {e.name for e in EXECUTIONS.values() if e.host_s}
@@ -189,7 +201,7 @@ def test_the_command_prints_every_row_and_ends_with_0(capsys, measured):
         for line in lines
         if line in {f"{row.quantity}, {row.source}" for row in measured}
     ]
-    assert len(headings) == len(set(headings)) == 16 + 11
+    assert len(headings) == len(set(headings)) == 16 + 14
     assert lines[-1].endswith("target mean at most 6%: met")
 
 

@@ -40,6 +40,7 @@ REFUSED = {
     ("fsdp=2,fsdp_gather=microbatch", 8): "layout.fsdp_gather_without_effect",
     ("stage=2,fsdp_prefetch=on", 8): "layout.fsdp_prefetch_without_effect",
     ("data=2,param_dtype=bf16", 8): "layout.param_dtype_rounds",
+    ("data=2,precision=fp8", 8): "layout.precision_of_others",
     ("fsdp=2,sync_every=4", 8): "layout.sync_of_one_replica",
     ("data=2,zero=1,sync_every=4", 8): "layout.sync_with_shared_states",
     ("data=2,optimizer_memory=host,sync_every=4", 8): "layout.sync_with_host_memory",

@@ -19,6 +19,7 @@ from jax import lax
 
 from meshpar.errors import InputError, install_extra
 from meshpar.layout import Layout
+from meshpar.layout.requirements import check_precision
 from meshpar.model.contract import Model
 from meshpar.model.lora import rebuilt
 from meshpar.model.parameter import Matrix, Parameter, Params, flat
@@ -74,6 +75,7 @@ def with_weights(
     """
     check_weights(kind, devices)
     _check_whole(params)
+    check_precision(layout)
     over = quantized(model, kind, DTYPES[layout.precision])
     if not isinstance(params, TrainState):
         return over, quantize(model, params, kind)

@@ -28,12 +28,19 @@ from meshpar.hardware.device import Device, Efficiency, Known
 #                    table 4, ten times), with what Python adds to a launch there
 #                    (`Execution.launch_s`); 0.75 without that fits this layer as well.
 #                    H100 to step times of the nanotron grid (the rows that
-#                    `meshpar plan --validate` marks).
+#                    `meshpar plan --validate` marks). Blackwell to one step each, of
+#                    the sustained clocks that their power allows, marked there too:
+#                    GB200 to Llama 3.1 405B in bf16, B200 to Llama 3 8B and GB300 to
+#                    Llama 3 70B in fp8 with the same fraction of fp8's peak; B300 takes
+#                    GB300's. Thirty other rows, of both precisions, test them.
 #   launch_s         The time between two kernels. A100: taken, by order of magnitude.
 #                    H100: fitted to the same rows as its matmuls, nanotron's `host_s`
 #                    too.
 #   attention, attention_head_dim
 #                    `meshpar.hardware.attention_kernels`.
+#                    Blackwell's is taken to be Hopper's: cuDNN 9.13 reaches 1,613 / 1.3
+#                    of a B200's 2,250 TFLOP/s with heads of 128 (Zadouri et al. 2026,
+#                    "FlashAttention-4", abstract), 0.55 where Hopper's gives 0.52.
 #   memory           Taken: what streaming kernels achieve, norms and masks among them;
 #                    the layer times above fit as well with 0.8 as with 0.9.
 #   link_bytes_per_s, network_bytes_per_s
@@ -42,7 +49,8 @@ from meshpar.hardware.device import Device, Efficiency, Known
 #                    2024-11, B200 2025-02); one network port for each, as in a DGX
 #                    (200 Gb/s A100, 400 Gb/s later).
 #   link             nccl-tests' bus bandwidth in a host: 235 of 300 GB/s (DGX A100),
-#                    360 of 450 GB/s (DGX H100, rings).
+#                    360 of 450 GB/s (DGX H100, rings), 757 of 900 GB/s (72 GB200 of a
+#                    rack, 2 GiB, coreweave/nccl-tests, pull request 43).
 #   network          Taken: the line rate less headers and imperfect routes.
 #   hop_s, network_hop_s
 #                    A step of a ring: 3.4 us over NVLink, 14 us over InfiniBand (NCCL,
@@ -81,6 +89,10 @@ _H100 = replace(
     collective_cores=0.15,
 )
 
+_GB200 = replace(_H100, matmul=0.52)
+_B200 = replace(_GB200, matmul=0.56)
+_GB300 = replace(_GB200, matmul=0.62)
+
 
 # JAX takes 75 % of a GPU's memory at start unless XLA_PYTHON_CLIENT_MEM_FRACTION says
 # otherwise (its documentation, "GPU memory allocation"). Taken: 0.92 of it, which
@@ -91,6 +103,11 @@ _RESERVE = 0.08
 def _gpu_peaks(bf16: float) -> dict[str, float]:
     """FLOP/s by dtype: fp32 at JAX's default precision is TF32, half as fast."""
     return {"bf16": bf16, "fp32": bf16 / 2}
+
+
+def _fp8_peaks(bf16: float) -> dict[str, float]:
+    """The same of a device whose tensor cores have fp8, twice as fast as bf16."""
+    return {**_gpu_peaks(bf16), "fp8": 2 * bf16}
 
 
 # NVIDIA A100 data sheet, 2021-06: bf16 312, TF32 156 TFLOP/s dense, HBM2e 2,039 GB/s
@@ -119,7 +136,7 @@ _A100_40GB = replace(
 # NVIDIA H100 data sheet, 2023-03 (SXM; half of the numbers with sparsity).
 _H100_80GB = Device(
     name="h100-80gb",
-    peak_flops=_gpu_peaks(989.4e12),
+    peak_flops=_fp8_peaks(989.4e12),
     memory_bytes=84_942_979_072,
     memory_bytes_per_s=3.35e12,
     domain_devices=8,
@@ -151,27 +168,48 @@ _H200_141GB = replace(
 )
 
 # NVIDIA DGX B200 data sheet, 2025-02: 8 GPUs with 72 PFLOP/s fp8 with sparsity and
-# 64 TB/s together. No published step times calibrate Blackwell: it takes Hopper's
-# fractions and attention kernels, as every plan for it says.
+# 64 TB/s together.
 _B200_180GB = replace(
     _H100_80GB,
     name="b200-180gb",
-    peak_flops=_gpu_peaks(2.25e15),
+    peak_flops=_fp8_peaks(2.25e15),
     memory_bytes=191_514_411_008,
     memory_bytes_per_s=8e12,
     link_bytes_per_s=900e9,
-    taken_from="h100-80gb",
+    efficiency=_B200,
     compute_capability=10.0,
+)
+# NVIDIA DGX B300 data sheet, 2025-03: 8 GPUs of 288 GB, 8 TB/s each, 72 PFLOP/s fp8
+# with sparsity together; two 400 Gb/s ports each. It achieves GB300's fractions, taken.
+_B300_288GB = replace(
+    _B200_180GB,
+    name="b300-288gb",
+    memory_bytes=288e9,
+    taken_from="gb300-288gb",
+    network_bytes_per_s=100e9,
+    efficiency=_GB300,
+    compute_capability=10.3,
 )
 # NVIDIA GB200 NVL72 data sheet, 2024-03: 72 GPUs with 360 PFLOP/s bf16 with sparsity
 # and 576 TB/s together, one NVLink domain of the B200's ports.
 _GB200_186GB = replace(
     _B200_180GB,
     name="gb200-186gb",
-    peak_flops=_gpu_peaks(2.5e15),
+    peak_flops=_fp8_peaks(2.5e15),
     memory_bytes=197_897_748_480,
     host_bytes_per_s=225e9,
     domain_devices=72,
+    efficiency=_GB200,
+)
+# NVIDIA GB300 NVL72 data sheet, 2025-03: 72 GPUs of 288 GB, 8 TB/s each, 360 PFLOP/s
+# bf16 and 720 PFLOP/s fp8 with sparsity together; two 400 Gb/s ports each.
+_GB300_288GB = replace(
+    _GB200_186GB,
+    name="gb300-288gb",
+    memory_bytes=288e9,
+    network_bytes_per_s=100e9,
+    efficiency=_GB300,
+    compute_capability=10.3,
 )
 
 
@@ -183,7 +221,9 @@ _GPUS = (
     Known(_H800_80GB, "H800", other_name="h800", target="gpu:h100"),
     Known(_H200_141GB, "H200", other_name="h200", target="gpu:h200"),
     Known(_B200_180GB, "B200", other_name="b200", target="gpu:b200"),
+    Known(_B300_288GB, "B300", other_name="b300"),
     Known(_GB200_186GB, "GB200", other_name="gb200"),
+    Known(_GB300_288GB, "GB300", other_name="gb300"),
 )
 
 
@@ -320,11 +360,16 @@ _CALIBRATED = (
     _H800_80GB,
     _H200_141GB,
 )
+_MATMULS_CALIBRATED = (_B200_180GB, _GB200_186GB, _GB300_288GB)
 
 ASSUMED = {
     **dict.fromkeys(DEVICES, _FRACTIONS),
     **dict.fromkeys((device.name for device in _CALIBRATED), ("memory", "network")),
     "tpu-v6e": ("attention", "memory", "network"),
+    **dict.fromkeys(
+        (device.name for device in _MATMULS_CALIBRATED),
+        ("attention", "memory", "network"),
+    ),
 }
 """Name of a device -> its fractions that the comments above call taken. A device of
 one's own has none: its file says what it achieves."""

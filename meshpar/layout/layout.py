@@ -64,10 +64,13 @@ _CHOICES = {
     "sequence_parallel": (False, True),
     "attention": tuple(CONTEXT_METHODS),
     "remat": REMATS,
-    "precision": ("fp32", "bf16"),
+    "precision": ("fp32", "bf16", "fp8"),
     "param_dtype": ("fp32", "bf16", "bf16_stochastic"),
 }
 _COUNTS = (*MESH_AXES, "microbatches", "chunks", "sync_every")
+
+FP8_EXECUTIONS = ("megatron-bridge", "torch-fsdp2")
+"""Names of the planner's executions that train with `precision=fp8`; ours has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +130,8 @@ class Layout:
             (`save:attention_out/mlp_up`) or to move to the host's memory
             (`offload:...`, or both: `save:...+offload:...`).
         precision: Arithmetic of the blocks, and dtype of the sums over `tensor` between
-            their matmuls; norms, softmax, loss and gradients are in fp32.
+            their matmuls; norms, softmax, loss and gradients are in fp32. `fp8` is a
+            word for estimates of other programs (`Execution.fp8`); ours refuse it.
         param_dtype: How parameters are stored between steps; beside those of bf16 the
             optimizer state holds an fp32 master copy, which is what it updates;
             `bf16_stochastic` has no copy, and rounds updated parameters at random.

@@ -16,7 +16,12 @@ from typing import NamedTuple
 
 from meshpar.errors import InputError, RuleError
 from meshpar.hardware.platforms import platform_named
-from meshpar.layout.layout import STAGE_REMATS, Layout, ResidualNames
+from meshpar.layout.layout import (
+    FP8_EXECUTIONS,
+    STAGE_REMATS,
+    Layout,
+    ResidualNames,
+)
 
 PLAIN = Layout()
 """The layout with every option at its default."""
@@ -266,7 +271,22 @@ STASHED_WEIGHTS = (
 )
 """Requirements of stages that update their weights by themselves."""
 
+PRECISION = (
+    Requirement(
+        "layout.precision_of_others",
+        "precision",
+        lambda layout, at: layout.precision == "fp8",
+        lambda layout, at: (
+            "precision=fp8 is not among this program's, which has fp32 and bf16; write "
+            "precision=bf16, or estimate a program that trains in fp8 (--execution "
+            f"{' or '.join(FP8_EXECUTIONS)})"
+        ),
+    ),
+)
+"""The requirement of programs without fp8, as ours are."""
+
 OPTIONS = (
+    *PRECISION,
     _without_axis("schedule", "stage"),
     _without_axis("execution", "stage"),
     _without_axis("max_pending_w", "stage"),
@@ -553,6 +573,16 @@ def problems(
         if row.option not in reported and row.is_broken(facts.layout, facts):
             reported.add(row.option)
             yield Problem(row.option, row.words(facts.layout, facts), row.key, row.kind)
+
+
+def check_precision(layout: Layout) -> None:
+    """Refuse a precision that no program of ours computes in.
+
+    Raises:
+        InputError: `precision=fp8`.
+    """
+    for problem in problems(Facts(layout=layout), PRECISION):
+        raise problem.error(layout)
 
 
 def layout_errors(layout: Layout) -> dict[str, InputError]:

@@ -23,6 +23,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from meshpar.collectives import asked, sum_dtype
 from meshpar.hardware.platforms import platform_named
 from meshpar.layout import BATCH_AXES, MANUAL_AXES, TOKEN_AXES, Layout
+from meshpar.layout.requirements import check_precision
 from meshpar.model.contract import Model
 from meshpar.model.inputs import Batch
 from meshpar.model.parameter import Params
@@ -348,6 +349,7 @@ class Placement:
     @property
     def compute_dtype(self) -> Any:
         """Return the dtype that blocks compute in."""
+        check_precision(self.layout)
         return DTYPES[self.layout.precision]
 
     @cached_property

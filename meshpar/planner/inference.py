@@ -19,6 +19,7 @@ from typing import Any
 from meshpar.errors import InputError, whole_number
 from meshpar.hardware import device as matmul_time
 from meshpar.layout import Layout
+from meshpar.layout.requirements import check_precision
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.collective_cost import all_gather_s, all_reduce_s, send_s
 from meshpar.planner.workload.workload import Workload
@@ -307,6 +308,7 @@ def estimate_inference(
             key="generation.not_causal",
         )
     layout = Layout.of(layout).resolve(cluster.num_devices)
+    check_precision(layout)
     return InferenceEstimate(
         workload=workload,
         cluster=cluster,

@@ -22,6 +22,7 @@ from meshpar.planner.cost.seconds import (
     Rows,
     attention_backward_s,
     attention_forward_s,
+    cast_s,
     exposed,
     host_s,
     matmul_s,
@@ -128,6 +129,11 @@ def _forward(
         run, halves
     )
     computed_s = matmuls_s + _elementwise_s(run, moe) + there_s + _stacked_s(run, moe)
+    computed_s += sum(
+        cast_s(run, rows * inner * count)
+        for half in halves
+        for rows, inner, _, count in half.columns + half.rows
+    )
     return Cost(computed_s) + exposed(run, rows_in(rows, "forward"), hiding_s)
 
 
@@ -145,6 +151,11 @@ def _input_grad(
     back_s = attention_backward_s(run)
     computed_s = backward_s - once_s + memory_s(run, _backward_bytes(run, moe))
     computed_s += back_s + attention_s + again.elementwise * _elementwise_s(run, moe)
+    computed_s += sum(
+        cast_s(run, rows * columns * count)
+        for half in halves
+        for rows, _, columns, count in half.columns + half.rows
+    )
     hiding_s = {ATTENTION: back_s, ATTENTION_AGAIN: attention_s, MATMULS: backward_s}
     hiding_s |= _backward_matmuls_s(run, halves)
     waits = exposed(run, rows_in(rows, "backward"), hiding_s)
@@ -213,7 +224,13 @@ def _weight_grad(run: Run, halves: tuple[Linears, ...]) -> Cost:
 
 
 def weight_grad_s(
-    run: Run, rows: float, inner: float, columns: float, *, count: float = 1
+    run: Run,
+    rows: float,
+    inner: float,
+    columns: float,
+    *,
+    count: float = 1,
+    unscaled: bool = False,
 ) -> float:
     """Return the seconds of gradients of `count` weights (inner, columns), added up.
 
@@ -223,9 +240,12 @@ def weight_grad_s(
     execution = run.execution
     if execution.fused_accumulation:
         each = execution.gradient_bytes
-        return matmul_s(run, inner, rows, columns, count=count, sum_bytes=each)
+        return matmul_s(
+            run, inner, rows, columns, count=count, sum_bytes=each, unscaled=unscaled
+        )
     added_s = accumulated_s(run, count * inner * columns)
-    return matmul_s(run, inner, rows, columns, count=count) + added_s
+    product_s = matmul_s(run, inner, rows, columns, count=count, unscaled=unscaled)
+    return product_s + added_s
 
 
 def accumulated_s(run: Run, parameters: float) -> float:

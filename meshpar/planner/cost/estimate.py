@@ -14,7 +14,11 @@ from meshpar.planner.cost.step_traffic import sent_in_a_step
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import MESHPAR, Execution
 from meshpar.planner.plan import Plan, milliseconds
-from meshpar.planner.workload.problems import layout_problems, layout_stage_blocks
+from meshpar.planner.workload.problems import (
+    check_precision_on,
+    layout_problems,
+    layout_stage_blocks,
+)
 from meshpar.planner.workload.workload import Workload
 
 Estimate = Plan[Run, Memory]
@@ -73,6 +77,7 @@ def estimate(
     )
     for problem in (*options, *found):
         raise problem.error(layout)
+    check_precision_on(cluster.device, layout.precision)
     run = Run(
         workload=workload,
         cluster=cluster,

@@ -173,7 +173,12 @@ class Run:
     @property
     def dtype_bytes(self) -> int:
         """Bytes of one value in the blocks."""
-        return 2 if self.layout.precision == "bf16" else 4
+        return 4 if self.layout.precision == "fp32" else 2
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of one value of a weight that is gathered for use."""
+        return 1 if self.layout.precision == "fp8" else self.dtype_bytes
 
     @property
     def residual_bytes(self) -> float:
@@ -192,8 +197,16 @@ class Run:
 
     @property
     def peak_flops(self) -> float:
-        """Peak FLOP/s of one device, in the precision of the blocks."""
-        return self.cluster.device.peak_flops[self.layout.precision]
+        """Peak FLOP/s of one device, in the precision of all but the blocks' matmuls.
+
+        Attention, head and router of a program that trains in fp8 are in bf16.
+        """
+        return self.cluster.device.peak_flops[self.unscaled]
+
+    @property
+    def unscaled(self) -> str:
+        """Precision of what is never in fp8: attention, head, router."""
+        return "bf16" if self.layout.precision == "fp8" else self.layout.precision
 
     @cached_property
     def attention(self) -> AttentionChoice:
@@ -226,7 +239,7 @@ class Run:
             )
         if kernel == PLATFORM_KERNEL:
             kernel = self.platform.fused_attention
-        half = self.layout.precision == "bf16"
+        half = self.layout.precision != "fp32"
         taken = half and KERNELS.get(kernel) == platform
         return AttentionChoice(kernel=kernel if taken else "")
 

@@ -191,6 +191,7 @@ def matmul_s(
     *,
     count: float = 1,
     sum_bytes: float = 0,
+    unscaled: bool = False,
 ) -> float:
     """Return the seconds of `count` matmuls (rows, inner) x (inner, columns).
 
@@ -202,13 +203,27 @@ def matmul_s(
         count: Number of matmuls.
         sum_bytes: Bytes of each value of a sum that the matmul adds its result to, and
             reads and writes instead of a result.
+        unscaled: True if it is not in fp8 where the blocks are (`Run.unscaled`).
     """
+    precision = run.unscaled if unscaled else run.layout.precision
+    operand_bytes = 1 if precision == "fp8" else run.dtype_bytes
     flops = 2 * rows * inner * columns
-    num_bytes = (rows * inner + inner * columns) * run.dtype_bytes
+    num_bytes = (rows * inner + inner * columns) * operand_bytes
     num_bytes += rows * columns * (2 * sum_bytes or run.dtype_bytes)
-    return count * matmul_time.matmul_s(
-        run.cluster.device, run.layout.precision, flops, num_bytes
-    )
+    return count * matmul_time.matmul_s(run.cluster.device, precision, flops, num_bytes)
+
+
+def cast_s(run: Run, values: float) -> float:
+    """Return the seconds to cast operands of matmuls to fp8; 0 where none are.
+
+    A kernel reads 16 bits and writes two copies, for the matmul and, transposed or
+    scaled along its other dim, for one of the backward (Transformer Engine 2.x,
+    `Float8Quantizer` and `MXFP8Quantizer`).
+    """
+    return memory_s(run, values * _CAST_BYTES) if run.layout.precision == "fp8" else 0.0
+
+
+_CAST_BYTES = 2 + 2 * 1
 
 
 def memory_s(run: Run, num_bytes: float) -> float:

@@ -328,11 +328,11 @@ class _Ends:
 def _head_s(run: Run, tokens: float) -> tuple[float, float]:
     """Seconds of final norm, logits and loss, forward and backward."""
     hidden, vocab = run.workload.hidden, run.workload.vocab / run.layout.tensor
-    logits_s = matmul_s(run, tokens, hidden, vocab)
+    logits_s = matmul_s(run, tokens, hidden, vocab, unscaled=True)
     # Converted to fp32 (read 2, write 4), their maximum (read 4), their exponentials
     # (read 4, write 4), the sum (read 4); back, the gradient (read 4, write 4),
     # converted (read 4, write 2).
     forward_s = logits_s + memory_s(run, 22 * tokens * vocab)
-    both_s = matmul_s(run, tokens, vocab, hidden)
-    both_s += weight_grad_s(run, tokens, hidden, vocab)
+    both_s = matmul_s(run, tokens, vocab, hidden, unscaled=True)
+    both_s += weight_grad_s(run, tokens, hidden, vocab, unscaled=True)
     return forward_s, both_s + memory_s(run, 14 * tokens * vocab)

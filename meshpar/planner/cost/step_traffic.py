@@ -55,7 +55,7 @@ def step_rows(run: Run, ranks: Iterable[int]) -> Rows:
         # ZeRO-1 and 2 gather what each device has updated.
         each = run.dtype_bytes if run.splits_parameters else stored_bytes(run)[0]
         for axes, values in by_axes(run, most, most - dense):
-            updated = values * each
+            updated = values * min(each, run.gathered_bytes)
             gather = Row(axes, "all-gather", updated, "updated parameters", "once")
             rows.append(gather._replace(hidden_by=NEXT_FORWARD))
     return between_devices(run, rows)

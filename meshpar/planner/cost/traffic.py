@@ -210,7 +210,7 @@ PARAMETERS, OF_THEM = "parameters", "gradients of them"
 
 def split_bytes(run: Run, parameters: float) -> tuple[float, float]:
     """Return the bytes of whole parameters as used, and of their gradients."""
-    return parameters * run.dtype_bytes, parameters * run.execution.reduction_bytes
+    return parameters * run.gathered_bytes, parameters * run.execution.reduction_bytes
 
 
 def end_rows(run: Run) -> Rows:

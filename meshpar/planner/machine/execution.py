@@ -82,6 +82,8 @@ class Execution:
             of that: rounding, fragments, temporaries of library calls.
         eager: True if operations run one by one, as written; else a compiler fuses
             them, casts parameters for use, and drops what no result needs.
+        fp8: True if it can train with `precision=fp8`: the matmuls of blocks with
+            operands of 8 bits, gathered weights too; the rest as in bf16.
 
     Raises:
         InputError: A value of another type, or outside of what it can be.
@@ -107,6 +109,7 @@ class Execution:
     logit_bytes: float
     host_s: float
     eager: bool
+    fp8: bool = False
     launch_s: float = 0.0
     attention_kernel: str = "cudnn"
     tensor_ring: bool = False
@@ -342,7 +345,11 @@ matmuls that they feed, sends of interleaved stages beside computation.
 """
 
 MEGATRON_BRIDGE = replace(
-    MEGATRON_CORE, name="megatron-bridge", gradient_bytes=2, reduction_bytes=2
+    MEGATRON_CORE,
+    name="megatron-bridge",
+    gradient_bytes=2,
+    reduction_bytes=2,
+    fp8=True,
 )
 """Megatron Bridge's recipes for performance: Megatron-Core with gradients kept and
 summed in 16 bits (`grad_reduce_in_fp32=False`), tokens sent to their experts by an
@@ -369,6 +376,7 @@ TORCH_FSDP2 = replace(
     bucket_copy_bytes=0,
     bucket_bytes=0.0,
     host_s=0.0,
+    fp8=True,
 )
 """PyTorch's fully sharded data parallel (Zhao et al. 2023), eager, as LLM Foundry and
 TorchTitan run it: 16-bit parameters gathered a layer ahead, for the backward too."""

@@ -35,6 +35,7 @@ def family_rows(family: str) -> Iterator[Measured]:
             row["seq"],
             EXECUTIONS[row["execution"]],
             row["hardware"],
+            _stage_blocks(row),
             hosts=row.get("hosts"),
         )
         calibrates = row.get("calibrates", False)
@@ -43,6 +44,21 @@ def family_rows(family: str) -> Iterator[Measured]:
         if "memory_gib" in row:
             used = planned.memory.total_bytes
             yield memory_row(family, row["name"], row["memory_gib"], used)
+
+
+def _stage_blocks(row: dict[str, Any]) -> tuple[int, ...] | None:
+    """Return the blocks of every stage, where the row says `stage_blocks`.
+
+    Stages separated by commas: `1,62*2,1` are 64 stages, all but the ends of 2 blocks;
+    some of Megatron's have none, which `splits` cannot say.
+    """
+    if "stage_blocks" not in row:
+        return None
+    blocks: list[int] = []
+    for part in row["stage_blocks"].split(","):
+        *times, each = map(int, part.split("*"))
+        blocks += [each] * (times[0] if times else 1)
+    return tuple(blocks)
 
 
 def _step_s(row: dict[str, Any], layout: Layout) -> float:

@@ -28,7 +28,11 @@ from meshpar.planner.search.candidates import (
 from meshpar.planner.search.choices import mesh_choices, searched_meshes, why_method
 from meshpar.planner.search.result import Rejected, SearchResult, guess_note
 from meshpar.planner.search.space import Constraints
-from meshpar.planner.workload.problems import layout_problems, problems_on_any_mesh
+from meshpar.planner.workload.problems import (
+    check_precision_on,
+    layout_problems,
+    problems_on_any_mesh,
+)
 from meshpar.planner.workload.workload import Workload
 
 _NUM_PLANS = 10
@@ -74,12 +78,14 @@ class Request:
                 f"global_batch={self.global_batch}: must be at least 1",
                 key="value.below_one",
             )
-        kept = Layout(remat=self.constraints.kept.get("remat", "none"))
+        asked = {"remat", "precision"} & self.constraints.kept.keys()
+        kept = Layout(**{key: self.constraints.kept[key] for key in asked})
         batch = {"global_batch": self.global_batch, "seq": self.run.seq}
         for problem in problems_on_any_mesh(
             self.workload, kept, self.execution, **batch
         ):
             raise problem.error()
+        check_precision_on(self.cluster.device, kept.precision)
 
     noun, note = "sequences", ""
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-from meshpar.errors import nearest
+from meshpar.errors import InputError, nearest
+from meshpar.hardware.device import Device
 from meshpar.layout import BY_COST, Layout
 from meshpar.layout.layout import BLOCK_INPUT
 from meshpar.layout.requirements import (
@@ -13,6 +14,7 @@ from meshpar.layout.requirements import (
     BATCH,
     EXPERTS,
     LOCAL_STEPS,
+    PRECISION,
     SIZES,
     Facts,
     Problem,
@@ -67,6 +69,7 @@ def layout_problems(
         stored={"hidden": workload.hidden},
     )
     return [
+        *_precision(layout, execution),
         *_positions(workload, seq, execution),
         *_residuals(workload, layout, execution),
         *problems(facts, (*BATCH, *LOCAL_STEPS, *SIZES, *ATTENTION, *EXPERTS)),
@@ -106,9 +109,29 @@ def problems_on_any_mesh(
     """Return the reasons that no mesh shape would change."""
     return [
         *_sizes(global_batch, seq),
+        *_precision(layout, execution),
         *_positions(workload, seq, execution),
         *_residuals(workload, layout, execution),
     ]
+
+
+def _precision(layout: Layout, execution: Execution) -> Iterator[Problem]:
+    if not execution.fp8:
+        yield from problems(Facts(layout=layout), PRECISION)
+
+
+def check_precision_on(device: Device, precision: str) -> None:
+    """Refuse a precision that a device's arithmetic does not have.
+
+    Raises:
+        InputError: `peak_flops` of the device has no such entry.
+    """
+    if precision not in device.peak_flops:
+        raise InputError(
+            f"hardware {device.name!r} has no peak_flops of {precision}, only of "
+            f"{', '.join(device.peak_flops)}; take another precision or device",
+            key="hardware.no_such_precision",
+        )
 
 
 def _sizes(global_batch: int, seq: int) -> Iterator[Problem]:
