@@ -42,6 +42,7 @@ from meshpar.planner.machine.collective_cost import (
 )
 from meshpar.planner.machine.execution import (
     EXECUTIONS,
+    LLM_FOUNDRY,
     MAXTEXT,
     MEGATRON_2023,
     MEGATRON_2024,
@@ -152,6 +153,17 @@ def test_a_kernel_takes_as_long_as_its_paper_says(head_dim, tflops):
     assert attention_backward_s(run) == pytest.approx(2.5 * forward_s / BACKWARD)
 
 
+def test_the_first_flash_attention_is_slow_backward():
+    """30 to 50 % of an A100 forward, 25 to 35 % backward (Dao 2023, section 1)."""
+    run = run_of("data=1", execution=LLM_FOUNDRY, hardware="a100-80gb")
+    flops = run.tokens * run.workload.attention_flops(4096) / 2
+    for passes, least, most in (
+        (flops / attention_forward_s(run), 0.30, 0.50),
+        (2.5 * flops / attention_backward_s(run), 0.25, 0.35),
+    ):
+        assert least * 0.999 <= passes / 312e12 <= most * 1.001
+
+
 def test_splash_makes_scores_again_in_one_kernel_of_five_matmuls_or_two_of_seven():
     run = run_of("fsdp=8", hardware="tpu-v5p")
     assert run.attention.kernel == "splash"
@@ -193,6 +205,7 @@ def test_a_device_of_ones_own_says_what_its_kernels_achieve(tmp_path, refuses):
     assert load_device(toml(tmp_path, text)).attention_kernels["flash-attention-2"] == (
         0.5,
         20,
+        BACKWARD,
     )
     unknown, wrong_values = (
         "hardware.unknown_attention_kernel",

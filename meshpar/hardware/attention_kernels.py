@@ -5,7 +5,7 @@ A kernel's softmax takes as long as matmuls of `head_dim` would, so that it achi
     share = whole * size / (size + head_dim)
 
 of the peak with heads of some size, half of all scores being masked. A backward on a
-GPU takes `BACKWARD_IN_FORWARDS` times as long; of splash attention's see
+GPU achieves `Kernel.backward` of the forward's FLOP/s; of splash attention's see
 `meshpar.hardware.splash_kernels`.
 """
 
@@ -21,6 +21,16 @@ from meshpar.hardware.platforms import platform_named
 from meshpar.hardware.splash_kernels import SPLASH_LANES
 from meshpar.layout.context_method import CONTEXT_METHODS, merges_softmaxes
 
+MATMULS_OF_BACKWARD = 2.5
+"""Matmuls of a backward for each of the forward's: five to its two (Dao 2023, section
+3.1)."""
+
+BACKWARD = 0.84
+"""A backward's FLOP/s over its forward's: 310 of 368 TFLOP/s (FlashAttention-2), 499
+of 609 (cuDNN), 542 of 638 (FlashAttention-3), with heads of 128 and 4,096 tokens on an
+H100 (Shah et al. 2024, figures 5 and 6); 63 of 73 % of an A100's peak (Dao 2023,
+section 4.1)."""
+
 
 class Kernel(NamedTuple):
     """Speed of a kernel on one device.
@@ -28,10 +38,17 @@ class Kernel(NamedTuple):
     Args:
         whole: Share of the peak with very large heads.
         head_dim: Head size at which it achieves half of that.
+        backward: FLOP/s of its backward on a GPU over those of its forward.
     """
 
     whole: float
     head_dim: float
+    backward: float = BACKWARD
+
+    @property
+    def backward_in_forwards(self) -> float:
+        """Time of a backward on a GPU over that of the forward."""
+        return MATMULS_OF_BACKWARD / self.backward
 
 
 def is_number(value: object) -> bool:
@@ -40,7 +57,7 @@ def is_number(value: object) -> bool:
 
 
 def parse_kernel(device: str, name: str, value: object) -> Kernel:
-    """Parse an entry of a device's table of kernels: two numbers.
+    """Parse an entry of a device's table of kernels: two numbers, or a `Kernel`.
 
     Raises:
         InputError: No such kernel, or numbers that it cannot have.
@@ -52,6 +69,7 @@ def parse_kernel(device: str, name: str, value: object) -> Kernel:
             key="hardware.unknown_attention_kernel",
         )
     numbers: list[Any] = list(value) if isinstance(value, Sequence) else [value]
+    numbers = numbers[:2] if isinstance(value, Kernel) else numbers
     good = len(numbers) == 2 and all(map(is_number, numbers))
     if not (good and 0 < numbers[0] <= 1 and 0 <= numbers[1] < math.inf):
         raise InputError(
@@ -60,10 +78,11 @@ def parse_kernel(device: str, name: str, value: object) -> Kernel:
             "least 0",
             key="hardware.wrong_attention_kernel",
         )
-    return Kernel(*numbers)
+    return value if isinstance(value, Kernel) else Kernel(*numbers)
 
 
 KERNELS = {
+    "flash-attention-1": "gpu",
     "flash-attention-2": "gpu",
     "flash-attention-3": "gpu",
     "cudnn": "gpu",
@@ -78,22 +97,14 @@ PLATFORM_KERNEL = "platform"
 """Name of a platform's kernel, whatever its limits here (`Platform.fused_attention`).
 """
 
-MATMULS_OF_BACKWARD = 2.5
-"""Matmuls of a backward for each of the forward's: five to its two (Dao 2023, section
-3.1)."""
-
-BACKWARD = 0.84
-"""A backward's FLOP/s over its forward's: 310 of 368 TFLOP/s (FlashAttention-2), 499
-of 609 (cuDNN), 542 of 638 (FlashAttention-3), with heads of 128 and 4,096 tokens on an
-H100 (Shah et al. 2024, figures 5 and 6); 63 of 73 % of an A100's peak (Dao 2023,
-section 4.1)."""
-
-BACKWARD_IN_FORWARDS = MATMULS_OF_BACKWARD / BACKWARD
-"""A backward's time over its forward's, of a kernel on a GPU."""
-
-
 # 50 to 73 % of an A100 (Dao 2023, abstract); heads of 64 against 128: its figure 4.
-AMPERE = {"flash-attention-2": Kernel(0.71, 24)}
+# FlashAttention, its Triton kernel too: 30 to 50 % forward, 25 to 35 % backward (its
+# section 1), of which the ends that the longest rows of LLM Foundry show on an A100,
+# equal with heads of 64 and of 128.
+AMPERE = {
+    "flash-attention-1": Kernel(0.5, 0, backward=0.27 / 0.5),
+    "flash-attention-2": Kernel(0.71, 24),
+}
 
 # What `Efficiency` says of a device is the kernel that this library runs there: cuDNN's
 # on a GPU, which `meshpar calibrate` measures, splash attention on a TPU.
@@ -102,7 +113,10 @@ CUDNN_AMPERE = AMPERE["flash-attention-2"]  # taken to be the same
 # Shah et al. 2024, figure 5: causal, 4,096 tokens on an H100: TFLOP/s with heads of 64
 # and of 128 are 284 and 319 (FlashAttention-2), 363 and 518 (cuDNN), 420 and 579
 # (FlashAttention-3), of 989.
+# FlashAttention has the share there that FlashAttention-2 has of its own on an A100:
+# 0.324 of 0.598 with heads of 128.
 HOPPER = {
+    "flash-attention-1": Kernel(0.5 * 0.54, 0, backward=0.27 / 0.5),
     "flash-attention-2": Kernel(0.37, 18),
     "flash-attention-3": Kernel(0.94, 78),
 }

@@ -152,10 +152,13 @@ _H100_80GB = Device(
 # 2025, "Insights into DeepSeek-V3", section 4.1).
 _H800_80GB = replace(_H100_80GB, name="h800-80gb", link_bytes_per_s=200e9)
 # An H100 of 96 GB and 2.4 TB/s of HBM2e, limited to 500 W: TorchTitan's report of
-# December 2024 ran on it (`benchmarks/llama3_h100_202412_torchtitan.md`).
+# December 2024 ran on it (`benchmarks/llama3_h100_202412_torchtitan.md`), whose peak it
+# puts between that of this card and that of the H100 NVL (835.5 at 400 W, data sheet).
+# Taken: their mean.
 _H100_96GB = replace(
     _H100_80GB,
     name="h100-96gb",
+    peak_flops=_fp8_peaks(912e12),
     memory_bytes=101_931_575_705,
     memory_bytes_per_s=2.4e12,
 )

@@ -22,6 +22,7 @@ residual stream between the two halves, which takes attention's output, summed o
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -151,6 +152,8 @@ def _policy_bytes(run: Run, remat: str, moe: bool) -> float:
 def _residual_bytes(run: Run, remat: str, moe: bool) -> float:
     """Bytes of `block_residuals` of one microbatch that a policy keeps on a device."""
     tokens, tensor, eager = run.tokens, run.layout.tensor, run.execution.eager
+    if remat == "selective" and run.execution.selects_matmuls:
+        return tokens * _selected_bytes(run, moe)
     degrees = {"tensor": tensor, "residual": 1}
     if run.layout.sequence_parallel:
         degrees["residual"] = tensor
@@ -169,6 +172,21 @@ def _residual_bytes(run: Run, remat: str, moe: bool) -> float:
     elif moe and remat in ("full", "dots") and run.layout.expert > 1 and not eager:
         total += room_rows(run) * run.workload.hidden * run.dtype_bytes
     return total
+
+
+def _selected_bytes(run: Run, moe: bool) -> float:
+    """Bytes of a token that a block keeps of which every second matmul is recomputed.
+
+    Its input, queries and values, attention's output and log-sums, the MLP's first
+    output, half of which is its gate's; and its last, in a table of what was selected
+    that is not dropped before the backward.
+    """
+    workload, value = run.workload, run.dtype_bytes
+    qkv = (workload.heads + workload.kv_heads) * workload.query_dim
+    inside = qkv + workload.heads * workload.value_dim + _active_ffn(run, moe)
+    stream = 2 * workload.hidden * run.residual_share
+    sums = _FP32_BYTES * workload.heads
+    return value * stream + (value * inside + sums) / run.layout.tensor
 
 
 def stash_bytes(run: Run, *, moe: bool) -> float:
@@ -338,7 +356,8 @@ class Again(NamedTuple):
     """Times that one backward of a block repeats each part of its forward.
 
     Args:
-        qkv, out, up, down: The matmuls with weights, in order.
+        qkv, out, up, down: The matmuls with weights, in order; a fraction of one that
+            is several in the execution.
         attention: Scores to mixed values, with the keys that move over `context`.
         trades: Heads for tokens over `context`, and back.
         elementwise: Norms, positions, activation.
@@ -347,11 +366,11 @@ class Again(NamedTuple):
         exchanges: Tokens to their experts and back.
     """
 
-    qkv: int = 0
+    qkv: float = 0
     attention: int = 0
     trades: int = 0
     out: int = 0
-    up: int = 0
+    up: float = 0
     down: int = 0
     elementwise: int = 0
     sums: int = 0
@@ -361,7 +380,7 @@ class Again(NamedTuple):
     @property
     def kernels(self) -> int:
         """Number of kernels launched for them."""
-        matmuls = self.qkv + self.out + self.up + self.down
+        matmuls = sum(map(math.ceil, (self.qkv, self.out, self.up, self.down)))
         attention = _ATTENTION_KERNELS * self.attention
         return matmuls + attention + _ELEMENTWISE_KERNELS * self.elementwise
 
@@ -378,14 +397,34 @@ def recomputation(run: Run, *, moe: bool) -> Again:
         # In a loop over the stage's blocks, which reads the output of each.
         return _WHOLE
     if remat == "full":
-        return _WHOLE if eager else _named(run, _RECEIVED, moe)
+        return _whole(run) if eager else _named(run, _RECEIVED, moe)
     if remat == "stage_full":
-        last = _WHOLE if eager else _named(run, _RECEIVED, moe)
-        return Again(*map(sum, zip(_WHOLE, last, strict=True)))
+        last = _whole(run) if eager else _named(run, _RECEIVED, moe)
+        return Again(*map(sum, zip(_WHOLE, last, strict=True)))  # type: ignore
     if remat == "selective" and eager:
+        if run.execution.selects_matmuls:
+            return _every_second(run)
         scores = 0 if run.fused_attention else 1
         return Again(attention=scores, trades=scores)
     return _named(run, kept_names(run), moe)
+
+
+def _whole(run: Run) -> Again:
+    """Recomputation of an eager block, without its last matmul if it stops early."""
+    return _WHOLE._replace(down=0) if run.execution.stops_early else _WHOLE
+
+
+def _every_second(run: Run) -> Again:
+    """Recomputation of every second matmul: keys, attention's output, one of a gate."""
+    workload = run.workload
+    heads, kv_heads = workload.heads, workload.kv_heads
+    return Again(
+        qkv=kv_heads / (heads + 2 * kv_heads),
+        out=1,
+        up=0.5 if workload.gated else 0,
+        elementwise=1,
+        sums=1,
+    )
 
 
 def kept_names(run: Run) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from meshpar.planner.cost.activations import (
     recomputation,
     stash_bytes,
 )
+from meshpar.planner.cost.elementwise import backward_bytes, forward_bytes
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.seconds import (
     ATTENTION,
@@ -30,8 +31,6 @@ from meshpar.planner.cost.seconds import (
     rows_in,
 )
 from meshpar.planner.cost.traffic import block_rows
-from meshpar.planner.machine.execution import Execution
-from meshpar.planner.workload.workload import Workload
 
 # Kernels of one block: matmuls, attention's, norms, elementwise; in the backward twice
 # the matmuls, and additions. Counted in Megatron-LM's layer.
@@ -149,7 +148,7 @@ def _input_grad(
     once_s, backward_s = matmuls_s
     attention_s = attention_forward_s(run) * again.attention
     back_s = attention_backward_s(run)
-    computed_s = backward_s - once_s + memory_s(run, _backward_bytes(run, moe))
+    computed_s = backward_s - once_s + memory_s(run, backward_bytes(run, moe=moe))
     computed_s += back_s + attention_s + again.elementwise * _elementwise_s(run, moe)
     computed_s += sum(
         cast_s(run, rows * columns * count)
@@ -170,7 +169,7 @@ def _matmuls_s(run: Run, linears: tuple) -> float:
 
 
 def _elementwise_s(run: Run, moe: bool) -> float:
-    return memory_s(run, _forward_bytes(run, moe))
+    return memory_s(run, forward_bytes(run, moe=moe))
 
 
 def _again_linears_s(run: Run, halves: tuple[Linears, ...], again: Again) -> float:
@@ -249,8 +248,15 @@ def weight_grad_s(
 
 
 def accumulated_s(run: Run, parameters: float) -> float:
-    """Return the seconds of a kernel that adds gradients to their sums."""
+    """Return the seconds of a kernel that adds gradients to their sums.
+
+    Where an execution repacks, the seconds of copies from and to the buffers of
+    collectives: weights for the forward and for the backward (read, write), gradients
+    (read, written in fp32).
+    """
     each = 2 * run.execution.gradient_bytes + run.dtype_bytes
+    if run.execution.repacks and run.layout.zero == 3 and run.state_shards > 1:
+        each = 2 * 2 * run.gathered_bytes + run.dtype_bytes + 4
     return memory_s(run, parameters * each)
 
 
@@ -307,68 +313,6 @@ def _routed_kernels(run: Run, moe: bool) -> int:
     if not (moe and run.execution.eager):
         return 0
     return _ROUTING_KERNELS + 2 * (run.workload.experts // run.layout.expert - 1)
-
-
-def _forward_bytes(run: Run, moe: bool) -> float:
-    """Bytes that elementwise kernels of the forward read and write."""
-    workload, execution = run.workload, run.execution
-    tensor, values = run.layout.tensor, run.dtype_bytes
-    # Two norms (read, write) and two residual additions (read both, write).
-    stream = (2 * 2 + 2 * 3) * workload.hidden * values
-    stream += 2 * workload.hidden if run.drops else 0  # masks
-    heads = (workload.heads + workload.kv_heads) * workload.query_dim
-    # Rotary positions, or heads brought to the front and back.
-    inside = 2 * heads * values + _activation_reads(workload, execution, moe) * values
-    if workload.biases and execution.eager:
-        # That of queries, keys and values is a kernel of its own; the others' are part
-        # of dropout's and the activation's.
-        inside += 2 * (heads + workload.kv_heads * workload.value_dim) * values
-    routed = _routed_bytes(run, moe)
-    share = run.residual_share
-    return run.tokens * (stream * share + inside / tensor + routed)
-
-
-def _backward_bytes(run: Run, moe: bool) -> float:
-    workload, execution = run.workload, run.execution
-    tensor, values = run.layout.tensor, run.dtype_bytes
-    # Two norms (read input and gradient, write; read both again for the scale's
-    # gradient), two sums of gradients.
-    stream = (2 * 5 + 2 * 3) * workload.hidden * values
-    if run.drops:
-        stream += 2 * (2 * values + 1) * workload.hidden
-    heads = (workload.heads + workload.kv_heads) * workload.query_dim
-    activation = 5 / 3 * _activation_reads(workload, execution, moe)
-    inside = 2 * heads * values + activation * values
-    if workload.biases:
-        # Each bias's gradient sums the output's over all tokens.
-        stream += 2 * workload.hidden * values
-        inside += (heads + workload.kv_heads * workload.value_dim) * values
-        inside += workload.ffn * values
-    return run.tokens * (
-        stream * run.residual_share + inside / tensor + _routed_bytes(run, moe)
-    )
-
-
-def _activation_reads(workload: Workload, execution: Execution, moe: bool) -> float:
-    """Values that the activation of the MLP reads and writes for one token."""
-    active = workload.ffn
-    if moe:
-        active = workload.expert_ffn * (workload.top_k + workload.shared_experts)
-    if not workload.gated:
-        return 2 * active
-    return (3 if execution.fused_activation else 5) * active
-
-
-def _routed_bytes(run: Run, moe: bool) -> float:
-    """Bytes to put one token in the order of experts, and back (read, write).
-
-    Twice where devices share the experts: by device, and received rows by expert.
-    """
-    if not moe:
-        return 0.0
-    orders = 2 if run.layout.expert > 1 else 1
-    each = run.workload.top_k * run.workload.hidden * run.dtype_bytes
-    return 4 * orders * each
 
 
 @dataclass(frozen=True)

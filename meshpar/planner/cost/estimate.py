@@ -12,7 +12,7 @@ from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.step_time import step_time
 from meshpar.planner.cost.step_traffic import sent_in_a_step
 from meshpar.planner.machine.cluster import Cluster
-from meshpar.planner.machine.execution import MESHPAR, Execution
+from meshpar.planner.machine.execution import MESHPAR, Execution, execution_for
 from meshpar.planner.plan import Plan, milliseconds
 from meshpar.planner.workload.problems import (
     check_precision_on,
@@ -64,6 +64,7 @@ def estimate(
         (True, True)
     """
     layout = Layout.of(layout).resolve(cluster.num_devices)
+    execution = execution_for(workload, execution)
     seq = seq or workload.seq
     # Programs of others may take options that mean nothing to ours.
     options = () if execution.eager else problems(Facts(layout=layout), OPTIONS)

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from meshpar.hardware import device as matmul_time
 from meshpar.hardware.attention_kernels import (
-    BACKWARD_IN_FORWARDS,
     MATMULS_OF_BACKWARD,
     Kernel,
 )
@@ -243,12 +242,17 @@ def fused_attention_s(run: Run, flops: float, head_dim: float) -> float:
     Softmax costs as much as matmuls of the kernel's own `head_dim`, whatever the
     head's size (`meshpar.hardware.attention_kernels`).
     """
-    device, name = run.cluster.device, run.attention.kernel
-    achieved = device.efficiency
-    measured = Kernel(achieved.attention, achieved.attention_head_dim)
-    kernel = device.attention_kernels.get(name, measured)
+    kernel = _kernel(run)
     fraction = kernel.whole * head_dim / (head_dim + kernel.head_dim)
     return flops / (run.peak_flops * fraction)
+
+
+def _kernel(run: Run) -> Kernel:
+    """Return the speed of the fused kernel on the device."""
+    device = run.cluster.device
+    achieved = device.efficiency
+    measured = Kernel(achieved.attention, achieved.attention_head_dim)
+    return device.attention_kernels.get(run.attention.kernel, measured)
 
 
 _FP32_BYTES = 4
@@ -266,7 +270,7 @@ def attention_backward_s(run: Run) -> float:
     """Return the seconds of the gradients of queries, keys and values."""
     if run.fused_attention:
         if run.attention.kernel != "splash":
-            return _fused_s(run) * BACKWARD_IN_FORWARDS
+            return _fused_s(run) * _kernel(run).backward_in_forwards
         return _fused_s(run) * splash_backward_in_forwards(fused=run.fuses_backward)
     scores_s = memory_s(run, _scores(run) * _backward_score_bytes(run))
     if run.tiled_attention:  # the scores are made again

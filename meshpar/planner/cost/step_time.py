@@ -331,8 +331,10 @@ def _head_s(run: Run, tokens: float) -> tuple[float, float]:
     logits_s = matmul_s(run, tokens, hidden, vocab, unscaled=True)
     # Converted to fp32 (read 2, write 4), their maximum (read 4), their exponentials
     # (read 4, write 4), the sum (read 4); back, the gradient (read 4, write 4),
-    # converted (read 4, write 2).
-    forward_s = logits_s + memory_s(run, 22 * tokens * vocab)
+    # converted (read 4, write 2), and what the execution reads and writes more.
+    forward_bytes = 22
+    backward_bytes = run.execution.loss_bytes - forward_bytes
+    forward_s = logits_s + memory_s(run, forward_bytes * tokens * vocab)
     both_s = matmul_s(run, tokens, vocab, hidden, unscaled=True)
     both_s += weight_grad_s(run, tokens, hidden, vocab, unscaled=True)
-    return forward_s, both_s + memory_s(run, 14 * tokens * vocab)
+    return forward_s, both_s + memory_s(run, backward_bytes * tokens * vocab)

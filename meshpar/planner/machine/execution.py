@@ -18,6 +18,7 @@ from meshpar.hardware.attention_kernels import (
     is_number,
 )
 from meshpar.planner.machine.clusters import check_fields
+from meshpar.planner.workload.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,9 @@ class Execution:
             `platform` for splash attention on TPUs and cuDNN's on GPUs; or `own` for
             the one that this library takes on the device.
         fused_activation: True if one kernel does the MLP's bias, activation and gate.
+        fused_norms: True if one kernel does a norm, and one the rotary positions; else
+            those of gated models run as Llama's reference code writes them, operation
+            by operation and in fp32, which also repeats shared keys and values.
         dropout: True if blocks drop values, whose masks are kept.
         lock_step: True if all pipeline ranks move together, tick by tick, idle ones too
             (`meshpar.parallel.pipeline`); else each waits for its inputs.
@@ -50,6 +54,13 @@ class Execution:
             scattering of their gradients, though it hides the gathers; empty for none.
         scatters_whole: True if it all-reduces where XLA:TPU would by default instead of
             reduce-scattering (`Link.scatters_whole`).
+        repacks: True if what is gathered is copied out of one buffer for the layer's
+            matrices, and their gradients into one, in fp32, of which the device keeps
+            its shard's sum; else gradients are added to a sum of the whole layer.
+        stops_early: True if a block recomputes no more than its backward reads, so not
+            the last matmul, under `remat=full` too.
+        selects_matmuls: True if `remat=selective` keeps attention's output and that of
+            every second matmul of a block, and recomputes the others.
         splits_stored: True if ZeRO-1 and 2 split parameters between steps too, and
             gather them in the forward, not after the update.
         measured_overlap: True if the hidden share of a step's collectives is measured
@@ -70,6 +81,9 @@ class Execution:
         logit_bytes: Bytes per logit at the loss, all its copies together: fp32 logits
             and their gradient (8); in Megatron-LM and nanotron 16-bit logits, the fp32
             copy, its softmax, and a 16-bit gradient (12).
+        loss_bytes: Bytes that the loss reads and writes for each logit, both ways: 36
+            if its gradient is made at once; 52 if softmax's is read and written with
+            it, and made from a mask of zeros.
         launch_s: Time that launching a kernel of a forward takes from Python besides
             the device's (`Efficiency.launch_s`).
         host_s: Time of the host between steps that no device work hides.
@@ -84,6 +98,8 @@ class Execution:
             them, casts parameters for use, and drops what no result needs.
         fp8: True if it can train with `precision=fp8`: the matmuls of blocks with
             operands of 8 bits, gathered weights too; the rest as in bf16.
+        learned_positions: Name of the execution of models with learned positions, where
+            another program trains them; empty for this one.
 
     Raises:
         InputError: A value of another type, or outside of what it can be.
@@ -117,6 +133,11 @@ class Execution:
     gathers_again: bool = False
     waits_for_scatters: str = ""
     scatters_whole: bool = True
+    repacks: bool = False
+    stops_early: bool = False
+    selects_matmuls: bool = False
+    fused_norms: bool = True
+    loss_bytes: float = 36.0
     splits_stored: bool = False
     measured_overlap: bool = False
     rails: int = 0
@@ -124,6 +145,7 @@ class Execution:
     bucket_bytes: float = 0.0
     bucket_copy_bytes: int = 0
     reserve: float = 0.0
+    learned_positions: str = ""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -153,6 +175,7 @@ _RANGES = {
     "reduction_bytes": (0, 8),
     "state_bytes": (0, 32),
     "logit_bytes": (0, 64),
+    "loss_bytes": (0, 256),
     "host_s": (0, 3600),
     "launch_s": (0, 1),
     "hop_wait_s": (0, 1),
@@ -372,14 +395,48 @@ kernels: 16-bit parameters gathered for every use, a layer ahead (Rajbhandari et
 TORCH_FSDP2 = replace(
     NANOTRON,
     name="torch-fsdp2",
+    fused_norms=False,
     gather_overlap=True,
+    repacks=True,
+    stops_early=True,
+    selects_matmuls=True,
+    weight_bytes=4,  # shards in fp32, which are their own masters
+    state_bytes=8,
+    loss_bytes=52,
     bucket_copy_bytes=0,
     bucket_bytes=0.0,
     host_s=0.0,
     fp8=True,
+    reserve=MEGATRON_2023.reserve,
+    learned_positions="llm-foundry",
 )
-"""PyTorch's fully sharded data parallel (Zhao et al. 2023), eager, as LLM Foundry and
-TorchTitan run it: 16-bit parameters gathered a layer ahead, for the backward too."""
+"""PyTorch's fully sharded data parallel (Zhao et al. 2023) as TorchTitan and fms-fsdp
+run Llamas, eager, with FlashAttention-2: weights gathered in 16 bits a layer ahead, for
+the backward too, gradients scattered in fp32.
+
+Reference: TorchTitan (`torchtitan/models/llama`, `parallelisms/parallelize_llama.py`,
+2024) has the operations of norms, positions and loss, and what "selective op" keeps;
+`torch.utils.checkpoint.set_checkpoint_early_stop` what is not recomputed.
+"""
+
+TORCH_FSDP2_COMPILE = replace(
+    TORCH_FSDP2,
+    name="torch-fsdp2-compile",
+    fused_activation=True,
+    fused_norms=True,
+)
+"""The same with `torch.compile` of each block."""
+
+LLM_FOUNDRY = replace(
+    TORCH_FSDP2,
+    name="llm-foundry",
+    attention_kernel="flash-attention-1",
+    selects_matmuls=False,
+    fp8=False,
+    learned_positions="",
+)
+"""LLM Foundry of 2023, as its benchmarks train MPT models: PyTorch's first fully
+sharded data parallel, with the Triton kernel of FlashAttention (`attn_impl=triton`)."""
 
 MAXTEXT = replace(
     MESHPAR,
@@ -416,10 +473,18 @@ EXECUTIONS = {
         MEGATRON_BRIDGE,
         DEEPSPEED_ZERO3,
         TORCH_FSDP2,
+        TORCH_FSDP2_COMPILE,
+        LLM_FOUNDRY,
         MAXTEXT,
     )
 }
 """Name for `--execution` -> execution."""
+
+
+def execution_for(workload: Workload, execution: Execution) -> Execution:
+    """Return the execution that trains a model: another one if it says so."""
+    other = execution.learned_positions if workload.learned_positions else ""
+    return execution_of(other) if other else execution
 
 
 def execution_of(name: str) -> Execution:
@@ -447,7 +512,8 @@ def load_execution(path: str | Path) -> Execution:
         tensor_ring = false
         gradient_bytes = 2
 
-    Its name is the file's, unless it gives one.
+    Its name is the file's, unless it gives one. It trains all models unless it says
+    `learned_positions`.
 
     Raises:
         InputError: The file cannot be read, has a field that is none or a value that
@@ -461,7 +527,8 @@ def load_execution(path: str | Path) -> Execution:
             key="plan.unknown_execution",
         )
     base = {} if like is None else vars(EXECUTIONS[like])
-    merged = {**base, "name": Path(path).stem, **values}
+    own = {"name": Path(path).stem, "learned_positions": ""}
+    merged = {**base, **own, **values}
     start = 'execution with like = "megatron-core"'
     check_fields(Execution, merged, f"{str(path)!r}:", start, room="plan")
     try:

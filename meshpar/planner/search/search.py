@@ -16,7 +16,7 @@ from meshpar.layout import MESH_AXES, Layout
 from meshpar.planner.cost.estimate import Estimate
 from meshpar.planner.cost.run import Run
 from meshpar.planner.machine.cluster import Cluster
-from meshpar.planner.machine.execution import MESHPAR, Execution
+from meshpar.planner.machine.execution import MESHPAR, Execution, execution_for
 from meshpar.planner.search.bounds import Bounds
 from meshpar.planner.search.candidates import (
     FRONT_REACH,
@@ -114,7 +114,7 @@ class Request:
             workload=self.workload,
             cluster=self.cluster,
             layout=Layout(),
-            execution=self.execution,
+            execution=execution_for(self.workload, self.execution),
             global_batch=self.global_batch,
             seq=self.seq or self.workload.seq,
             stage_blocks=(self.workload.layers,),
