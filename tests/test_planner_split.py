@@ -24,7 +24,7 @@ from meshpar.planner.from_model import traced_workload
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.execution import MEGATRON_2022, MEGATRON_2023
 from meshpar.planner.published.megatron import published
-from meshpar.planner.workload.shapes import SHAPES
+from meshpar.planner.workload.shapes import SHAPES, workload_of
 from meshpar.schedules import (
     SCHEDULES,
     StageTimes,
@@ -124,6 +124,45 @@ def test_the_counted_stash_is_the_smallest_that_the_traced_backward_has(preset, 
     counted = stash_bytes(run, moe=False) / run.tokens
     assert counted == pytest.approx(traced.stash_bytes, rel=0.01)
     assert traced.uncut_share == pytest.approx(0, abs=1e-9)
+
+
+LARGE = (
+    "layers=32,hidden=8192,heads=64,kv_heads=64,ffn=32768,vocab=32768,tied=true,"
+    "gated=true"
+)
+SMALL = (
+    "layers=16,hidden=4096,heads=32,kv_heads=8,ffn=14336,vocab=8192,gated=true,"
+    "tied=false"
+)
+
+
+@pytest.mark.parametrize(
+    "model, line, batch, seq, schedule, more_gb",
+    [
+        # `recipes.bench.large_pipeline`
+        (LARGE, "data=4,stage=4,tensor=4", 128, 2048, "zero_bubble_h1", 12.19),
+        (LARGE, "data=4,stage=4,tensor=4", 128, 2048, "zero_bubble_v,chunks=2", 6.00),
+        # `meshpar audit --preset llama3-8b --model layers=16,vocab=8192`
+        (SMALL, "stage=4,tensor=2", 16, 1024, "zero_bubble_h1", 4.23),
+    ],
+)
+def test_what_is_gathered_over_tensor_waits_whole(
+    model, line, batch, seq, schedule, more_gb
+):
+    """Memory above `1f1b`, compiled for absent H100s by jax 0.10.2 (2026-11-27)."""
+    keys = f"{line},sequence_parallel=true,remat=full,precision=bf16"
+    layout = Layout.parse(f"{keys},microbatches={8 if batch == 16 else 32}")
+    whole, split = (
+        estimate(
+            workload_of(model),
+            cluster_of("h100-80gb", devices=layout.num_devices),
+            f"{layout},schedule={name}",
+            global_batch=batch,
+            seq=seq,
+        ).memory.total_bytes
+        for name in ("1f1b", schedule)
+    )
+    assert (split - whole) / 1e9 == pytest.approx(more_gb, rel=0.08)
 
 
 def test_a_stash_is_kept_for_every_weight_gradient_that_waits():

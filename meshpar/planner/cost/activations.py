@@ -204,6 +204,10 @@ def stash_bytes(run: Run, *, moe: bool) -> float:
         qk     more with norms on queries and keys
         2 f    MLP's first output and a gradient; 3 f with a gate
 
+    Under sequence parallelism the stream is split, and what its matmuls take of it is
+    gathered: 4 h, both inputs and the gradients of both outputs, of which one takes
+    the place of the output's gradient above.
+
     Routed experts are a loop that is not cut: the gradients of their weights wait
     whole, in fp32. Programs that run operation by operation keep all until W instead.
     """
@@ -217,6 +221,8 @@ def stash_bytes(run: Run, *, moe: bool) -> float:
         return run.tokens * each / tensor
     recomputed = remat in ("full", "stage_full")
     streams = (5 if recomputed else 7) * workload.hidden * run.residual_share
+    if run.layout.sequence_parallel:
+        streams += (4 - run.residual_share) * workload.hidden
     split = _projections(run) + workload.heads * workload.value_dim
     if workload.qk_norm:
         split += (workload.heads + workload.kv_heads) * workload.query_dim
