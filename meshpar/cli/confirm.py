@@ -24,6 +24,7 @@ from meshpar.model.contract import Model
 from meshpar.model.tracing import traced_batch
 from meshpar.planner.cost.estimate import Estimate, estimate_run
 from meshpar.planner.machine.cluster import Cluster
+from meshpar.planner.machine.mixed import check_one_kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +111,7 @@ def cluster_target(cluster: Cluster) -> Target:
     Raises:
         InputError: No compiler knows it.
     """
+    check_one_kind(cluster, "--confirm compiles for")
     name = TARGET_NAMES.get(cluster.device.name)
     if name is None or (cluster.torus and cluster.hosts > 1):
         gpus = [name for name in TARGET_NAMES if not DEVICES[name].torus_dims]

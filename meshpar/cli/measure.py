@@ -19,6 +19,7 @@ from meshpar.hardware.platforms import platform_named
 from meshpar.machine.emulate import emulate
 from meshpar.planner.cost.estimate import Estimate
 from meshpar.planner.machine.cluster import Cluster
+from meshpar.planner.machine.mixed import check_one_kind
 from meshpar.planner.plan import milliseconds
 
 STEPS = 5
@@ -111,6 +112,7 @@ def check_measurable(cluster: Cluster) -> None:
     Raises:
         InputError: Other devices are here, or too few.
     """
+    check_one_kind(cluster, "--measure runs on")
     wanted = cluster.device.platform
     if platform_named(wanted).is_host:
         return

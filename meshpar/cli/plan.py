@@ -37,6 +37,7 @@ from meshpar.errors import InputError, local_path
 from meshpar.hardware.platforms import platform_named
 from meshpar.planner.curve import bend_in_words, curve_in_words, scaling_curve
 from meshpar.planner.machine.execution import execution_of
+from meshpar.planner.machine.mixed import crossing_first
 from meshpar.planner.plan import Plan, gigabytes, milliseconds
 from meshpar.planner.published import validate
 from meshpar.planner.search.remedies import nearest_fit, sensitivities, unsearched
@@ -275,6 +276,10 @@ def _how_to_run(args: argparse.Namespace, best: Plan) -> str:
     words = ["--layout", str(run.layout)]
     words += option_words({"--preset": preset, "--model": sizes})
     words += ["--global-batch", str(run.global_batch), "--seq", str(run.seq)]
+    if run.cluster.parts:
+        _, shape = crossing_first(run.cluster, run.layout.mesh_shape)
+        order = [axis for axis, size in shape.items() if size > 1]
+        words += ["--mesh-order", ",".join(order)]
     words += ["--emulate", "0" if real else str(run.cluster.num_devices)]
     return f"run it: {shlex.join(['meshpar', 'train', *words])}"
 

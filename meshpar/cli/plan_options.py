@@ -25,6 +25,7 @@ from meshpar.layout import MESH_AXES
 from meshpar.planner.curve import BATCHES
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import MESHPAR
+from meshpar.planner.machine.mixed import check_one_kind
 from meshpar.planner.search.space import Constraints
 from meshpar.planner.search.training_cost import RESTART_S, Training
 from meshpar.planner.workload.shapes import TRACED
@@ -249,6 +250,7 @@ def other_request(
     from meshpar.tables.plan import TableRequest, feature_tables, looked_up_input
 
     name = args.preset or args.model
+    check_one_kind(cluster, f"{name} is planned on")
     presets = importlib.import_module(MODEL_FROM.partition(":")[0])
     sizes = parse_sizes(args.model) if args.preset and args.model else {}
     model = presets.build(name, **sizes)

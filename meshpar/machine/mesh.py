@@ -154,6 +154,13 @@ def mesh_platform(mesh: Mesh | AbstractMesh) -> str:
     return mesh.devices.flat[0].platform
 
 
+def device_kinds(mesh: Mesh | AbstractMesh) -> int:
+    """Return the number of kinds of devices of a mesh; 1 if it has none."""
+    if isinstance(mesh, AbstractMesh):
+        return 1
+    return len({device.device_kind for device in mesh.devices.flat})
+
+
 def _arrange(devices: list[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
     """Return an array of the devices, with neighbours along its last dims."""
     if platform_named(devices[0].platform).has_torus:

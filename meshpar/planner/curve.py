@@ -21,6 +21,7 @@ from typing import Any
 from meshpar.errors import InputError
 from meshpar.planner.cost.step_time import COMPUTING, EXPOSED
 from meshpar.planner.machine.cluster import Cluster
+from meshpar.planner.machine.mixed import check_one_kind
 from meshpar.planner.plan import Plan, gigabytes
 from meshpar.planner.search.result import PlanRequest
 
@@ -183,6 +184,7 @@ def scaling_curve(request: PlanRequest, batch: str = "strong") -> Curve:
             f"batch={batch!r}: must be one of {', '.join(BATCHES)}",
             key="plan.unknown_batch_kind",
         )
+    check_one_kind(request.cluster, "a scaling curve takes half as many, and so on, of")
     most = request.cluster.num_devices
     points: list[Point] = []
     for cluster in reversed(list(_halves(request.cluster))):

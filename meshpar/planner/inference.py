@@ -22,6 +22,7 @@ from meshpar.layout import Layout
 from meshpar.layout.requirements import check_precision
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.collective_cost import all_gather_s, all_reduce_s, send_s
+from meshpar.planner.machine.mixed import check_one_kind
 from meshpar.planner.workload.workload import Workload
 
 _BYTES = {"fp32": 4, "bf16": 2, "bf16_stochastic": 2}
@@ -307,6 +308,7 @@ def estimate_inference(
             "is no generation to estimate",
             key="generation.not_causal",
         )
+    check_one_kind(cluster, "generation is estimated on")
     layout = Layout.of(layout).resolve(cluster.num_devices)
     check_precision(layout)
     return InferenceEstimate(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from meshpar.hardware.device import Device
 from meshpar.html import element, paragraph, stacked_bar
@@ -86,6 +86,27 @@ class PlannedMemory(Protocol):
     def as_json(self) -> dict[str, float]: ...
 
 
+class PlacedPart(Protocol):
+    """The part of a run that the devices of one kind have."""
+
+    @property
+    def text(self) -> str: ...
+
+    def as_json(self) -> dict[str, Any]: ...
+
+
+class Placement(NamedTuple):
+    """Parts of a run that kinds of devices have, and why; () and "" of one kind."""
+
+    parts: tuple[PlacedPart, ...]
+    why: str
+
+    @property
+    def lines(self) -> list[str]:
+        """Lines of text."""
+        return [*(part.text for part in self.parts), *filter(None, (self.why,))]
+
+
 RunT = TypeVar("RunT", bound=PlannedRun)
 MemoryT = TypeVar("MemoryT", bound=PlannedMemory)
 
@@ -100,12 +121,15 @@ class Plan(Generic[RunT, MemoryT]):
         timer: Function that times such a run, on any hardware.
         collectives: Bytes that one device sends in a step, by mesh axes and kind; None
             where the planner counts their time alone.
+        placer: Function that says what each kind of device of such a run has, and why;
+            None where all devices are of one kind.
     """
 
     run: RunT
     memory: MemoryT
     timer: Callable[[RunT], StepTime]
     collectives: tuple[Sent, ...] | None = None
+    placer: Callable[[RunT], Placement] | None = None
 
     @cached_property
     def time(self) -> StepTime:
@@ -117,11 +141,15 @@ class Plan(Generic[RunT, MemoryT]):
         """Seconds of one step."""
         return self.time.step_s
 
-    def step_on_s(self, device: Device) -> float:
-        """Return the seconds of a step on as many other devices, laid out so too."""
+    def step_on_s(self, change: Callable[[Device], Device]) -> float:
+        """Return the seconds of a step, laid out so, on devices changed alike."""
         run: Any = self.run
-        cluster = replace(run.cluster, device=device)
-        return self.timer(replace(run, cluster=cluster)).step_s
+        return self.timer(replace(run, cluster=run.cluster.changed(change))).step_s
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Parts of the run that each kind of device has, if there are several."""
+        return self.placer(self.run) if self.placer else Placement((), "")
 
     @property
     def half_network_step_s(self) -> float:
@@ -130,10 +158,15 @@ class Plan(Generic[RunT, MemoryT]):
         Or of a torus' links. Other jobs, routes and many hosts reduce this bandwidth
         first, and no data sheet says by how much.
         """
-        device = self.run.cluster.device
-        halved = replace(device, network_bytes_per_s=device.network_bytes_per_s / 2)
-        if device.torus_dims:
-            halved = replace(halved, link_bytes_per_s=device.link_bytes_per_s / 2)
+
+        def halved(device: Device) -> Device:
+            links: dict[str, Any] = {
+                "network_bytes_per_s": device.network_bytes_per_s / 2
+            }
+            if device.torus_dims:
+                links["link_bytes_per_s"] = device.link_bytes_per_s / 2
+            return replace(device, **links)
+
         return self.step_on_s(halved)
 
     @property
@@ -144,9 +177,8 @@ class Plan(Generic[RunT, MemoryT]):
     @property
     def mfu(self) -> float:
         """Model FLOPs over the peak of all devices in that time."""
-        cluster = self.run.cluster
-        each = cluster.device.peak_flops[self.run.layout.precision]
-        return self.model_flops / (each * cluster.num_devices * self.step_s)
+        peak_flops = self.run.cluster.peak_flops(self.run.layout.precision)
+        return self.model_flops / (peak_flops * self.step_s)
 
     @property
     def tokens_per_s(self) -> float:
@@ -177,6 +209,9 @@ class Plan(Generic[RunT, MemoryT]):
             "time": self.time.as_json(),
             **self.run.as_json(),
         }
+        if self.placement.parts:
+            report["parts"] = [part.as_json() for part in self.placement.parts]
+            report["why_parts"] = self.placement.why
         if self.collectives is not None:
             report["collectives"] = [
                 {
@@ -190,7 +225,10 @@ class Plan(Generic[RunT, MemoryT]):
 
     @property
     def answer(self) -> list[str]:
-        """Six lines of text: model, layout, time, its error, memory, largest parts."""
+        """Six lines of text: model, layout, time, its error, memory, largest parts.
+
+        Of mixed hardware those of each kind of device, too.
+        """
         parts = self.time.parts
         first, second = sorted(parts, key=parts.__getitem__, reverse=True)[:2]
         return [
@@ -199,6 +237,7 @@ class Plan(Generic[RunT, MemoryT]):
             self._time_line,
             self._error_line,
             self._memory_line,
+            *(f"  {line}" for line in self.placement.lines),
             f"most of the step: {self._part(first)}; then {self._part(second)}",
         ]
 
@@ -249,6 +288,7 @@ class Plan(Generic[RunT, MemoryT]):
         """Lines of text: model and machine, memory, time, communication."""
         return [
             *self.answer[:2],
+            *self.placement.lines,
             *self.run.notes,
             self._memory_line,
             *(f"  {line}" for line in self.memory.lines(self.run.layout)),

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import jax
 
+from meshpar.machine.mesh import device_kinds
 from meshpar.model.block_run import HeadSums
 from meshpar.model.contract import BlockGroup, Stream
 from meshpar.model.inputs import split_gradient_inputs
@@ -68,7 +69,8 @@ class ModelFunctions:
             return "they reduce gradients beside the last backward"
         if layout.attention_method.permutes:
             return "keys and values are permuted over 'context'"
-        return mesh_hindrance(self.placement.mesh.shape, self.platform)
+        mesh = self.placement.mesh
+        return mesh_hindrance(mesh.shape, self.platform, device_kinds(mesh))
 
     @property
     def divergent(self) -> bool:

@@ -10,8 +10,9 @@ inserts some by itself. So a rank skips only if no active mesh axis is left to G
 and if the layers, forward and backward, are traced to have no permute and no collective
 over `stage`. Otherwise it computes on zeros. `meshpar.audit` finds permutes in such a
 loop of a compiled program nevertheless (hazard `divergent_permute`). Only on CPUs,
-where virtual devices share the cores: an accelerator has nothing else to do, and a GPU
-copies the loop's condition to its host in every iteration.
+where virtual devices share the cores, and on accelerators of several kinds, where a
+slow one has places for more layers than it is given: another accelerator has nothing
+else to do, and a GPU copies the loop's condition to its host in every iteration.
 """
 
 from __future__ import annotations
@@ -272,15 +273,25 @@ def for_places(
 _PERMUTES = ("ppermute", "pgather")
 
 
-def mesh_hindrance(mesh_shape: Mapping[str, int], platform: str) -> str | None:
+def mesh_hindrance(
+    mesh_shape: Mapping[str, int], platform: str, device_kinds: int = 1
+) -> str | None:
     """Return why idle ranks of a mesh compute on zeros; None if the layers decide.
+
+    Args:
+        mesh_shape: Size of each mesh axis.
+        platform: Platform of its devices.
+        device_kinds: Number of their kinds.
 
     Example:
         >>> mesh_hindrance({"data": 2, "stage": 4, "tensor": 1}, "cpu")
         >>> mesh_hindrance({"stage": 4, "tensor": 2}, "cpu")
         "GSPMD partitions over 'tensor', and may permute there"
+        >>> mesh_hindrance({"stage": 4}, "gpu")
+        'a gpu has nothing else to do, and would wait for its host'
+        >>> mesh_hindrance({"stage": 4}, "gpu", device_kinds=2)
     """
-    if not platform_named(platform).is_host:
+    if not platform_named(platform).is_host and device_kinds == 1:
         return f"a {platform} has nothing else to do, and would wait for its host"
     return partitioning_hindrance(mesh_shape)
 

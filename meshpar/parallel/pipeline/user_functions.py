@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from meshpar.errors import InputError
 from meshpar.layout import BATCH_AXES, MANUAL_AXES
-from meshpar.machine.mesh import mesh_platform
+from meshpar.machine.mesh import device_kinds, mesh_platform
 from meshpar.model.block_run import HeadSums
 from meshpar.model.contract import BlockGroup, Stream
 from meshpar.parallel.blocks import Block, ScopeArrays
@@ -89,7 +89,7 @@ class UserFunctions:
     @property
     def keeps_together(self) -> str | None:
         """Why idle ranks compute on zeros, or None (`mesh_hindrance`)."""
-        return mesh_hindrance(self.mesh.shape, self.platform)
+        return mesh_hindrance(self.mesh.shape, self.platform, device_kinds(self.mesh))
 
     def embed(self, weights: Any, arrays: ScopeArrays, shares: Shares | None) -> Stream:
         """Return the first block's input, of a share."""

@@ -8,6 +8,8 @@ from meshpar.errors import renamed
 from meshpar.layout import FIXED_EXECUTIONS, Layout
 from meshpar.layout.requirements import OPTIONS, Facts, own_collective, problems
 from meshpar.planner.cost.memory import Memory, fullest_memory
+from meshpar.planner.cost.parts import check_execution, crossing_problems
+from meshpar.planner.cost.placed import placement
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.step_time import step_time
 from meshpar.planner.cost.step_traffic import sent_in_a_step
@@ -76,7 +78,8 @@ def estimate(
         stage_blocks=stage_blocks,
         execution=execution,
     )
-    for problem in (*options, *found):
+    check_execution(cluster, execution)
+    for problem in (*options, *found, *crossing_problems(cluster, layout)):
         raise problem.error(layout)
     check_precision_on(cluster.device, layout.precision)
     run = Run(
@@ -119,6 +122,7 @@ def estimate_run(run: Run) -> Estimate:
         memory=fullest_memory(run),
         timer=step_time,
         collectives=sent_in_a_step(run),
+        placer=placement,
     )
 
 

@@ -15,6 +15,7 @@ from meshpar.planner.cost.activations import (
     stage_input_bytes,
     stash_bytes,
 )
+from meshpar.planner.cost.parts import with_places
 from meshpar.planner.cost.pipeline_time import Ticks, in_flight
 from meshpar.planner.cost.run import (
     Run,
@@ -142,6 +143,7 @@ class Memory:
 
 def fullest_memory(run: Run) -> Memory:
     """Return the memory of the rank that needs most."""
+    run = with_places(run)
     held = _chunks_held(run)
     fullest: dict[tuple, int] = {}
     for rank, count in enumerate(held):

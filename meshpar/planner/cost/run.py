@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -24,6 +24,7 @@ from meshpar.planner.cost.pipeline_time import Ticks, layout_ticks
 from meshpar.planner.known_errors import LONG_SEQ
 from meshpar.planner.machine.cluster import Cluster, Link
 from meshpar.planner.machine.execution import Execution
+from meshpar.planner.machine.mixed import crossing_first
 from meshpar.planner.workload.workload import Workload
 from meshpar.schedules import SCHEDULES
 
@@ -57,6 +58,8 @@ class Run:
         stage_blocks: Blocks of every stage, chunk by chunk in order of the stages.
         ticks: Ticks of its pipeline; None to take them from the layout's schedule.
         why_execution: Why its layout's execution was chosen; empty if it was not.
+        whole: The cluster of several kinds of devices whose part `cluster` is; None if
+            it is none (`meshpar.planner.cost.parts`).
     """
 
     workload: Workload
@@ -68,6 +71,7 @@ class Run:
     stage_blocks: tuple[int, ...]
     ticks: Ticks | None = None
     why_execution: str = ""
+    whole: Cluster | None = None
 
     @property
     def replicas(self) -> int:
@@ -298,7 +302,7 @@ class Run:
     def link(self, *mesh_axes: str) -> Link:
         """Return the link that a collective over these mesh axes runs on."""
         if mesh_axes not in self._links:
-            link = self.cluster.link(self.layout, *mesh_axes)
+            link = self._mesh_link(self.layout.mesh_shape, mesh_axes)
             ours = self.execution.measured_overlap and len(self.cluster.torus) == 3
             if ours or not self.execution.scatters_whole:
                 # Ours by the options of `hardware.platforms`: a step of `fsdp=64` on
@@ -321,7 +325,18 @@ class Run:
                 shape |= {"outer": size // inner, "inner": inner}
             else:
                 shape[axis] = size
-        return _over_rails(self.cluster.mesh_link(shape, (part,)), self.execution.rails)
+        return _over_rails(self._mesh_link(shape, (part,)), self.execution.rails)
+
+    def _mesh_link(
+        self, mesh_shape: Mapping[str, int], mesh_axes: Sequence[str]
+    ) -> Link:
+        """Return the link of a collective; between kinds of devices the slowest."""
+        whole = self.whole or self.cluster
+        if not whole.parts:
+            return self.cluster.mesh_link(mesh_shape, mesh_axes)
+        crossing, mesh_shape = crossing_first(whole, mesh_shape)
+        cluster = whole if crossing in mesh_axes else self.cluster
+        return cluster.mesh_link(mesh_shape, mesh_axes)
 
     def rank_blocks(self, rank: int) -> tuple[range, ...]:
         """Return the layers of each chunk of one rank."""

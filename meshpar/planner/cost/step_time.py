@@ -13,6 +13,7 @@ from meshpar.planner.cost.block_time import (
     block_time,
     weight_grad_s,
 )
+from meshpar.planner.cost.parts import Part, computed_blocks, run_parts
 from meshpar.planner.cost.pipeline_time import all_ticks_s, divergent_s, span_s
 from meshpar.planner.cost.run import (
     Run,
@@ -112,8 +113,9 @@ def step_time(run: Run) -> StepTime:
             own = own + stages[stage].forward + stages[stage].backward
         rank_costs.append(own)
     own = max(rank_costs, key=lambda cost: cost.total_s) * layout.microbatches
-    once = _once(run, stages)
-    optimizer_s = max(_optimizer_s(run, rank) for rank in range(layout.stage))
+    parts = run_parts(run)
+    once = max((_once(part, stages) for part in parts), key=lambda cost: cost.total_s)
+    optimizer_s = max(_optimizer_s(own, rank) for own, ranks in parts for rank in ranks)
     exposed_s = {**(Cost(0.0, own.exposed_s) + once).exposed_s}
     waits_s = run.execution.host_s + exposed_s.pop(HOST, 0.0)
     busy_s = all_microbatches_s + once.total_s + optimizer_s
@@ -155,20 +157,20 @@ def straggler_fraction(cluster: Cluster) -> float:
     return cluster.device.efficiency.spread * math.sqrt(2 * math.log(devices))
 
 
-def _once(run: Run, stages: tuple[StageTime, ...]) -> Cost:
+def _once(part: Part, stages: tuple[StageTime, ...]) -> Cost:
     """Cost of gradient sums over devices with other tokens, and of ZeRO's collectives.
 
     Overlapped, the sums hide behind the last microbatch's backward of the first rank,
     which ends last.
     """
-    hiding_s = {BLOCKS: math.inf}
+    run, hiding_s = part.run, {BLOCKS: math.inf}
     first = [stages[at] for at in run.rank_stages(0)]
     late = run.prefetches or run.reduces_in_last_microbatch
     if run.execution.reduction_overlap or late:
         hiding_s[LAST_BACKWARD] = sum(stage.backward.total_s for stage in first)
     if run.execution.update_overlap or run.prefetches:
         hiding_s[NEXT_FORWARD] = sum(stage.forward.total_s for stage in first)
-    return exposed(run, step_rows(run, range(run.layout.stage)), hiding_s)
+    return exposed(run, step_rows(run, part.ranks), hiding_s)
 
 
 def _optimizer_s(run: Run, rank: int) -> float:
@@ -203,10 +205,31 @@ class StageTime:
 def stage_times(run: Run, *, blocks_only: bool = False) -> tuple[StageTime, ...]:
     """Return the costs of every stage, chunk by chunk in order of the stages.
 
+    Each on the slowest kind of device that has it.
+
     Args:
         run: The run.
         blocks_only: Whether to leave out the ends and hops.
     """
+    parts = run_parts(run)
+    times = [_part_times(part.run, blocks_only=blocks_only) for part in parts]
+    if len(parts) == 1:
+        return times[0]
+    return tuple(
+        max(
+            (
+                own[stage]
+                for part, own in zip(parts, times, strict=True)
+                if stage in part.stages
+            ),
+            key=lambda time: time.forward.total_s + time.backward.total_s,
+        )
+        for stage in range(run.num_stages)
+    )
+
+
+def _part_times(run: Run, *, blocks_only: bool) -> tuple[StageTime, ...]:
+    """Return the costs of every stage on one kind of device."""
     times = {
         moe: block_time(run, moe=moe)
         for moe in {run.workload.is_moe(0), run.workload.is_moe(run.workload.layers)}
@@ -215,7 +238,7 @@ def stage_times(run: Run, *, blocks_only: bool = False) -> tuple[StageTime, ...]
     ends = _Ends.from_run(run)
     up, down = _hops(run)
     first_layer, stages = 0, []
-    for stage, num_blocks in enumerate(run.stage_blocks):
+    for stage, num_blocks in enumerate(computed_blocks(run)):
         own = ends.at_stage(run, stage)
         forward, backward = (Cost(), Cost()) if blocks_only else own
         weight_grad = Cost()
@@ -228,18 +251,22 @@ def stage_times(run: Run, *, blocks_only: bool = False) -> tuple[StageTime, ...]
         if not blocks_only:
             forward, backward = forward + up, backward + down
         stages.append(StageTime(forward, backward, weight_grad))
-        first_layer += num_blocks
+        first_layer += run.stage_blocks[stage]
     return tuple(stages)
 
 
 def tick_overhead(run: Run) -> StageTime:
     """Return the cost of a tick besides its blocks, where ranks move in lock step.
 
-    Its share of embedding and head, and the hops that no work hides.
+    Its share of embedding and head, and the hops that no work hides, on the slowest
+    kind of device.
     """
-    up, down = _hops(run)
-    forward, backward = _Ends.from_run(run).at_stage(run, 0)
-    return StageTime(forward + up, backward + down)
+    every = []
+    for own, _ in run_parts(run):
+        up, down = _hops(own)
+        forward, backward = _Ends.from_run(own).at_stage(own, 0)
+        every.append(StageTime(forward + up, backward + down))
+    return max(every, key=lambda time: time.forward.total_s + time.backward.total_s)
 
 
 def _hops(run: Run) -> tuple[Cost, Cost]:

@@ -1,10 +1,10 @@
-"""A cluster: devices of one kind, and the links between them."""
+"""A cluster: devices of one kind or of several, and the links between them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from meshpar.errors import InputError, renamed
@@ -58,13 +58,16 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Devices of one kind, joined by links.
+    """Devices joined by links.
 
     Args:
-        device: The device.
+        device: The device; of several kinds what each of them has at least
+            (`meshpar.planner.machine.mixed.joined`).
         hosts: Link domains (hosts, or racks of GB200); slices of a torus.
         devices_per_host: Devices of each; the device's own number when 0.
         torus: Sizes of a slice's torus; () if the device has none.
+        parts: Clusters of one kind each that the network joins, in the order of their
+            devices; () if all devices are of one kind.
 
     Raises:
         InputError: A count below 1, or a torus of other dims than the device's.
@@ -81,6 +84,7 @@ class Cluster:
     hosts: int = 1
     devices_per_host: int = 0
     torus: tuple[int, ...] = field(default=())
+    parts: tuple[Cluster, ...] = ()
 
     def __post_init__(self) -> None:
         if self.hosts < 1 or self.devices_per_host < 0:
@@ -121,9 +125,22 @@ class Cluster:
         """Number of devices of all hosts."""
         return self.hosts * self.devices_per_host
 
+    def peak_flops(self, precision: str) -> float:
+        """Return the peak FLOP/s of all devices together."""
+        if self.parts:
+            return sum(part.peak_flops(precision) for part in self.parts)
+        return self.num_devices * self.device.peak_flops[precision]
+
+    def changed(self, change: Callable[[Device], Device]) -> Cluster:
+        """Return the cluster with each device changed alike."""
+        parts = tuple(part.changed(change) for part in self.parts)
+        return replace(self, device=change(self.device), parts=parts)
+
     @property
     def text(self) -> str:
         """Name in reports."""
+        if self.parts:
+            return " + ".join(part.text for part in self.parts)
         if self.torus:
             slices = f"{self.hosts} x " if self.hosts > 1 else ""
             return f"{slices}{self.device.name} {self._shape}"

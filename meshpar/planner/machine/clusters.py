@@ -1,4 +1,4 @@
-"""Clusters and devices by name: known ones, TOML files, a TPU with its torus."""
+"""Clusters and devices by name: known ones, TOML files, tori, several kinds."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from meshpar.foreign_files import read_toml
 from meshpar.hardware.device import Device, Efficiency
 from meshpar.hardware.devices import DEVICES, OTHER_NAMES
 from meshpar.planner.machine.cluster import Cluster
+from meshpar.planner.machine.mixed import joined
 
 
 def device_of(name: str) -> Device:
@@ -38,13 +39,16 @@ def cluster_of(
     """Return the cluster of `--hardware`, `--devices` and `--hosts`.
 
     Args:
-        hardware: A name, a `.toml` file, or a TPU with its torus (`tpu v5p:8x8x8`).
+        hardware: A name, a `.toml` file, a TPU with its torus (`tpu v5p:8x8x8`), or
+            several kinds with their numbers (`h100:32+a100:32`).
         devices: Devices of all hosts; None for one host's.
         hosts: Hosts (slices of a TPU); None for as few as hold the devices.
 
     Raises:
         InputError: Unknown hardware, or counts that do not fit together.
     """
+    if "+" in hardware and not Path(hardware).exists():
+        return _mixed(hardware, devices, hosts)
     name, _, shape = hardware.partition(":")
     device = device_of(name)
     for argument, value in (("devices", devices), ("hosts", hosts)):
@@ -77,6 +81,32 @@ def cluster_of(
             key="hardware.too_many_devices_per_host",
         )
     return Cluster(device=device, hosts=count, devices_per_host=devices // count)
+
+
+def _mixed(hardware: str, devices: int | None, hosts: int | None) -> Cluster:
+    """Return the cluster of `NAME:DEVICES+NAME:DEVICES`."""
+    parts = []
+    for text in hardware.split("+"):
+        name, _, count = text.partition(":")
+        device = device_of(name)
+        if not device.torus_dims and not re.fullmatch(r"[1-9]\d*", count):
+            raise InputError(
+                f"--hardware {hardware!r}: {text!r} has no number of devices; write "
+                f"{name}:8",
+                key="hardware.uncounted_part",
+            )
+        parts.append(
+            cluster_of(text)
+            if device.torus_dims
+            else cluster_of(name, devices=int(count))
+        )
+    if devices is not None or hosts is not None:
+        raise InputError(
+            f"--hardware {hardware!r} has the devices of each kind; leave --devices "
+            "and --hosts out",
+            key="hardware.counted_twice",
+        )
+    return joined(*parts)
 
 
 def _fewest_hosts(devices: int, most_each: int) -> int:

@@ -7,8 +7,9 @@ schedule's replay, workspace); it never exceeds the estimate.
 from __future__ import annotations
 
 import math
+from copy import copy
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from meshpar.hardware.platforms import platform_named
 from meshpar.layout import BY_COST, STAGE_REMATS, Layout
@@ -38,6 +39,25 @@ class Bound(NamedTuple):
     memory_bytes: float
 
 
+class LayoutBounds(Protocol):
+    """Bounds of the layouts of a search, and the runs of those that are estimated."""
+
+    def without_capacity(self) -> LayoutBounds:
+        """Return bounds of the same layouts that have the time of all of them."""
+
+    def run(self, mesh: Layout, variant: Variant) -> Run:
+        """Return the run of a mesh shape and a variant."""
+
+    def least(self, mesh: Layout, choices: MeshChoices) -> Bound:
+        """Return a bound of all these variants of a mesh shape."""
+
+    def bound(self, mesh: Layout, variant: Variant) -> Bound:
+        """Return the bound of one layout."""
+
+    def memory_bytes(self, run: Run) -> float:
+        """Return a closer bound of a run's memory."""
+
+
 class Bounds:
     """Bounds of the layouts of one workload, cluster and batch; blocks are cached.
 
@@ -50,6 +70,13 @@ class Bounds:
         self._like, self._capacity_bytes = run, capacity_bytes
         self._costs = SharedCosts(run)
         self._slowest = 1 + straggler_fraction(run.cluster)
+        self._share = 1.0
+
+    def with_share(self, share: float) -> Bounds:
+        """Return bounds of layouts whose longest stage has `share` of an even one."""
+        changed = copy(self)
+        changed._share = share
+        return changed
 
     def without_capacity(self) -> Bounds:
         """Return bounds of the same layouts that have the time of all of them."""
@@ -190,7 +217,7 @@ class Bounds:
             splits = variant.scheduled.splits_backward
         layers = self._like.workload.layers
         # Blocks of the longest stage, or their mean where blocks are of two kinds.
-        longest = layers / (mesh.stage * variant.chunks)
+        longest = layers / (mesh.stage * variant.chunks) * self._share
         longest = math.ceil(longest) if len(self._costs.kinds) == 1 else longest
         overhead_s = self._costs.overhead_s(mesh, variant)
         cores = self._like.cluster.device.efficiency.collective_cores

@@ -14,7 +14,7 @@ from meshpar.planner.cost.estimate import Estimate, estimate_run
 from meshpar.planner.cost.memory import fullest_memory
 from meshpar.planner.cost.run import Run
 from meshpar.planner.plan import gigabytes, milliseconds
-from meshpar.planner.search.bounds import Bound, Bounds
+from meshpar.planner.search.bounds import Bound, LayoutBounds
 from meshpar.planner.search.choices import MeshChoices
 from meshpar.planner.search.result import Rejected
 from meshpar.planner.search.space import Variant
@@ -45,7 +45,7 @@ class Leaf(NamedTuple):
         """First of the ways to run the mesh shape."""
         return next(self.choices.variants())
 
-    def parts(self, bounds: Bounds) -> Iterator[Leaf]:
+    def parts(self, bounds: LayoutBounds) -> Iterator[Leaf]:
         """Yield the layouts in smaller leaves."""
         mesh = self.mesh
         for index, (choices, number) in enumerate(self.choices.parts()):
@@ -111,7 +111,7 @@ class Findings:
             insort(self.front, point)
 
 
-def settle(leaves: list[Leaf], bounds: Bounds, findings: Findings) -> None:
+def settle(leaves: list[Leaf], bounds: LayoutBounds, findings: Findings) -> None:
     """Estimate or reject all leaves, those of the lowest bound first.
 
     A bound that rejects now rejects later too, since plans only become faster. So only

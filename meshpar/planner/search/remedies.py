@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
 
 from meshpar.errors import InputError
+from meshpar.hardware.device import Device
 from meshpar.layout import Layout
 from meshpar.layout.context_method import CONTEXT_METHODS
 from meshpar.planner.cost.estimate import Estimate, estimate, estimate_run
 from meshpar.planner.cost.memory import fullest_memory
 from meshpar.planner.cost.run import Run
 from meshpar.planner.machine.cluster import Cluster
+from meshpar.planner.machine.mixed import joined
 from meshpar.planner.plan import Plan, gigabytes, milliseconds
-from meshpar.planner.search.bounds import Bounds
 from meshpar.planner.search.candidates import too_large
+from meshpar.planner.search.mixed import run_bounds
 from meshpar.planner.search.search import Request, possible_meshes, search
 
 _TRIED = 1000
@@ -46,7 +49,7 @@ def nearest_fit(request: Request) -> tuple[str, tuple[Change, ...]]:
     """Say why nothing fits, and list changes that each make something fit."""
     smallest = _smallest(request)
     if smallest is None:
-        refused = possible_meshes(request, Bounds(request.run))[1]
+        refused = possible_meshes(request, run_bounds(request.run))[1]
         why = f"no layout suits: {refused[0].reason}" if refused else "no layout suits"
     else:
         capacity = request.capacity_bytes
@@ -94,6 +97,8 @@ def _changes(request: Request, smallest: Estimate | None) -> Iterator[Change]:
 
 def _multiplied(cluster: Cluster, times: int) -> Cluster:
     """Multiply the devices; a host is filled before there are more hosts."""
+    if cluster.parts:
+        return joined(*(_multiplied(part, times) for part in cluster.parts))
     device = cluster.device
     if not cluster.torus and cluster.hosts == 1:
         devices = cluster.devices_per_host * times
@@ -115,7 +120,7 @@ def _fitting(request: Request) -> Estimate | None:
 
 def _smallest(request: Request) -> Estimate | None:
     """Return the layout of least memory; None if there is no layout."""
-    bounds = Bounds(request.run)
+    bounds = run_bounds(request.run)
     meshes, _ = possible_meshes(request, bounds)
     waiting = [(leaf.bound.memory_bytes, leaf.order, leaf) for leaf in meshes]
     heapify(waiting)
@@ -176,24 +181,32 @@ def sensitivities(plan: Plan) -> tuple[Sensitivity, ...]:
         >>> sensitivities(plan)[0].change
         'peak FLOP/s'
     """
-    device = plan.run.cluster.device
-    peaks = {dtype: 2 * flops for dtype, flops in device.peak_flops.items()}
-    better = {
-        "network": replace(device, network_bytes_per_s=2 * device.network_bytes_per_s),
-        "torus links" if device.torus_dims else "in-host links": replace(
-            device, link_bytes_per_s=2 * device.link_bytes_per_s
-        ),
-        "memory bandwidth": replace(
-            device, memory_bytes_per_s=2 * device.memory_bytes_per_s
-        ),
-        "peak FLOP/s": replace(device, peak_flops=peaks),
+    links = "torus links" if plan.run.cluster.device.torus_dims else "in-host links"
+    names = {
+        "network": "network_bytes_per_s",
+        links: "link_bytes_per_s",
+        "memory bandwidth": "memory_bytes_per_s",
+        "peak FLOP/s": "peak_flops",
     }
-    seconds = {change: plan.step_on_s(device) for change, device in better.items()}
+    seconds = {
+        change: plan.step_on_s(partial(_doubled, name=name))
+        for change, name in names.items()
+    }
     effects = [
         Sensitivity(change, step_s, 1 - step_s / plan.step_s)
         for change, step_s in seconds.items()
     ]
     return tuple(sorted(effects, key=lambda effect: effect.step_s))
+
+
+def _doubled(device: Device, name: str) -> Device:
+    """Return the device with twice a number, or twice each number of a table."""
+    value: Any = getattr(device, name)
+    if isinstance(value, Mapping):
+        doubled: dict[str, Any] = {name: {key: 2 * one for key, one in value.items()}}
+    else:
+        doubled = {name: 2 * value}
+    return replace(device, **doubled)
 
 
 _UNSEARCHED: tuple[tuple[str, Any], ...] = (

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from meshpar.hardware.device import Device
@@ -84,8 +85,10 @@ def assumptions(plans: Sequence[Plan]) -> tuple[Assumption, ...]:
         plans: Plans on one machine, the fastest first.
     """
     compared = plans[:_COMPARED]
-    device = plans[0].run.cluster.device
-    names = [*ASSUMED.get(device.name, ())]
+    cluster = plans[0].run.cluster
+    device, parts = cluster.device, cluster.parts or (cluster,)
+    names = [name for part in parts for name in ASSUMED.get(part.device.name, ())]
+    names = [*dict.fromkeys(names)]
     layouts = [plan.run.layout for plan in compared]
     offloads = any(one.residual_names and one.residual_names.offload for one in layouts)
     if offloads or any(one.optimizer_memory == "host" for one in layouts):
@@ -100,7 +103,7 @@ def _tried(plans: Sequence[Plan], device: Device, name: str) -> Assumption:
     found = Assumption(_WORDS[name].format(f"{value:g}"))
     for factor in _FACTORS:
         at = min(1.0, factor * value)
-        changed = _changed(device, name, at)
+        changed = partial(_changed, name=name, value=at)
         first_s, *seconds = [plan.step_on_s(changed) for plan in plans]
         for plan, step_s in zip(plans[1:], seconds, strict=True):
             faster = 1 - step_s / first_s

@@ -14,10 +14,11 @@ from itertools import islice
 from meshpar.errors import InputError
 from meshpar.layout import MESH_AXES, Layout
 from meshpar.planner.cost.estimate import Estimate
+from meshpar.planner.cost.parts import check_execution, crossing_problems
 from meshpar.planner.cost.run import Run
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import MESHPAR, Execution, execution_for
-from meshpar.planner.search.bounds import Bounds
+from meshpar.planner.search.bounds import LayoutBounds
 from meshpar.planner.search.candidates import (
     FRONT_REACH,
     Findings,
@@ -26,6 +27,7 @@ from meshpar.planner.search.candidates import (
     settle,
 )
 from meshpar.planner.search.choices import mesh_choices, searched_meshes, why_method
+from meshpar.planner.search.mixed import run_bounds
 from meshpar.planner.search.result import Rejected, SearchResult, guess_note
 from meshpar.planner.search.space import Constraints
 from meshpar.planner.workload.problems import (
@@ -61,8 +63,9 @@ class Request:
         constraints: Limits of the search.
 
     Raises:
-        InputError: A count below 1 or beyond any run, more tokens than positions, or
-            residuals kept that no block names.
+        InputError: A count below 1 or beyond any run, more tokens than positions,
+            residuals kept that no block names, or mixed hardware for a program of
+            others.
     """
 
     workload: Workload
@@ -78,6 +81,7 @@ class Request:
                 f"global_batch={self.global_batch}: must be at least 1",
                 key="value.below_one",
             )
+        check_execution(self.cluster, self.execution)
         asked = {"remat", "precision"} & self.constraints.kept.keys()
         kept = Layout(**{key: self.constraints.kept[key] for key in asked})
         batch = {"global_batch": self.global_batch, "seq": self.run.seq}
@@ -150,7 +154,7 @@ def search(request: Request, *, num_plans: int = _NUM_PLANS) -> SearchResult:
         )
     capacity = request.capacity_bytes
     findings = Findings(capacity_bytes=capacity, num_plans=num_plans)
-    bounds = Bounds(request.run, capacity)
+    bounds = run_bounds(request.run, capacity)
     leaves, refused = possible_meshes(request, bounds)
     findings.refused += refused
     settle(leaves, bounds, findings)
@@ -158,7 +162,7 @@ def search(request: Request, *, num_plans: int = _NUM_PLANS) -> SearchResult:
 
 
 def possible_meshes(
-    request: Request, bounds: Bounds
+    request: Request, bounds: LayoutBounds
 ) -> tuple[list[Leaf], list[Rejected]]:
     """Return mesh shapes with the bound of all their variants, and those refused."""
     like, constraints = request.run, request.constraints
@@ -169,13 +173,16 @@ def possible_meshes(
         forbidden = constraints.forbidden | {"expert"}
         allowed = replace(constraints, forbidden=forbidden)
     for order, mesh in enumerate(searched_meshes(like, allowed)):
-        problems = layout_problems(
-            like.workload,
-            Layout(**{key: getattr(mesh, key) for key in _DECIDED}),
-            global_batch=like.global_batch,
-            seq=like.seq,
-            execution=like.execution,
-        )
+        problems = [
+            *crossing_problems(like.cluster, mesh),
+            *layout_problems(
+                like.workload,
+                Layout(**{key: getattr(mesh, key) for key in _DECIDED}),
+                global_batch=like.global_batch,
+                seq=like.seq,
+                execution=like.execution,
+            ),
+        ]
         if problems:
             refused.append(Rejected(mesh, problems[0].message, problems[0].key))
             continue
@@ -202,7 +209,7 @@ def _no_mesh(like: Run, constraints: Constraints) -> str:
 
 def _result(
     request: Request,
-    bounds: Bounds,
+    bounds: LayoutBounds,
     findings: Findings,
     started: float,
 ) -> SearchResult:
@@ -236,7 +243,7 @@ def _result(
 
 
 def _sample(
-    bounds: Bounds,
+    bounds: LayoutBounds,
     findings: Findings,
     plans: tuple[Estimate, ...],
     others: list[Estimate],
@@ -259,7 +266,7 @@ def _sample(
     return (*reasons, *islice(first_of.values(), _SAMPLE))
 
 
-def _timed(leaves: list[Leaf], bounds: Bounds) -> list[Leaf]:
+def _timed(leaves: list[Leaf], bounds: LayoutBounds) -> list[Leaf]:
     """Return one too large layout of every mesh shape with the bound of its time.
 
     The first of each keeps most and is fastest.

@@ -1,0 +1,79 @@
+"""Search on mixed hardware: bounds over all kinds of devices, stages by their speed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from operator import mul
+
+from meshpar.layout import Layout
+from meshpar.planner.cost.by_speed import by_speed
+from meshpar.planner.cost.parts import may_be_uneven
+from meshpar.planner.cost.run import Run
+from meshpar.planner.machine.mixed import matmul_flops
+from meshpar.planner.search.bounds import Bound, Bounds
+from meshpar.planner.search.choices import MeshChoices
+from meshpar.planner.search.space import Variant
+
+
+def run_bounds(run: Run, capacity_bytes: float = math.inf) -> Bounds | MixedBounds:
+    """Return bounds of the layouts of a run's workload, cluster and batch."""
+    kind = MixedBounds if run.cluster.parts else Bounds
+    return kind(run, capacity_bytes)
+
+
+class MixedBounds:
+    """`Bounds` on several kinds of devices; stages of no given size go by speed.
+
+    A step is no faster than on the slowest kind alone. Where slow devices may have
+    shorter stages, one of the kinds has at least its share of the blocks by speed, so
+    that a step is no faster than on the fastest kind with its share.
+
+    Args:
+        run: Any run, for its workload, cluster, execution and batch.
+        capacity_bytes: Layouts that need more get 0 as the bound of their time.
+    """
+
+    def __init__(self, run: Run, capacity_bytes: float = math.inf) -> None:
+        self._like, self._capacity_bytes = run, capacity_bytes
+        whole = run.cluster
+        self._even = [
+            Bounds(replace(run, cluster=part, whole=whole), capacity_bytes)
+            for part in whole.parts
+        ]
+        speeds = [matmul_flops(part.device) for part in whole.parts]
+        counts = [part.num_devices / whole.num_devices for part in whole.parts]
+        mean = sum(map(mul, speeds, counts))
+        self._by_speed = [
+            bounds.with_share(speed / mean)
+            for bounds, speed in zip(self._even, speeds, strict=True)
+        ]
+
+    def without_capacity(self) -> MixedBounds:
+        """Return bounds of the same layouts that have the time of all of them."""
+        return MixedBounds(self._like)
+
+    def least(self, mesh: Layout, choices: MeshChoices) -> Bound:
+        """Return a bound of all these variants of a mesh shape."""
+        return self._bound(mesh, lambda bounds: bounds.least(mesh, choices))
+
+    def bound(self, mesh: Layout, variant: Variant) -> Bound:
+        """Return the bound of one layout."""
+        return self._bound(mesh, lambda bounds: bounds.bound(mesh, variant))
+
+    def _bound(self, mesh: Layout, of_kind: Callable[[Bounds], Bound]) -> Bound:
+        is_uneven = may_be_uneven(replace(self._like, layout=mesh))
+        kinds = self._by_speed if is_uneven else self._even
+        steps_s, memories = zip(*map(of_kind, kinds), strict=True)
+        return Bound((min if is_uneven else max)(steps_s), min(memories))
+
+    def memory_bytes(self, run: Run) -> float:
+        """Return a closer bound of a run's memory."""
+        return min(one.memory_bytes(run) for one in self._even)
+
+    def run(self, mesh: Layout, variant: Variant) -> Run:
+        """Return the run of a mesh shape and a variant, its stages by speed."""
+        run = self._even[0].run(mesh, variant)
+        run = replace(run, cluster=self._like.cluster, whole=None)
+        return run if variant.splits else by_speed(run, self._capacity_bytes)
