@@ -28,6 +28,7 @@ from meshpar.planner.cost.seconds import (
     attention_backward_s,
     attention_forward_s,
     exposed,
+    matmul_s,
     row_s,
 )
 from meshpar.planner.cost.step_time import stage_times, step_time
@@ -198,6 +199,19 @@ def test_faster_kernels_are_faster_and_run_where_they_exist():
     assert [run.attention.kernel for run in rings] == ["cudnn", "splash"]
     kernels = {execution.attention_kernel for execution in EXECUTIONS.values()}
     assert kernels <= {*KERNELS, OWN_KERNEL, PLATFORM_KERNEL}
+
+
+def test_tuned_matmuls_are_faster_where_a_device_says_so():
+    def compute_s(hardware: str, tunes: bool) -> float:
+        run = run_of("fsdp=8", hardware=hardware, execution=MAXTEXT)
+        execution = dataclasses.replace(MAXTEXT, tunes_matmuls=tunes)
+        return matmul_s(dataclasses.replace(run, execution=execution), *[8192] * 3)
+
+    device = DEVICES["h100-80gb"]
+    ratio = device.efficiency.tuned_matmul / device.efficiency.matmul
+    gain = compute_s("h100-80gb", False) / compute_s("h100-80gb", True)
+    assert 1 < gain <= ratio  # the operands' traffic is not faster
+    assert compute_s("tpu-v5p", True) == compute_s("tpu-v5p", False)
 
 
 def test_a_device_of_ones_own_says_what_its_kernels_achieve(tmp_path, refuses):

@@ -119,10 +119,12 @@ def test_calibration_rows_are_named_and_few(measured):
         ("step", "NeMo dense GB200", "llama3.1-405b"),
         ("step", "Bridge dense fp8", "llama3-8b"),
         ("step", "Bridge dense fp8", "llama3-70b"),
+        ("step", "MaxText (XLA) H100", "llama2-7b"),
+        ("step", "MaxText (XLA) H100", "llama2-70b"),
         ("memory", "Qi et al. 2024", "14.6B"),
     }
     assert sum(row.quantity == "layer" for row in calibrates) == 10
-    assert sum(row.quantity == "step" for row in calibrates) == 11
+    assert sum(row.quantity == "step" for row in calibrates) == 13
     # What hosts take between steps is fixed by one row each.
     assert CALIBRATES_HOST == (16, "1.34B")
     hosts = {e.name for e in EXECUTIONS.values() if e.host_s}

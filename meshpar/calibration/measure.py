@@ -244,7 +244,8 @@ def _with_measured(like: Device, measured: Device) -> Device:
     if measured.domain_devices > 1:
         fractions["link"] = measured.link_bytes_per_s / like.link_bytes_per_s
     achieved = {key: min(1.0, fraction) for key, fraction in fractions.items()}
-    achieved["launch_s"] = found.launch_s
+    # The compiler tuned what was measured: `matmul` is the fraction of either kind.
+    achieved |= {"launch_s": found.launch_s, "tuned_matmul": 0.0}
     if measured.domain_devices > 1:
         achieved["hop_s"] = found.hop_s
     if found.attention < 1:

@@ -30,6 +30,7 @@ PLAUSIBLE: dict[str, tuple[float, float]] = {
     "launch_s": (0, 1),
     "spread": (0, 1),
     "collective_cores": (0, 1),
+    "tuned_matmul": (0, 1),
 }
 """Field of `Device` or `Efficiency` -> its least and most value, in its own unit."""
 
@@ -59,6 +60,8 @@ class Efficiency:
         matmul: Fraction of the peak that a matmul of infinite size achieves. A finite
             one takes the time of its operands' traffic besides, so that its fraction
             saturates with its arithmetic intensity.
+        tuned_matmul: The same where the compiler timed several kernels for each matmul
+            and took the fastest (`Execution.tunes_matmuls`); 0 for `matmul`.
         attention: Fraction of the peak that this library's fused attention kernel
             achieves there with very large heads; `Device.attention_kernels` has others.
         attention_head_dim: Head size at which such a kernel spends as long on softmax
@@ -91,6 +94,7 @@ class Efficiency:
     spread: float
     collective_cores: float = 0.0
     host: float = SHARED_HOST_LINK
+    tuned_matmul: float = 0.0
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -114,6 +118,7 @@ class Efficiency:
             "launch_s",
             "spread",
             "collective_cores",
+            "tuned_matmul",
         ):
             if not 0 <= getattr(self, name) < math.inf:
                 raise InputError(
@@ -273,7 +278,14 @@ def check_plausible(owner: str, name: str, value: float) -> None:
         )
 
 
-def matmul_s(device: Device, dtype: str, flops: float, num_bytes: float) -> float:
+def matmul_s(
+    device: Device,
+    dtype: str,
+    flops: float,
+    num_bytes: float,
+    *,
+    fraction: float | None = None,
+) -> float:
     """Time of matmuls of so many FLOPs that read and write so many bytes.
 
         time = hypot(flops / (peak * matmul), bytes / (memory bandwidth * memory))
@@ -288,8 +300,10 @@ def matmul_s(device: Device, dtype: str, flops: float, num_bytes: float) -> floa
         dtype: A key of its `peak_flops`.
         flops: Two for each multiply and add.
         num_bytes: Bytes of the operands and the result.
+        fraction: Instead of `Efficiency.matmul`.
     """
-    arithmetic_s = flops / (device.peak_flops[dtype] * device.efficiency.matmul)
+    fraction = fraction or device.efficiency.matmul
+    arithmetic_s = flops / (device.peak_flops[dtype] * fraction)
     return math.hypot(arithmetic_s, memory_s(device, num_bytes))
 
 

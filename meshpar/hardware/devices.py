@@ -33,6 +33,10 @@ from meshpar.hardware.device import Device, Efficiency, Known
 #                    GB200 to Llama 3.1 405B in bf16, B200 to Llama 3 8B and GB300 to
 #                    Llama 3 70B in fp8 with the same fraction of fp8's peak; B300 takes
 #                    GB300's. Thirty other rows, of both precisions, test them.
+#   tuned_matmul     H100: fitted to two steps of MaxText, of llama2-7b on 8 and of
+#                    llama2-70b on 128 (the rows that `meshpar plan --validate` marks);
+#                    the others are held out. For Megatron-LM and PyTorch on the same
+#                    cards `matmul` fits. Of an A100 no such step was found.
 #   launch_s         The time between two kernels. A100: taken, by order of magnitude.
 #                    H100: fitted to the same rows as its matmuls, nanotron's `host_s`
 #                    too.
@@ -81,6 +85,7 @@ _A100 = Efficiency(
 _H100 = replace(
     _A100,
     matmul=0.62,
+    tuned_matmul=0.69,
     attention=CUDNN_HOPPER.whole,
     attention_head_dim=CUDNN_HOPPER.head_dim,
     link=0.8,
@@ -89,7 +94,7 @@ _H100 = replace(
     collective_cores=0.15,
 )
 
-_GB200 = replace(_H100, matmul=0.52)
+_GB200 = replace(_H100, matmul=0.52, tuned_matmul=0.0)
 _B200 = replace(_GB200, matmul=0.56)
 _GB300 = replace(_GB200, matmul=0.62)
 

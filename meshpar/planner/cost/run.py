@@ -212,6 +212,13 @@ class Run:
         """Precision of what is never in fp8: attention, head, router."""
         return "bf16" if self.layout.precision == "fp8" else self.layout.precision
 
+    @property
+    def matmul_fraction(self) -> float:
+        """Fraction of that peak that a matmul of infinite size achieves."""
+        achieved = self.cluster.device.efficiency
+        tuned = self.execution.tunes_matmuls and achieved.tuned_matmul
+        return tuned or achieved.matmul
+
     @cached_property
     def attention(self) -> AttentionChoice:
         """The fused attention kernel that stores no scores, or why there is none.

@@ -209,7 +209,13 @@ def matmul_s(
     flops = 2 * rows * inner * columns
     num_bytes = (rows * inner + inner * columns) * operand_bytes
     num_bytes += rows * columns * (2 * sum_bytes or run.dtype_bytes)
-    return count * matmul_time.matmul_s(run.cluster.device, precision, flops, num_bytes)
+    return count * matmul_time.matmul_s(
+        run.cluster.device,
+        precision,
+        flops,
+        num_bytes,
+        fraction=run.matmul_fraction,
+    )
 
 
 def cast_s(run: Run, values: float) -> float:
@@ -317,7 +323,7 @@ def _scores(run: Run) -> float:
 
 
 def _matmuls_s(run: Run) -> float:
-    return _flops(run) / (run.peak_flops * run.cluster.device.efficiency.matmul)
+    return _flops(run) / (run.peak_flops * run.matmul_fraction)
 
 
 def _fused_s(run: Run) -> float:

@@ -61,6 +61,8 @@ class Execution:
             the last matmul, under `remat=full` too.
         selects_matmuls: True if `remat=selective` keeps attention's output and that of
             every second matmul of a block, and recomputes the others.
+        tunes_matmuls: True if its compiler times several kernels for each matmul and
+            takes the fastest (`Efficiency.tuned_matmul`).
         splits_stored: True if ZeRO-1 and 2 split parameters between steps too, and
             gather them in the forward, not after the update.
         measured_overlap: True if the hidden share of a step's collectives is measured
@@ -138,6 +140,7 @@ class Execution:
     selects_matmuls: bool = False
     fused_norms: bool = True
     loss_bytes: float = 36.0
+    tunes_matmuls: bool = False
     splits_stored: bool = False
     measured_overlap: bool = False
     rails: int = 0
@@ -446,6 +449,7 @@ MAXTEXT = replace(
     gather_overlap=True,
     waits_for_scatters="tpu",
     scatters_whole=False,
+    tunes_matmuls=True,
     splits_stored=False,
     measured_overlap=False,
 )

@@ -87,8 +87,8 @@ _GOALS = (
     _Goal(
         "step time, public tables, dense on H100",
         ("NeMo dense H100", "MaxText (XLA) H100"),
-        0.06,
-        0.13,
+        0.05,
+        0.10,
     ),
     _Goal(
         "step time, public tables, dense on GB200",

@@ -135,7 +135,7 @@ class SharedCosts:
         like = self._like
         workload, device = like.workload, like.cluster.device
         flops = 6 * self._tokens(mesh, variant) * workload.hidden * workload.vocab
-        peak = device.peak_flops[mesh.precision] * device.efficiency.matmul
+        peak = device.peak_flops[mesh.precision] * like.matmul_fraction
         return flops / peak / mesh.tensor / mesh.stage / variant.chunks
 
     def _tokens(self, mesh: Layout, variant: Variant) -> int:
