@@ -62,7 +62,7 @@ def all_runs(asked):
         if layout_problems(like.workload, plain, **size, **program):
             continue
         choices = mesh_choices(like, mesh, asked.constraints)
-        for part in choices.by_backwards():
+        for part in choices.groups():
             for variant in part.variants():
                 yield mesh, part, variant, bounds.run(mesh, variant)
 

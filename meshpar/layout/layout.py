@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
 from typing import Any, Final, Literal
 
 from meshpar.errors import InputError, key_values, nearest, whole_number
@@ -265,6 +266,10 @@ class Layout:
         Raises:
             InputError: A mesh axis is still -1.
         """
+        return self._mesh_shape.copy()
+
+    @cached_property
+    def _mesh_shape(self) -> dict[str, int]:
         shape = {axis: getattr(self, axis) for axis in MESH_AXES}
         if -1 in shape.values():
             self.check_sizes("call resolve(num_devices) first")
@@ -273,9 +278,7 @@ class Layout:
     @property
     def residual_names(self) -> ResidualNames | None:
         """Residuals that `remat` names; None if it is one word."""
-        if isinstance(self.remat, str) and is_named(self.remat):
-            return ResidualNames.parse(self.remat)
-        return None
+        return named_residuals(self.remat) if isinstance(self.remat, str) else None
 
     @property
     def attention_method(self) -> ContextAttention:
@@ -285,12 +288,12 @@ class Layout:
     @property
     def num_devices(self) -> int:
         """Devices the layout needs."""
-        return math.prod(self.mesh_shape.values())
+        return math.prod(self._mesh_shape.values())
 
     @property
     def batch_shards(self) -> int:
         """Number of parts the batch is split into."""
-        return math.prod(self.mesh_shape[axis] for axis in BATCH_AXES)
+        return math.prod(self._mesh_shape[axis] for axis in BATCH_AXES)
 
     @property
     def divergent(self) -> bool:
@@ -312,16 +315,16 @@ class Layout:
         """Updates of a step's parameters: 1, or one for every microbatch."""
         return self.microbatches if self.updates_each_microbatch else 1
 
-    @property
+    @cached_property
     def split_axes(self) -> tuple[str, ...]:
         """The mesh axes that `zero` shares states out over; empty if it does not."""
         if self.zero == 0:
             return ()
         if self.zero_axes:
             return self.zero_axes
-        hybrid = self.zero == 3 or self.mesh_shape["fsdp"] > 1
+        hybrid = self.zero == 3 or self._mesh_shape["fsdp"] > 1
         axis = "fsdp" if hybrid else "data"
-        return (axis,) if self.mesh_shape["expert"] == 1 else (axis, "expert")
+        return (axis,) if self._mesh_shape["expert"] == 1 else (axis, "expert")
 
     def check_sizes(self, way_out: str = "give every mesh axis a size") -> None:
         """Refuse a mesh axis of -1, if the number of devices is unknown.
@@ -419,10 +422,18 @@ def is_named(remat: str) -> bool:
     return ":" in remat or "+" in remat
 
 
+@lru_cache(maxsize=1024)
+def named_residuals(remat: str) -> ResidualNames | None:
+    """Return the residuals that a remat policy names; None if it is one word."""
+    return ResidualNames.parse(remat) if is_named(remat) else None
+
+
 _DEFAULTS = {field.name: field.default for field in fields(Layout)}
 
 
 def _check_count(name: str, value: object) -> None:
+    if type(value) is int and value > 0:
+        return
     whole = isinstance(value, int) and not isinstance(value, bool)
     absorbs = value == -1 and name in MESH_AXES
     if not whole or not (absorbs or value >= 1):  # type: ignore[operator]

@@ -27,7 +27,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from meshpar.layout import STAGE_REMATS
-from meshpar.layout.layout import ATTENTION_MIXED, BLOCK_INPUT, ResidualNames
+from meshpar.layout.layout import ATTENTION_MIXED, BLOCK_INPUT, named_residuals
 from meshpar.parallel.sizes import first_parts, first_room, host_room, most_room
 from meshpar.planner.cost.run import Run
 
@@ -95,8 +95,10 @@ def block_residuals(run: Run, *, moe: bool) -> tuple[Residual, ...]:
     return tuple(rows)
 
 
-def kept_bytes(run: Run, *, moe: bool) -> float:
-    """Return the bytes a block keeps of one microbatch, under the remat policy.
+def kept_bytes(run: Run, *, moe: bool, remat: str = "") -> float:
+    """Return the bytes a block keeps of one microbatch, under a remat policy.
+
+    That of the run's layout when absent, here and below.
 
     Example:
         >>> from meshpar.planner.cost.estimate import estimate
@@ -113,9 +115,10 @@ def kept_bytes(run: Run, *, moe: bool) -> float:
         >>> kept_bytes(plan.run, moe=False) / (2048 * 1 * 12288)
         11.0
     """
-    if run.layout.remat in STAGE_REMATS:
+    remat = remat or run.layout.remat
+    if remat in STAGE_REMATS:
         return 0.0  # the stage's input alone: `stage_input_bytes`
-    return _policy_bytes(run, run.layout.remat, moe)
+    return _policy_bytes(run, remat, moe)
 
 
 def everything_bytes(run: Run, *, moe: bool) -> float:
@@ -123,9 +126,9 @@ def everything_bytes(run: Run, *, moe: bool) -> float:
     return _policy_bytes(run, "none", moe)
 
 
-def offloaded_bytes(run: Run, *, moe: bool) -> float:
+def offloaded_bytes(run: Run, *, moe: bool, remat: str = "") -> float:
     """Return the bytes of one microbatch that a block moves to the host and back."""
-    names = run.layout.residual_names
+    names = named_residuals(remat or run.layout.remat)
     if names is None or not names.offload:
         return 0.0
     saved = _residual_bytes(run, "save:" + "/".join(names.offload), moe)
@@ -160,11 +163,13 @@ def _residual_bytes(run: Run, remat: str, moe: bool) -> float:
     kept = _kept_residuals(
         remat, eager=eager, dense=eager or not moe, log_sums=run.keeps_log_sums
     )
-    total = sum(
-        tokens * one.bytes_per_token / degrees[one.along]
-        for one in block_residuals(run, moe=moe)
-        if one.name in kept
-    )
+    key = "residuals", moe
+    if key not in run.known:
+        run.known[key] = {
+            one.name: tokens * one.bytes_per_token / degrees[one.along]
+            for one in block_residuals(run, moe=moe)
+        }
+    total = sum(size for name, size in run.known[key].items() if name in kept)
     if moe and (remat in ("none", "selective") or "experts_in" in remat):
         # Tokens in the order of their experts, in and out, and the router's scores.
         routed = 2 * run.workload.top_k * run.workload.hidden * run.dtype_bytes
@@ -189,7 +194,7 @@ def _selected_bytes(run: Run, moe: bool) -> float:
     return value * stream + (value * inside + sums) / run.layout.tensor
 
 
-def stash_bytes(run: Run, *, moe: bool) -> float:
+def stash_bytes(run: Run, *, moe: bool, remat: str = "") -> float:
     """Return the bytes that a block's I leaves for its W, of one microbatch.
 
     The smallest that `meshpar.parallel.minimum_stash` finds: of each matmul with
@@ -211,7 +216,7 @@ def stash_bytes(run: Run, *, moe: bool) -> float:
     Routed experts are a loop that is not cut: the gradients of their weights wait
     whole, in fp32. Programs that run operation by operation keep all until W instead.
     """
-    workload, remat = run.workload, run.layout.remat
+    workload, remat = run.workload, remat or run.layout.remat
     if not run.splits_backward or run.execution.eager:
         return 0.0
     tensor, value = run.layout.tensor, run.dtype_bytes
@@ -296,7 +301,8 @@ def _kept_residuals(
     if remat == "dots":
         matmuls = OF_MATMULS if dense else ("attention_qkv", "attention_out")
         return frozenset(("x", "latent_heads", "gate_outputs", *matmuls))
-    names = ResidualNames.parse(remat)
+    names = named_residuals(remat)
+    assert names is not None  # It is no word of `REMATS`.
     saved = set(names.save)
     if not dense:
         saved = {name for name in saved if not name.startswith("mlp_")}
@@ -394,9 +400,9 @@ class Again(NamedTuple):
 _WHOLE = Again(*(1,) * 6, elementwise=1, sums=2, gathers=2, exchanges=1)
 
 
-def recomputation(run: Run, *, moe: bool) -> Again:
-    """Return what the layout's remat repeats, as counted in compiled programs."""
-    remat, eager = run.layout.remat, run.execution.eager
+def recomputation(run: Run, *, moe: bool, remat: str = "") -> Again:
+    """Return what a remat policy repeats, as counted in compiled programs."""
+    remat, eager = remat or run.layout.remat, run.execution.eager
     if remat == "none":
         return Again()
     if remat == "stage":
@@ -412,7 +418,7 @@ def recomputation(run: Run, *, moe: bool) -> Again:
             return _every_second(run)
         scores = 0 if run.fused_attention else 1
         return Again(attention=scores, trades=scores)
-    return _named(run, kept_names(run), moe)
+    return _named(run, kept_names(remat), moe)
 
 
 def _whole(run: Run) -> Again:
@@ -433,14 +439,14 @@ def _every_second(run: Run) -> Again:
     )
 
 
-def kept_names(run: Run) -> tuple[str, ...]:
+def kept_names(remat: str) -> tuple[str, ...]:
     """Return the names of the residuals that are kept besides the block's input."""
-    names = run.layout.residual_names
+    names = named_residuals(remat)
     if names is not None:
         return names.every
-    if run.layout.remat == "dots":
+    if remat == "dots":
         return (*OF_MATMULS, *_RECEIVED)
-    return (*NAMED, *OF_EXPERTS) if run.layout.remat == "selective" else ()
+    return (*NAMED, *OF_EXPERTS) if remat == "selective" else ()
 
 
 NAMED = (

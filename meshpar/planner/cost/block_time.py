@@ -20,7 +20,6 @@ from meshpar.planner.cost.seconds import (
     HOST,
     MATMULS,
     Cost,
-    Rows,
     attention_backward_s,
     attention_forward_s,
     cast_s,
@@ -30,7 +29,7 @@ from meshpar.planner.cost.seconds import (
     memory_s,
     rows_in,
 )
-from meshpar.planner.cost.traffic import block_rows
+from meshpar.planner.cost.traffic import every_block_row, repeated
 
 # Kernels of one block: matmuls, attention's, norms, elementwise; in the backward twice
 # the matmuls, and additions. Counted in Megatron-LM's layer.
@@ -52,7 +51,6 @@ class BlockTime:
         weight_grad: W, with adding it to the sum.
         spare_s: Seconds of a forward's and of a backward's work that hide none of their
             own collectives, and are left to hide those of weights.
-        stacked_s: Seconds of a forward, and of a backward, to move what it keeps.
         uncut_s: Seconds of W that a split backward leaves in I.
         stash_s: Seconds of a split backward's I to move what its W needs, and of its W.
     """
@@ -61,7 +59,6 @@ class BlockTime:
     input_grad: Cost
     weight_grad: Cost
     spare_s: tuple[float, float]
-    stacked_s: float
     uncut_s: float
     stash_s: float
 
@@ -80,33 +77,125 @@ class BlockTime:
 
 def block_time(run: Run, *, moe: bool) -> BlockTime:
     """Return the costs of a block with or without routed experts."""
-    halves = (attention_linears(run), mlp_linears(run, moe))
-    again, rows = recomputation(run, moe=moe), block_rows(run, moe=moe)
-    matmuls_s = sum(_matmuls_s(run, half.columns + half.rows) for half in halves)
-    back_matmuls_s = 2 * matmuls_s + _again_linears_s(run, halves, again)
-    forward = _forward(run, halves, rows, matmuls_s, moe)
-    input_grad = _input_grad(run, halves, rows, again, (matmuls_s, back_matmuls_s), moe)
-    weight_grad = _weight_grad(run, halves)
-    moved_s = host_s(run, offloaded_bytes(run, moe=moe))
-    backward_s = input_grad.compute_s + weight_grad.compute_s
-    forward += _waiting(moved_s, hidden_s=forward.compute_s)
-    input_grad += _waiting(moved_s, hidden_s=backward_s)
-    routed = _routed_kernels(run, moe)
-    forward = _launched(run, forward, _FORWARD_KERNELS + routed)
-    backward_kernels = _BACKWARD_KERNELS + 2 * routed
-    input_grad = _launched(run, input_grad, again.kernels, backward_kernels)
-    return BlockTime(
-        forward=forward,
-        input_grad=input_grad,
-        weight_grad=weight_grad,
-        spare_s=(
-            _spare_s(run, forward, matmuls_s),
-            _spare_s(run, input_grad + weight_grad, back_matmuls_s),
-        ),
-        stacked_s=_stacked_s(run, moe),
-        uncut_s=_uncut_s(run, halves, moe) if run.splits_backward else 0.0,
-        stash_s=_stash_s(run, moe) if run.splits_backward else 0.0,
-    )
+    return BlockWork(run, moe=moe).time(run.layout.remat)
+
+
+class BlockWork:
+    """Work of a block that all remat policies share, and its time under each.
+
+    Args:
+        run: The run, of any policy.
+        moe: Whether the block has routed experts.
+    """
+
+    def __init__(self, run: Run, *, moe: bool) -> None:
+        self._run, self._moe = run, moe
+        self._halves = attention, mlp = attention_linears(run), mlp_linears(run, moe)
+        linears = (attention.columns, attention.rows, mlp.columns, mlp.rows)
+        self._every_linear = [one for each in linears for one in each]
+        self._linears_s = [_matmuls_s(run, each) for each in linears]
+        self._matmuls_s = sum(self._linears_s)
+        self._elementwise_s = memory_s(run, forward_bytes(run, moe=moe))
+        self._attention_s = attention_forward_s(run), attention_backward_s(run)
+        self._rows = every_block_row(run, moe=moe)
+        self._forward = self._forward_cost()
+        self._weight_grad = _weight_grad(run, self._halves)
+        self._input_grads: dict[Again, Cost] = {}
+        self._routed_kernels = _routed_kernels(run, moe)
+
+    def time(self, remat: str) -> BlockTime:
+        """Return the costs of the block under a remat policy."""
+        run, moe = self._run, self._moe
+        again = recomputation(run, moe=moe, remat=remat)
+        stacked_s = _stacked_s(run, moe, remat)
+        forward = self._forward + Cost(stacked_s)
+        input_grad = self._input_grad(again) + Cost(stacked_s)
+        moved_s = host_s(run, offloaded_bytes(run, moe=moe, remat=remat))
+        backward_s = input_grad.compute_s + self._weight_grad.compute_s
+        forward += _waiting(moved_s, hidden_s=forward.compute_s)
+        input_grad += _waiting(moved_s, hidden_s=backward_s)
+        kernels = _FORWARD_KERNELS + self._routed_kernels
+        forward = _launched(run, forward, kernels)
+        kernels = _BACKWARD_KERNELS + 2 * self._routed_kernels
+        input_grad = _launched(run, input_grad, again.kernels, kernels)
+        splits, both = run.splits_backward, input_grad + self._weight_grad
+        return BlockTime(
+            forward=forward,
+            input_grad=input_grad,
+            weight_grad=self._weight_grad,
+            spare_s=(
+                _spare_s(run, forward, self._matmuls_s),
+                _spare_s(run, both, self._backward_matmuls_s(again)),
+            ),
+            uncut_s=self._uncut_s(remat) if splits else 0.0,
+            stash_s=_stash_s(run, moe, remat) if splits else 0.0,
+        )
+
+    @property
+    def least_s(self) -> tuple[float, float]:
+        """Seconds of a forward and a backward, below which no remat policy takes them.
+
+        Nothing is computed again, nor is anything kept.
+        """
+        time, stacked_s = self.time("none"), _stacked_s(self._run, self._moe, "none")
+        return time.forward.total_s - stacked_s, time.backward.total_s - stacked_s
+
+    def _forward_cost(self) -> Cost:
+        run, there_s = self._run, self._attention_s[0]
+        hiding_s = {ATTENTION: there_s, MATMULS: self._matmuls_s}
+        hiding_s |= _forward_matmuls_s(run, self._halves)
+        computed_s = self._matmuls_s + self._elementwise_s + there_s
+        computed_s += sum(
+            cast_s(run, rows * inner * count)
+            for rows, inner, _, count in self._every_linear
+        )
+        waits = exposed(run, rows_in(self._rows, "forward"), hiding_s)
+        return Cost(computed_s) + waits
+
+    def _input_grad(self, again: Again) -> Cost:
+        """Cost of I if its backward recomputes so much."""
+        if again not in self._input_grads:
+            self._input_grads[again] = self._input_grad_cost(again)
+        return self._input_grads[again]
+
+    def _input_grad_cost(self, again: Again) -> Cost:
+        run, (there_s, back_s) = self._run, self._attention_s
+        attention_s, backward_s = (
+            there_s * again.attention,
+            self._backward_matmuls_s(again),
+        )
+        computed_s = backward_s - self._matmuls_s
+        computed_s += memory_s(run, backward_bytes(run, moe=self._moe)) + back_s
+        computed_s += attention_s + again.elementwise * self._elementwise_s
+        computed_s += sum(
+            cast_s(run, rows * columns * count)
+            for rows, _, columns, count in self._every_linear
+        )
+        hiding_s = {
+            ATTENTION: back_s,
+            ATTENTION_AGAIN: attention_s,
+            MATMULS: backward_s,
+        }
+        hiding_s |= _backward_matmuls_s(run, self._halves)
+        rows = repeated(rows_in(self._rows, "backward"), again)
+        return Cost(computed_s) + exposed(run, rows, hiding_s)
+
+    def _backward_matmuls_s(self, again: Again) -> float:
+        """Seconds of matmuls of a backward, those that it recomputes among them."""
+        times = (again.qkv, again.out, again.up, again.down)
+        more = zip(times, self._linears_s, strict=True)
+        return 2 * self._matmuls_s + sum(count * seconds for count, seconds in more)
+
+    def _uncut_s(self, remat: str) -> float:
+        """Seconds of weight gradients in loops that a split backward cannot cut.
+
+        Routed experts are such a loop.
+        """
+        run = self._run
+        if run.workload.traced:
+            share = run.workload.traced.cut(remat).uncut_share
+            return share * self._weight_grad.compute_s
+        return _weight_grad(run, self._halves[1:]).compute_s if self._moe else 0.0
 
 
 def _waiting(moved_s: float, hidden_s: float) -> Cost:
@@ -120,69 +209,10 @@ def _spare_s(run: Run, cost: Cost, matmuls_s: float) -> float:
     return max(0.0, hiding_s - cost.hidden_s)
 
 
-def _forward(
-    run: Run, halves: tuple[Linears, ...], rows: Rows, matmuls_s: float, moe: bool
-) -> Cost:
-    there_s = attention_forward_s(run)
-    hiding_s = {ATTENTION: there_s, MATMULS: matmuls_s} | _forward_matmuls_s(
-        run, halves
-    )
-    computed_s = matmuls_s + _elementwise_s(run, moe) + there_s + _stacked_s(run, moe)
-    computed_s += sum(
-        cast_s(run, rows * inner * count)
-        for half in halves
-        for rows, inner, _, count in half.columns + half.rows
-    )
-    return Cost(computed_s) + exposed(run, rows_in(rows, "forward"), hiding_s)
-
-
-def _input_grad(
-    run: Run,
-    halves: tuple[Linears, ...],
-    rows: Rows,
-    again: Again,
-    matmuls_s: tuple[float, float],
-    moe: bool,
-) -> Cost:
-    """Cost of I; `matmuls_s` are seconds of the forward and of the whole backward."""
-    once_s, backward_s = matmuls_s
-    attention_s = attention_forward_s(run) * again.attention
-    back_s = attention_backward_s(run)
-    computed_s = backward_s - once_s + memory_s(run, backward_bytes(run, moe=moe))
-    computed_s += back_s + attention_s + again.elementwise * _elementwise_s(run, moe)
-    computed_s += sum(
-        cast_s(run, rows * columns * count)
-        for half in halves
-        for rows, _, columns, count in half.columns + half.rows
-    )
-    hiding_s = {ATTENTION: back_s, ATTENTION_AGAIN: attention_s, MATMULS: backward_s}
-    hiding_s |= _backward_matmuls_s(run, halves)
-    waits = exposed(run, rows_in(rows, "backward"), hiding_s)
-    return Cost(computed_s + _stacked_s(run, moe)) + waits
-
-
 def _matmuls_s(run: Run, linears: tuple) -> float:
     return sum(
         matmul_s(run, rows, inner, columns, count=count)
         for rows, inner, columns, count in linears
-    )
-
-
-def _elementwise_s(run: Run, moe: bool) -> float:
-    return memory_s(run, forward_bytes(run, moe=moe))
-
-
-def _again_linears_s(run: Run, halves: tuple[Linears, ...], again: Again) -> float:
-    """Seconds of matmuls that the backward recomputes under the remat policy."""
-    attention, mlp = halves
-    return sum(
-        times * _matmuls_s(run, linears)
-        for times, linears in (
-            (again.qkv, attention.columns),
-            (again.out, attention.rows),
-            (again.up, mlp.columns),
-            (again.down, mlp.rows),
-        )
     )
 
 
@@ -260,7 +290,7 @@ def accumulated_s(run: Run, parameters: float) -> float:
     return memory_s(run, parameters * each)
 
 
-def _stacked_s(run: Run, moe: bool) -> float:
+def _stacked_s(run: Run, moe: bool, remat: str) -> float:
     """Seconds to put what a block keeps on its stack, or to take it from there.
 
     A compiled loop over layers copies it into an array of all layers (read, write),
@@ -269,28 +299,17 @@ def _stacked_s(run: Run, moe: bool) -> float:
     if run.execution.eager:
         return 0.0
     copies = 2 if run.layout.runs_in_ticks else 1
-    return memory_s(run, 2 * copies * kept_bytes(run, moe=moe))
+    return memory_s(run, 2 * copies * kept_bytes(run, moe=moe, remat=remat))
 
 
-def _uncut_s(run: Run, halves: tuple[Linears, ...], moe: bool) -> float:
-    """Seconds of weight gradients in loops that a split backward cannot cut.
-
-    Routed experts are such a loop.
-    """
-    if run.workload.traced:
-        share = run.workload.traced.cut(run.layout.remat).uncut_share
-        return share * _weight_grad(run, halves).compute_s
-    return _weight_grad(run, halves[1:]).compute_s if moe else 0.0
-
-
-def _stash_s(run: Run, moe: bool) -> float:
+def _stash_s(run: Run, moe: bool, remat: str) -> float:
     """Seconds to put a block's stash in its slot, or to take it from there.
 
     As `_stacked_s`: in lock step it is stacked with those of other blocks, and copied
     to the slot; where ranks diverge it is written there at once.
     """
     copies = 1 if run.layout.divergent else 2
-    return memory_s(run, 2 * copies * stash_bytes(run, moe=moe))
+    return memory_s(run, 2 * copies * stash_bytes(run, moe=moe, remat=remat))
 
 
 def _launched(run: Run, cost: Cost, forward: int, backward: int = 0) -> Cost:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 
 from meshpar.hardware.attention_kernels import SPLASH_LANES
 from meshpar.layout import STAGE_REMATS, Layout
+from meshpar.layout.layout import is_named
 from meshpar.parallel.sizes import HIDDEN_BYTES, SCORE_BYTES, head_parts, tile_tokens
 from meshpar.planner.cost.activations import (
     everything_bytes,
@@ -378,15 +379,15 @@ def _late_gradient_bytes(run: Run, layers: list[int]) -> float:
 _FP32_BYTES = 4
 
 
-def in_chunks_bytes(run: Run, *, moe: bool) -> float:
+def in_chunks_bytes(run: Run, *, moe: bool, remat: str = "") -> float:
     """Return the bytes of an MLP's hidden values that never exist at once.
 
     The backward recomputes them for a chunk of tokens at a time
     (`meshpar.parallel.remat`). Less the weights, which several chunks read in
     fp32.
     """
-    named = run.layout.residual_names is not None
-    recomputed = run.layout.remat in ("full", "stage_full") or named
+    remat = remat or run.layout.remat
+    recomputed = remat in ("full", "stage_full") or is_named(remat)
     ours = not run.execution.eager and not moe
     if not (recomputed and ours) or run.layout.sequence_parallel:
         return 0.0

@@ -84,7 +84,7 @@ class Run:
         """Sequences of one microbatch on one device."""
         return self.global_batch // (self.replicas * self.layout.microbatches)
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Tokens of one microbatch on one device."""
         return self.microbatch * self.seq // self.layout.context
@@ -98,7 +98,7 @@ class Run:
             return 1  # a block that sends tokens over a batch axis is taken whole
         return self.platform.num_batch_parts(self.microbatch, self.tokens)
 
-    @property
+    @cached_property
     def state_shards(self) -> int:
         """Number of devices that ZeRO splits the states of dense parameters over."""
         layout = self.layout
@@ -109,7 +109,7 @@ class Run:
         """Mesh axes of ZeRO that split the states of experts too."""
         return tuple(axis for axis in self.layout.split_axes if axis != "expert")
 
-    @property
+    @cached_property
     def routed_shards(self) -> int:
         """Number of devices along `routed_axes`."""
         return math.prod(getattr(self.layout, axis) for axis in self.routed_axes)
@@ -194,7 +194,7 @@ class Run:
         """Fraction of the residual stream that one device of `tensor` holds."""
         return 1 / self.layout.tensor if self.layout.sequence_parallel else 1.0
 
-    @property
+    @cached_property
     def platform(self) -> Platform:
         """The kind of device."""
         return platform_named(self.cluster.device.platform)
@@ -303,20 +303,21 @@ class Run:
         return self.workload.dropout or self.execution.dropout
 
     @cached_property
-    def _links(self) -> dict[tuple[str, ...], Link]:
+    def known(self) -> dict[tuple, Any]:
+        """What was computed of this run, by its name and further arguments."""
         return {}
 
     def link(self, *mesh_axes: str) -> Link:
         """Return the link that a collective over these mesh axes runs on."""
-        if mesh_axes not in self._links:
+        if mesh_axes not in self.known:
             link = self._mesh_link(self.layout.mesh_shape, mesh_axes)
             ours = self.execution.measured_overlap and len(self.cluster.torus) == 3
             if ours or not self.execution.scatters_whole:
                 # Ours by the options of `hardware.platforms`: a step of `fsdp=64` on
                 # v5p:4x4x4 scatters all of its gradients (`recipes.bench.overlap`).
                 link = replace(link, scatters_whole=False)
-            self._links[mesh_axes] = _over_rails(link, self.execution.rails)
-        return self._links[mesh_axes]
+            self.known[mesh_axes] = _over_rails(link, self.execution.rails)
+        return self.known[mesh_axes]
 
     def link_within(self, mesh_axis: str, inner: int, part: str) -> Link:
         """Return the link of groups along a mesh axis, or of one device of each.
@@ -326,13 +327,17 @@ class Run:
             inner: Devices of a group, next to each other.
             part: `inner` for the devices of a group, `outer` for one of each group.
         """
-        shape: dict[str, int] = {}
-        for axis, size in self.layout.mesh_shape.items():
-            if axis == mesh_axis:
-                shape |= {"outer": size // inner, "inner": inner}
-            else:
-                shape[axis] = size
-        return _over_rails(self._mesh_link(shape, (part,)), self.execution.rails)
+        key = "within", mesh_axis, part, inner
+        if key not in self.known:
+            shape: dict[str, int] = {}
+            for axis, size in self.layout.mesh_shape.items():
+                if axis == mesh_axis:
+                    shape |= {"outer": size // inner, "inner": inner}
+                else:
+                    shape[axis] = size
+            link = self._mesh_link(shape, (part,))
+            self.known[key] = _over_rails(link, self.execution.rails)
+        return self.known[key]
 
     def _mesh_link(
         self, mesh_shape: Mapping[str, int], mesh_axes: Sequence[str]

@@ -100,6 +100,7 @@ class Row(NamedTuple):
         part: `inner` for devices next to each other, `outer` for one of each such
             group; empty for all of the mesh axes.
         only: `SECONDS` or `BYTES` if only that sum counts the row.
+        again: Number of `activations.Again` that `times` is multiplied by.
     """
 
     mesh_axes: tuple[str, ...]
@@ -114,6 +115,7 @@ class Row(NamedTuple):
     part: str = ""
     only: str = ""
     share: float = 1.0
+    again: str = ""
 
 
 Rows = tuple[Row, ...]
@@ -131,13 +133,16 @@ def row_s(run: Run, row: Row) -> float:
     """Return the seconds of a row in one pass; 0 where only bytes count."""
     if row.only == BYTES:
         return 0.0
-    link = row_link(run, row)
-    num_devices, count = members(run, row), 1
-    if row.passes == "once" and run.execution.bucket_bytes:
-        count = math.ceil(row.payload_bytes / run.execution.bucket_bytes)
-    payload_bytes = row.payload_bytes / count
-    seconds = collective_s(row.kind, payload_bytes, num_devices, link)
-    return row.times * count * seconds
+    once = row.passes == "once"
+    key = row.mesh_axes, row.kind, row.payload_bytes, row.members, row.part, once
+    if key not in run.known:
+        link, num_devices, count = row_link(run, row), members(run, row), 1
+        if once and run.execution.bucket_bytes:
+            count = math.ceil(row.payload_bytes / run.execution.bucket_bytes)
+        payload_bytes = row.payload_bytes / count
+        each_s = collective_s(row.kind, payload_bytes, num_devices, link)
+        run.known[key] = count * each_s
+    return row.times * run.known[key]
 
 
 def row_link(run: Run, row: Row) -> Link:

@@ -8,6 +8,7 @@ step's end (`step_traffic`). `seconds.exposed` adds up the waiting for rows, and
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from meshpar.layout import Layout
 from meshpar.parallel.sizes import PICK_BYTES, ROUTE_BYTES, WEIGHT_BYTES, head_copies
@@ -32,7 +33,11 @@ from meshpar.planner.cost.seconds import (
     Row,
     Rows,
 )
-from meshpar.planner.machine.collective_cost import hidden_share
+from meshpar.planner.machine.collective_cost import (
+    Condition,
+    hidden_share_in,
+    overlap_condition,
+)
 from meshpar.schedules import SCHEDULES
 
 _SUMS = "sums of the residual stream"
@@ -43,32 +48,53 @@ _OF_SEQUENCE = {
 }
 
 
-def block_rows(run: Run, *, moe: bool) -> Rows:
-    """Return the rows of one block and microbatch, without those of its weights."""
-    again = recomputation(run, moe=moe)
-    rows = [*_tensor(run, again), *context_rows(run, again)]
+def block_rows(run: Run, *, moe: bool, again: Again | None = None) -> Rows:
+    """Return the rows of one block and microbatch, without those of its weights.
+
+    Args:
+        run: The run.
+        moe: Whether the block has routed experts.
+        again: What its backward recomputes; what its layout's remat says when absent.
+    """
+    return repeated(every_block_row(run, moe=moe), again or recomputation(run, moe=moe))
+
+
+def every_block_row(run: Run, *, moe: bool) -> Rows:
+    """Return the rows of a block under any remat policy: those with `again` may run."""
+    rows = [*_tensor(run), *_context(run)]
     if moe:
-        rows += _expert(run, again)
+        rows += _expert(run)
     return between_devices(run, rows)
 
 
-def _tensor(run: Run, again: Again) -> Iterator[Row]:
+def repeated(rows: Rows, again: Again) -> Rows:
+    """Return the rows that run if the backward recomputes so much."""
+    kept = []
+    for row in rows:
+        if not row.again:
+            kept.append(row)
+        elif times := row.times * getattr(again, row.again):
+            kept.append(row._replace(times=times, again=""))
+    return tuple(kept)
+
+
+def _tensor(run: Run) -> Iterator[Row]:
     """Rows of two sums of the residual stream, forward and backward."""
 
     # In chunks around the ring all but the first can run beside a matmul.
     ring = run.execution.tensor_ring
     share = 1 - 1 / run.layout.tensor if ring else 1.0
 
-    def row(kind: str, passes: str, times: int = 1, hidden_by: str = "") -> Row:
+    def row(kind: str, passes: str, times: int = 1, **more: Any) -> Row:
         reason, stream = _OF_SEQUENCE[kind], run.residual_bytes
-        one = Row(("tensor",), kind, stream, reason, passes, times, hidden_by)
-        return one._replace(share=share)
+        one = Row(("tensor",), kind, stream, reason, passes, times)
+        return one._replace(share=share, **more)
 
     if not run.layout.sequence_parallel:
         yield row("all-reduce", "forward", 2)
         for half in HALVES:
             yield row("all-reduce", "backward", hidden_by=f"{half} weights")
-        yield row("all-reduce", "backward", again.sums)
+        yield row("all-reduce", "backward", again="sums")
         return
     for half in HALVES:
         hidden_by = f"{half} outputs" if ring else ""
@@ -86,11 +112,11 @@ def _tensor(run: Run, again: Again) -> Iterator[Row]:
         # The gradient of a gated output is gathered for each of its two matmuls, as
         # compiled for 8 H100 with `fsdp=4,tensor=2` (jax 0.10.2).
         yield row("all-gather", "backward", len(HALVES))
-    yield row("all-gather", "backward", again.gathers)
-    yield row("reduce-scatter", "backward", again.sums)
+    yield row("all-gather", "backward", again="gathers")
+    yield row("reduce-scatter", "backward", again="sums")
 
 
-def _expert(run: Run, again: Again) -> Iterator[Row]:
+def _expert(run: Run) -> Iterator[Row]:
     """Rows of tokens sent to their experts and back.
 
     An eager program sends the tokens that there are, each device of `tensor` its part;
@@ -104,7 +130,7 @@ def _expert(run: Run, again: Again) -> Iterator[Row]:
         rows = room_rows(run)
         hosts, tokens = tokens_to_hosts(run)
         if tokens:
-            yield from _expert_by_host(run, again, rows, hosts, tokens)
+            yield from _expert_by_host(run, rows, hosts, tokens)
             return
         results = rows * workload.hidden * run.dtype_bytes
         there, back = results + rows * ROUTE_BYTES, results + rows * WEIGHT_BYTES
@@ -112,27 +138,24 @@ def _expert(run: Run, again: Again) -> Iterator[Row]:
     # Only parts have matmuls of other parts beside them.
     share = 1.0 if round_parts(run) > 1 else 0.0
 
-    def row(payload: float, passes: str, reason: str, times: int = 1) -> Row:
-        one = Row(("expert",), "all-to-all", payload, reason, passes, times)
-        return one._replace(share=share)
+    def row(payload: float, passes: str, reason: str, again: str = "") -> Row:
+        one = Row(("expert",), "all-to-all", payload, reason, passes)
+        return one._replace(share=share, again=again)
 
     yield row(there, "forward", _THERE)
     yield row(results, "forward", _BACK)
     yield row(results, "backward", _THERE)
     yield row(back, "backward", _BACK)
-    yield row(there, "backward", _THERE, again.exchanges)
+    yield row(there, "backward", _THERE, "exchanges")
     if run.execution.eager:
-        yield row(results, "backward", _BACK, again.exchanges)
+        yield row(results, "backward", _BACK, "exchanges")
 
 
-def _expert_by_host(
-    run: Run, again: Again, rows: int, hosts: int, tokens: int
-) -> Iterator[Row]:
+def _expert_by_host(run: Run, rows: int, hosts: int, tokens: int) -> Iterator[Row]:
     """Rows of tokens sent once to each host (`parallel.expert.host_exchange`).
 
     Args:
         run: The run.
-        again: What the backward repeats.
         rows: Rows that a device receives.
         hosts: Hosts of the devices that share the experts.
         tokens: Tokens of a device to each host.
@@ -142,22 +165,22 @@ def _expert_by_host(
     picks = hosts * tokens * run.workload.top_k * PICK_BYTES
     share = 1.0 if round_parts(run) > 1 else 0.0
 
-    def move(passes: str, reason: str, times: int = 1) -> Iterator[Row]:
+    def move(passes: str, reason: str, again: str = "") -> Iterator[Row]:
         axes = ("expert",)
         between = Row(axes, "collective-permute", tokens * row_bytes, reason, passes)
-        yield between._replace(times=(hosts - 1) * times, share=share)
-        inside = Row(axes, "all-to-all", rows * row_bytes, reason, passes, times)
+        yield between._replace(times=hosts - 1, share=share, again=again)
+        inside = Row(axes, "all-to-all", rows * row_bytes, reason, passes, again=again)
         yield inside._replace(members=per_host, part="inner", share=share)
 
-    def numbers(payload: float, passes: str, times: int = 1) -> Row:
+    def numbers(payload: float, passes: str, again: str = "") -> Row:
         # Which rows are sent depends on them.
-        one = Row(("expert",), "all-to-all", payload, _NUMBERS, passes, times)
-        return one._replace(share=0.0)
+        one = Row(("expert",), "all-to-all", payload, _NUMBERS, passes)
+        return one._replace(share=0.0, again=again)
 
-    for passes, times in (("forward", 1), ("backward", again.exchanges)):
-        yield from move(passes, _THERE, times)
-        yield numbers(rows * ROUTE_BYTES, passes, times)
-        across = numbers(picks, passes, times)
+    for passes, again in (("forward", ""), ("backward", "exchanges")):
+        yield from move(passes, _THERE, again)
+        yield numbers(rows * ROUTE_BYTES, passes, again)
+        across = numbers(picks, passes, again)
         yield across._replace(members=hosts, part="outer")
     yield from move("forward", _BACK)
     yield from move("backward", _THERE)
@@ -312,14 +335,16 @@ def hop_ways(layout: Layout) -> int:
 def between_devices(run: Run, rows: Iterable[Row]) -> Rows:
     """Return the rows over mesh axes of several devices, with what hides them."""
     layout, kept = run.layout, []
+    condition = overlap_condition(layout, in_parts=run.num_parts > 1)
     for row in rows:
         axes = tuple(axis for axis in row.mesh_axes if getattr(layout, axis) > 1)
         if axes and row.times:
-            kept.append(_as_measured(run, row._replace(mesh_axes=axes)))
+            one = row if axes == row.mesh_axes else row._replace(mesh_axes=axes)
+            kept.append(_as_measured(run, one, condition))
     return tuple(kept)
 
 
-def _as_measured(run: Run, row: Row) -> Row:
+def _as_measured(run: Run, row: Row, condition: Condition) -> Row:
     """Row with the share that compiled programs hide, if the execution uses it."""
     once = row.passes == "once"
     ahead = row.hidden_by in (LAYER, LAST_BACKWARD, NEXT_FORWARD)
@@ -328,14 +353,8 @@ def _as_measured(run: Run, row: Row) -> Row:
     late = row.hidden_by == LAST_BACKWARD and run.reduces_in_last_microbatch
     if ahead and not (run.prefetches or late):
         return row._replace(share=0.0)
-    share = hidden_share(
-        run.cluster.device.platform,
-        row.mesh_axes,
-        row.kind,
-        run.layout,
-        in_parts=run.num_parts > 1,
-        part=row.part,
-    )
+    platform = run.cluster.device.platform
+    share = hidden_share_in(condition, platform, row.mesh_axes, row.kind, row.part)
     hidden_by = row.hidden_by or MATMULS
     return row._replace(hidden_by=hidden_by, share=min(row.share, share))
 
@@ -344,14 +363,13 @@ _GRADIENT_BYTES = 4
 """Bytes of a value of the gradients of keys and values, which are summed in fp32."""
 
 
-def context_rows(run: Run, again: Again | None = None) -> Iterator[Row]:
-    """Return the rows over `context` of one block's attention.
+def context_rows(run: Run) -> Rows:
+    """Return the rows over `context` of one block's attention, nothing recomputed."""
+    return repeated(between_devices(run, _context(run)), Again())
 
-    Args:
-        run: The run.
-        again: Work that its backward recomputes; nothing when absent.
-    """
-    again, how = again or Again(), run.layout.attention_method
+
+def _context(run: Run) -> Iterator[Row]:
+    how = run.layout.attention_method
     workload, tensor = run.workload, run.layout.tensor
     sizes = workload.query_dim + workload.value_dim
     head_bytes = run.tokens * sizes * run.dtype_bytes / tensor
@@ -361,9 +379,9 @@ def context_rows(run: Run, again: Again | None = None) -> Iterator[Row]:
         sent = keys_values + workload.heads * head_bytes
         one = _row(run, "all-to-all", sent, "heads for sequence, and back", "inner")
         # Queries, keys and values there, mixed values back; gradients the other way.
-        yield from _each_pass(one, again.trades)
+        yield from _each_pass(one, "trades")
     if how.heads == 1 or how.groups > 1:
-        yield from _between_groups(run, keys_values, again)
+        yield from _between_groups(run, keys_values)
 
 
 def _kv_heads_sent(run: Run) -> int:
@@ -375,7 +393,7 @@ def _kv_heads_sent(run: Run) -> int:
     return kv_heads * head_copies(heads, kv_heads, layout.attention_method.heads)
 
 
-def _between_groups(run: Run, keys_values: float, again: Again) -> Iterator[Row]:
+def _between_groups(run: Run, keys_values: float) -> Iterator[Row]:
     """Rows of keys and values sent to devices with other tokens of the same heads."""
     groups = run.layout.attention_method.groups
     gradients = keys_values * _GRADIENT_BYTES / run.dtype_bytes
@@ -384,7 +402,7 @@ def _between_groups(run: Run, keys_values: float, again: Again) -> Iterator[Row]
         one = _row(run, "all-gather", keys_values * groups, reason, "outer")
         # Back, they are gathered again, and their gradients scattered.
         back = one._replace(kind="reduce-scatter", payload_bytes=gradients * groups)
-        yield from _each_pass(one, again.attention, back)
+        yield from _each_pass(one, "attention", back)
         return
     reason = "keys and values around the ring"
     one = _row(run, "collective-permute", keys_values, reason, "outer")
@@ -394,7 +412,7 @@ def _between_groups(run: Run, keys_values: float, again: Again) -> Iterator[Row]
     back = one._replace(passes="backward")
     of_keys = back._replace(payload_bytes=gradients)
     yield from (one, back, of_keys, of_keys._replace(times=1, hidden_by=""))
-    yield back._replace(times=again.attention * one.times, hidden_by=ATTENTION_AGAIN)
+    yield back._replace(again="attention", hidden_by=ATTENTION_AGAIN)
 
 
 def _row(run: Run, kind: str, payload: float, reason: str, part: str) -> Row:
@@ -406,10 +424,10 @@ def _row(run: Run, kind: str, payload: float, reason: str, part: str) -> Row:
     return one._replace(part=part, members=how.heads if part == "inner" else how.groups)
 
 
-def _each_pass(one: Row, again: int, back: Row | None = None) -> Iterator[Row]:
+def _each_pass(one: Row, again: str, back: Row | None = None) -> Iterator[Row]:
     """Rows of a forward, of its backward, and of what that recomputes."""
     yield one
     yield one._replace(passes="backward")
     if back is not None:
         yield back._replace(passes="backward")
-    yield one._replace(passes="backward", times=again * one.times)
+    yield one._replace(passes="backward", again=again)

@@ -243,12 +243,11 @@ def hidden_share(
         >>> round(hidden_share("gpu", ("data",), "all-reduce"), 2)
         0.64
     """
-    condition = _condition(layout or Layout(), in_parts=in_parts)
-    shares = [_shares().get((platform, axis, part, kind), {}) for axis in mesh_axes]
-    return min(_nearest(each, condition) for each in shares)
+    condition = overlap_condition(layout or Layout(), in_parts=in_parts)
+    return hidden_share_in(condition, platform, tuple(mesh_axes), kind, part)
 
 
-_Condition = frozenset[str]
+Condition = frozenset[str]
 """Mesh axes that a collective takes turns with, `microbatches` and `parts`."""
 
 _TAKE_TURNS = ("stage", "tensor", "expert")
@@ -257,14 +256,28 @@ _TAKE_TURNS = ("stage", "tensor", "expert")
 _MICROBATCHES, _PARTS = "microbatches", "parts"
 
 
-def _condition(layout: Layout, *, in_parts: bool) -> _Condition:
+@cache
+def hidden_share_in(
+    condition: Condition,
+    platform: str,
+    mesh_axes: tuple[str, ...],
+    kind: str,
+    part: str,
+) -> float:
+    """Return `hidden_share` in an `overlap_condition`."""
+    shares = [_shares().get((platform, axis, part, kind), {}) for axis in mesh_axes]
+    return min(_nearest(each, condition) for each in shares)
+
+
+def overlap_condition(layout: Layout, *, in_parts: bool) -> Condition:
+    """Return all that the hidden share of a layout's collectives depends on."""
     sizes = layout.mesh_shape
     words = [axis for axis in _TAKE_TURNS if sizes[axis] > 1]
     words += [_MICROBATCHES] if layout.runs_in_ticks and layout.stage == 1 else []
     return frozenset([*words, _PARTS] if in_parts else words)
 
 
-def _nearest(shares: dict[_Condition, float], condition: _Condition) -> float:
+def _nearest(shares: dict[Condition, float], condition: Condition) -> float:
     """Return the share of a condition, or of those most like it; 0 if there is none."""
     for without in ((), ("expert",), (_MICROBATCHES,), ("expert", _MICROBATCHES)):
         if condition.difference(without) in shares:
@@ -276,12 +289,12 @@ def _nearest(shares: dict[_Condition, float], condition: _Condition) -> float:
 
 
 @cache
-def _shares() -> dict[tuple[str, str, str, str], dict[_Condition, float]]:
+def _shares() -> dict[tuple[str, str, str, str], dict[Condition, float]]:
     """Return platform, mesh axis, part of it and kind -> condition -> share."""
-    sums: dict[tuple[str, str, str, str], dict[_Condition, list[float]]] = {}
+    sums: dict[tuple[str, str, str, str], dict[Condition, list[float]]] = {}
     for row in hidden_shares():
         layout = Layout.of(row.layout)
-        condition = _condition(layout, in_parts=row.num_parts > 1)
+        condition = overlap_condition(layout, in_parts=row.num_parts > 1)
         for kind in _kinds(row, layout):
             key = row.platform, row.mesh_axis, row.part, kind
             by_condition = sums.setdefault(key, {})

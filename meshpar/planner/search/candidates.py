@@ -7,14 +7,17 @@ from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
+from itertools import compress
 from typing import NamedTuple
+
+import numpy as np
 
 from meshpar.layout import Layout
 from meshpar.planner.cost.estimate import Estimate, estimate_run
 from meshpar.planner.cost.memory import fullest_memory
 from meshpar.planner.cost.run import Run
 from meshpar.planner.plan import gigabytes, milliseconds
-from meshpar.planner.search.bounds import Bound, LayoutBounds
+from meshpar.planner.search.bounds import Bound, BoundByRemat, LayoutBounds
 from meshpar.planner.search.choices import MeshChoices
 from meshpar.planner.search.result import Rejected
 from meshpar.planner.search.space import Variant
@@ -23,15 +26,23 @@ FRONT_REACH = 1.5
 """Times the fastest plan's step, beyond which less memory is not worth it."""
 
 
+_GROUPED = 2
+_PLACES = ("microbatches", "states", "remats", "sequence_parallel", "schedules")
+"""Keys whose values' places order the layouts of a group, of equal times."""
+
+
 class Leaf(NamedTuple):
     """One or several layouts of a mesh shape that suits the workload.
 
     Args:
         bound: Least time and memory of any of them.
-        order: Their place in the search.
+        order: Their place in the search: of the mesh shape, of the group of its
+            choices, and of each key of `_PLACES`.
         mesh: Their mesh shape.
         choices: Ways to run it.
         num_layouts: Number of the layouts.
+        by_remat: Least time and memory with each remat policy.
+        is_quick: True if they are bounded by their blocks' time alone so far.
     """
 
     bound: Bound
@@ -39,6 +50,22 @@ class Leaf(NamedTuple):
     mesh: Layout
     choices: MeshChoices
     num_layouts: int
+    by_remat: BoundByRemat
+    is_quick: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        order: tuple[int, ...],
+        mesh: Layout,
+        choices: MeshChoices,
+        bounds: LayoutBounds,
+    ) -> Leaf:
+        """Return the leaf of a group of choices of a mesh shape, bounded quickly."""
+        seconds = np.full(len(choices.remats), bounds.least_s(mesh, choices))
+        each, places = BoundByRemat(seconds, 0 * seconds), (0,) * len(_PLACES)
+        number = choices.num_variants
+        return cls(each.least, (*order, *places), mesh, choices, number, each, True)
 
     @property
     def some_variant(self) -> Variant:
@@ -46,11 +73,27 @@ class Leaf(NamedTuple):
         return next(self.choices.variants())
 
     def parts(self, bounds: LayoutBounds) -> Iterator[Leaf]:
-        """Yield the layouts in smaller leaves."""
-        mesh = self.mesh
+        """Yield the layouts in smaller leaves; at first in one with closer bounds."""
+        if self.is_quick:
+            each = bounds.by_remat(self.mesh, self.choices)
+            yield self._replace(bound=each.least, by_remat=each, is_quick=False)
+            return
+        key, mesh = self.choices.open_key, self.mesh
+        at = _GROUPED + _PLACES.index(key)
         for index, (choices, number) in enumerate(self.choices.parts()):
-            bound, order = bounds.least(mesh, choices), (*self.order, index)
-            yield Leaf(bound, order, mesh, choices, number)
+            if key == "remats":  # It is bounded already.
+                each = self.by_remat.only(slice(index, index + 1))
+            else:
+                each = bounds.by_remat(mesh, choices)
+            order = (*self.order[:at], index, *self.order[at + 1 :])
+            yield Leaf(each.least, order, mesh, choices, number, each)
+
+    def only(self, mask: np.ndarray) -> Leaf:
+        """Return the layouts of some remat policies."""
+        every, each = self.choices.remats, self.by_remat.only(mask)
+        choices = self.choices._replace(remats=tuple(compress(every, mask)))
+        number = self.num_layouts * len(choices.remats) // len(every)
+        return Leaf(each.least, self.order, self.mesh, choices, number, each)
 
 
 @dataclass(kw_only=True)
@@ -59,6 +102,7 @@ class Findings:
 
     capacity_bytes: float
     num_plans: int
+    wants_front: bool = True
     refused: list[Rejected] = field(default_factory=list)
     too_large: list[Leaf] = field(default_factory=list)
     too_slow: list[Leaf] = field(default_factory=list)
@@ -80,24 +124,40 @@ class Findings:
             return float("inf")
         return self.fitting[self.num_plans - 1][0]
 
-    def useless(self, step_s: float, memory_bytes: float) -> bool:
-        """True if the plans are faster, and so is a layout that is as small."""
-        if step_s <= self.slowest_plan_s:
-            return False
-        return step_s > FRONT_REACH * self.fitting[0][0] or any(
-            other_s <= step_s and other_bytes <= memory_bytes
-            for other_s, other_bytes in self.front
-        )
+    def useless(self, bounds: BoundByRemat) -> np.ndarray:
+        """Return True where the plans are faster, and so is a layout that is as small.
 
-    def reject(self, leaf: Leaf, memory_bytes: float) -> bool:
-        """Reject a leaf if it takes too much memory or time; return True if so."""
-        if memory_bytes > self.capacity_bytes:
-            self.too_large.append(leaf)
-        elif self.useless(leaf.bound.step_s, memory_bytes):
-            self.too_slow.append(leaf)
-        else:
-            return False
-        return True
+        Or the plans alone, if nothing asks for a front.
+        """
+        step_s, memory_bytes = bounds
+        slow = step_s > self.slowest_plan_s
+        if not (self.wants_front and slow.any()):
+            return slow
+        front_s, front_bytes = np.array(self.front).T
+        # Of the front the slowest that is as fast is also the smallest.
+        at = np.searchsorted(front_s, step_s, side="right") - 1
+        smaller = (at >= 0) & (front_bytes[at] <= memory_bytes)
+        return slow & ((step_s > FRONT_REACH * self.fitting[0][0]) | smaller)
+
+    def sift(self, leaf: Leaf) -> Leaf | None:
+        """Reject layouts that take too much memory or time; return the others."""
+        large = leaf.by_remat.memory_bytes > self.capacity_bytes
+        useless = self.useless(leaf.by_remat) & ~large
+        for mask, rejected in ((large, self.too_large), (useless, self.too_slow)):
+            if mask.all():
+                rejected.append(leaf)
+                return None
+            if mask.any():
+                rejected.append(leaf.only(mask))
+        left = ~(large | useless)
+        if left.all():
+            return leaf
+        return leaf.only(left) if left.any() else None
+
+    def sift_one(self, leaf: Leaf, memory_bytes: float) -> bool:
+        """Return False if a leaf of one layout, of so much memory, is rejected."""
+        each = leaf.by_remat._replace(memory_bytes=np.array([memory_bytes]))
+        return self.sift(leaf._replace(by_remat=each)) is not None
 
     def keep(self, plan: Estimate, order: tuple[int, ...]) -> None:
         """Add a layout that fits; of equal times fewer mesh axes come first."""
@@ -117,27 +177,25 @@ def settle(leaves: list[Leaf], bounds: LayoutBounds, findings: Findings) -> None
     A bound that rejects now rejects later too, since plans only become faster. So only
     parts of a leaf that no bound rejects join the others.
     """
-    waiting = [
-        leaf for leaf in leaves if not findings.reject(leaf, leaf.bound.memory_bytes)
-    ]
+    waiting = [left for leaf in leaves if (left := findings.sift(leaf))]
     heapify(waiting)
     while waiting:
-        leaf = heappop(waiting)
-        if findings.reject(leaf, leaf.bound.memory_bytes):
+        leaf = findings.sift(heappop(waiting))
+        if leaf is None:
             continue
-        if leaf.num_layouts == 1:
+        if leaf.num_layouts == 1 and not leaf.is_quick:
             run = bounds.run(leaf.mesh, leaf.some_variant)
             if run.splits_backward:
                 run = fitted(run, findings.capacity_bytes)
-            if not (
-                findings.reject(leaf, bounds.memory_bytes(run))
-                or findings.reject(leaf, fullest_memory(run).total_bytes)
+            if findings.sift_one(leaf, bounds.memory_bytes(run)) and findings.sift_one(
+                leaf, fullest_memory(run).total_bytes
             ):
                 findings.keep(estimate_run(run), leaf.order)
             continue
         for part in leaf.parts(bounds):
-            if not findings.reject(part, part.bound.memory_bytes):
-                heappush(waiting, part)
+            left = findings.sift(part)
+            if left is not None:
+                heappush(waiting, left)
 
 
 def fitted(run: Run, capacity_bytes: float) -> Run:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
-from itertools import product, repeat
+from itertools import product
 from typing import Any, NamedTuple
 
 from meshpar.hardware.platforms import platform_named
@@ -31,7 +31,7 @@ from meshpar.planner.cost.seconds import (
     exposed,
     rows_in,
 )
-from meshpar.planner.cost.traffic import between_devices, context_rows
+from meshpar.planner.cost.traffic import context_rows
 from meshpar.planner.search.space import (
     Constraints,
     Scheduled,
@@ -92,12 +92,12 @@ class MeshChoices(NamedTuple):
     @property
     def num_variants(self) -> int:
         """Number of ways to run the mesh shape."""
-        return len(self.sequence_parallel) * sum(
-            sum(1 for _ in self._scheduled(count))
-            * sum(map(self._has_state, self.states, repeat(count)))
-            * sum(map(self._has_remat, self.remats, repeat(count)))
-            for count in self.microbatches
-        )
+        total = 0
+        for part in self._by_ticks():
+            counts = map(part._scheduled, part.microbatches)
+            scheduled = sum(sum(1 for _ in each) for each in counts)
+            total += scheduled * len(part.states) * len(part.remats)
+        return total * len(self.sequence_parallel)
 
     @property
     def splits_backward(self) -> bool:
@@ -108,6 +108,11 @@ class MeshChoices(NamedTuple):
     def is_one(self) -> bool:
         """True if there is at most one value for every key."""
         return max(map(len, self[2:])) == 1
+
+    @property
+    def only_remats(self) -> bool:
+        """True if there is at most one value for every key but `remat`."""
+        return max(map(len, self[2:-1])) == 1
 
     def variants(self) -> Iterator[Variant]:
         """Yield every way to run the mesh shape."""
@@ -127,24 +132,28 @@ class MeshChoices(NamedTuple):
             variant._replace(sequence_parallel=one) for one in self.sequence_parallel
         ]
 
-    def with_microbatches(self, count: int) -> MeshChoices:
-        """Return the choices that so many microbatches leave."""
-        return self._replace(
-            microbatches=(count,),
-            states=tuple(one for one in self.states if self._has_state(one, count)),
-            remats=tuple(one for one in self.remats if self._has_remat(one, count)),
+    def with_microbatches(self, *counts: int) -> MeshChoices:
+        """Return the choices that these leave: all run in ticks, or none do."""
+        in_ticks = self.ranks > 1 or counts[0] > 1
+        if in_ticks:
+            # In ticks residuals wait in slots on the device (`layout_errors`).
+            remats = tuple(one for one in self.remats if "offload:" not in one)
+            return self._replace(microbatches=counts, remats=remats)
+        # A single microbatch's gather or scatter is the step's.
+        states = tuple(
+            state
+            for state in self.states
+            if state[1] == _PLAIN.fsdp_gather
+            and not (state[0] == 2 and self.one_is_two)
         )
+        return self._replace(microbatches=counts, states=states)
 
-    def _has_state(self, state: State, count: int) -> bool:
-        """True unless a single microbatch's gather or scatter is the step's."""
-        zero, gather, *_ = state
-        in_ticks = self.ranks > 1 or count > 1
-        repeats = gather != _PLAIN.fsdp_gather or (zero == 2 and self.one_is_two)
-        return in_ticks or not repeats
-
-    def _has_remat(self, remat: str, count: int) -> bool:
-        # In ticks residuals wait in slots on the device (`layout_errors`).
-        return "offload:" not in remat or (self.ranks == 1 and count == 1)
+    def _by_ticks(self) -> Iterator[MeshChoices]:
+        """Yield those that run in a single tick, and those that run in several."""
+        one_tick = (1,) if self.ranks == 1 and 1 in self.microbatches else ()
+        several = tuple(one for one in self.microbatches if one not in one_tick)
+        for counts in filter(None, (one_tick, several)):
+            yield self.with_microbatches(*counts)
 
     def _scheduled(self, count: int) -> Iterator[Scheduled]:
         """Yield the schedules that exist for so many microbatches."""
@@ -152,35 +161,33 @@ class MeshChoices(NamedTuple):
             if self.ranks == 1 or _exists(one.schedule, self.ranks, count, one.chunks):
                 yield one
 
-    def by_backwards(self) -> Iterator[MeshChoices]:
-        """Yield those whose backwards are whole, and those whose are split."""
+    def groups(self) -> Iterator[MeshChoices]:
+        """Yield those of whole and of split backwards, and of one and several ticks."""
         for splits in (False, True):
             own = [one for one in self.schedules if one.splits_backward == splits]
-            part = self._replace(schedules=tuple(own))
-            if own and part.num_variants:
-                yield part
+            if own:
+                for part in self._replace(schedules=tuple(own))._by_ticks():
+                    if part.num_variants:
+                        yield part
+
+    @property
+    def open_key(self) -> str:
+        """The key that `parts` opens: the first that has several values."""
+        return next(key for key in _OPENED if len(getattr(self, key)) > 1)
 
     def parts(self) -> Iterator[tuple[MeshChoices, int]]:
         """Yield a part for each value of an open key, and its number of variants."""
-        key = next(key for key in _OPENED if len(getattr(self, key)) > 1)
+        key = self.open_key
         for value in getattr(self, key):
             opened: dict[str, Any] = {key: (value,)}
             part = self._replace(**opened)
-            if key == "microbatches":
-                part = part.with_microbatches(*part.microbatches)
             number = part.num_variants
             if number:
                 yield part, number
 
 
-# Keys that change bounds most come first.
-_OPENED = (
-    "microbatches",
-    "states",
-    "remats",
-    "sequence_parallel",
-    "schedules",
-)
+_OPENED = ("microbatches", "sequence_parallel", "states", "schedules", "remats")
+"""Keys in the order in which a search opens them; `remats` are bounded together."""
 
 
 @lru_cache(maxsize=4096)
@@ -198,9 +205,10 @@ def mesh_choices(like: Run, mesh: Layout, constraints: Constraints) -> MeshChoic
     is_host = platform_named(like.cluster.device.platform).is_host
     if like.execution.eager or is_host or not choices.num_variants:
         return choices
-    if _has_room(like, mesh, choices, constraints):
+    more = _choices(like, mesh, constraints, moves_more=True)
+    if more == choices or _has_room(like, mesh, choices, constraints):
         return choices
-    return _choices(like, mesh, constraints, moves_more=True)
+    return more
 
 
 def _has_room(
@@ -241,7 +249,7 @@ def _choices(
         ranks=mesh.stage,
         one_is_two=ahead and {1, 2} <= {zero for zero, *_ in states},
         microbatches=tuple(count for count in counts if each % count == 0),
-        schedules=tuple(_schedules(like, mesh, constraints)),
+        schedules=_schedules(like, mesh, constraints),
         states=states,
         sequence_parallel=constraints.choices(
             "sequence_parallel", (False, True) if splits else (False,)
@@ -268,13 +276,29 @@ def _remats(
     stage = STAGE_REMATS if mesh.stage > 1 else ()
     if like.execution.eager or like.workload.traced:
         return (*_WORDS, "full", *stage)
+    log_sums = replace(like, layout=mesh).keeps_log_sums
+    key = "remats", bool(stage), mesh.expert > 1, log_sums, has_host, moves_more
+    if key not in like.known:
+        to_host = has_host and not stage
+        named = _named_remats(
+            like, log_sums=log_sums, to_host=to_host, moves_more=moves_more
+        )
+        resends = (f"save:{BLOCK_INPUT}",) if mesh.expert > 1 else ()
+        kept, without_input = named
+        like.known[key] = (*_WORDS, *kept, "full", *resends, *without_input, *stage)
+    return like.known[key]
+
+
+def _named_remats(
+    like: Run, *, log_sums: bool, to_host: bool, moves_more: bool
+) -> tuple[list[str], list[str]]:
+    """Return policies by name, and those that keep no input, least moved first."""
     makers = _OF_ROUTED if like.workload.experts else OF_MATMULS
     named_by_blocks = residual_names(like.workload)
     spared = [name for name in makers if name in named_by_blocks]
     matmuls = len(spared)
-    if replace(like, layout=mesh).keeps_log_sums:
+    if log_sums:
         spared.append(ATTENTION_MIXED)
-    to_host = has_host and mesh.stage == 1
     ways = ("", "save", "offload") if to_host else ("", "save")
     named, without_input = [], []
     for chosen in product(ways, repeat=len(spared)):
@@ -289,8 +313,7 @@ def _remats(
         # All matmuls saved is `dots`, and none is `full`.
         if text and names["save"] != spared[:matmuls]:
             named.append(text)
-    resends = (f"save:{BLOCK_INPUT}",) if mesh.expert > 1 else ()
-    return (*_WORDS, *named, "full", *resends, *reversed(without_input), *stage)
+    return named, without_input[::-1]
 
 
 def _states(
@@ -341,6 +364,16 @@ def _state_share(like: Run, mesh: Layout, splits: int) -> float:
 
 
 def _schedules(
+    like: Run, mesh: Layout, constraints: Constraints
+) -> tuple[Scheduled, ...]:
+    apart = own_collective(mesh) is None
+    key = "schedules", mesh.stage, apart, tuple(constraints.kept.items())
+    if key not in like.known:
+        like.known[key] = tuple(_every_schedule(like, mesh, constraints))
+    return like.known[key]
+
+
+def _every_schedule(
     like: Run, mesh: Layout, constraints: Constraints
 ) -> Iterator[Scheduled]:
     if mesh.stage == 1:
@@ -447,9 +480,16 @@ def with_method(mesh: Layout, like: Run, constraints: Constraints) -> Layout:
     """Return the mesh with the attention method that takes least time, or the kept."""
     if mesh.context == 1 or "attention" in constraints.kept:
         return mesh
-    seconds = dict(_method_seconds(mesh, like))
-    fastest = min(seconds, key=seconds.__getitem__, default=_PLAIN.attention)
-    return replace(mesh, attention=fastest)
+    # On a torus, and between kinds of devices, links depend on every mesh axis.
+    varied = like.cluster.torus or like.cluster.parts
+    outside = (*mesh.mesh_shape.values(),) if varied else ()
+    inside = mesh.batch_shards, mesh.stage > 1, mesh.context, mesh.expert, mesh.tensor
+    key = "method", outside, inside, like.cluster.link(mesh, "context")
+    if key not in like.known:
+        seconds = dict(_method_seconds(mesh, like))
+        fastest = min(seconds, key=seconds.__getitem__, default=_PLAIN.attention)
+        like.known[key] = fastest
+    return replace(mesh, attention=like.known[key])
 
 
 def why_method(layout: Layout, like: Run) -> str:
@@ -494,7 +534,7 @@ def _methods(mesh: Layout, like: Run) -> tuple[str, ...]:
 
 def _block_s(run: Run) -> float:
     work_s = attention_forward_s(run), attention_backward_s(run)
-    rows, total_s = between_devices(run, context_rows(run)), sum(work_s)
+    rows, total_s = context_rows(run), sum(work_s)
     for passes, own_s in zip(("forward", "backward"), work_s, strict=True):
         waits = exposed(run, rows_in(rows, passes), {ATTENTION: own_s})
         total_s += waits.total_s

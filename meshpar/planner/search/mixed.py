@@ -7,12 +7,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from operator import mul
 
+import numpy as np
+
 from meshpar.layout import Layout
 from meshpar.planner.cost.by_speed import by_speed
 from meshpar.planner.cost.parts import may_be_uneven
 from meshpar.planner.cost.run import Run
 from meshpar.planner.machine.mixed import matmul_flops
-from meshpar.planner.search.bounds import Bound, Bounds
+from meshpar.planner.search.bounds import Bound, BoundByRemat, Bounds
 from meshpar.planner.search.choices import MeshChoices
 from meshpar.planner.search.space import Variant
 
@@ -54,19 +56,35 @@ class MixedBounds:
         """Return bounds of the same layouts that have the time of all of them."""
         return MixedBounds(self._like)
 
+    def least_s(self, mesh: Layout, choices: MeshChoices) -> float:
+        """Return a bound of the time of all these variants, from their blocks alone."""
+        kinds, is_uneven = self._kinds(mesh)
+        return (min if is_uneven else max)(one.least_s(mesh, choices) for one in kinds)
+
     def least(self, mesh: Layout, choices: MeshChoices) -> Bound:
         """Return a bound of all these variants of a mesh shape."""
-        return self._bound(mesh, lambda bounds: bounds.least(mesh, choices))
+        return self.by_remat(mesh, choices).least
+
+    def by_remat(self, mesh: Layout, choices: MeshChoices) -> BoundByRemat:
+        """Return a bound of all these variants for each of their remat policies."""
+        return self._bound(mesh, lambda bounds: bounds.by_remat(mesh, choices))
 
     def bound(self, mesh: Layout, variant: Variant) -> Bound:
         """Return the bound of one layout."""
-        return self._bound(mesh, lambda bounds: bounds.bound(mesh, variant))
+        return self._bound(mesh, lambda bounds: bounds.of_one(mesh, variant)).least
 
-    def _bound(self, mesh: Layout, of_kind: Callable[[Bounds], Bound]) -> Bound:
-        is_uneven = may_be_uneven(replace(self._like, layout=mesh))
-        kinds = self._by_speed if is_uneven else self._even
+    def _bound(
+        self, mesh: Layout, of_kind: Callable[[Bounds], BoundByRemat]
+    ) -> BoundByRemat:
+        kinds, is_uneven = self._kinds(mesh)
         steps_s, memories = zip(*map(of_kind, kinds), strict=True)
-        return Bound((min if is_uneven else max)(steps_s), min(memories))
+        step_s = (np.min if is_uneven else np.max)(steps_s, axis=0)
+        return BoundByRemat(step_s, np.min(memories, axis=0))
+
+    def _kinds(self, mesh: Layout) -> tuple[list[Bounds], bool]:
+        """Return the bounds of each kind, and whether stages may be uneven."""
+        is_uneven = may_be_uneven(replace(self._like, layout=mesh))
+        return self._by_speed if is_uneven else self._even, is_uneven
 
     def memory_bytes(self, run: Run) -> float:
         """Return a closer bound of a run's memory."""

@@ -186,13 +186,11 @@ def possible_meshes(
         if problems:
             refused.append(Rejected(mesh, problems[0].message, problems[0].key))
             continue
-        choices = mesh_choices(like, mesh, constraints)
-        if not choices.num_variants:
+        groups = [*mesh_choices(like, mesh, constraints).groups()]
+        if not groups:
             refused.append(Rejected(mesh, _NO_VARIANT, "plan.no_way_to_run"))
-        else:
-            for index, part in enumerate(choices.by_backwards()):
-                bound, place = bounds.least(mesh, part), (order, index)
-                leaves.append(Leaf(bound, place, mesh, part, part.num_variants))
+        for index, part in enumerate(groups):
+            leaves.append(Leaf.of((order, index), mesh, part, bounds))
     if not leaves and not refused:
         raise InputError(_no_mesh(like, constraints), key="plan.no_such_layout")
     return leaves, refused

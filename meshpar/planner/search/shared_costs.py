@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cached_property
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from meshpar.layout import Layout
+import numpy as np
+
+from meshpar.layout import STAGE_REMATS, Layout
 from meshpar.planner.cost.activations import (
     everything_bytes,
     kept_bytes,
     stage_input_bytes,
     stash_bytes,
 )
-from meshpar.planner.cost.block_time import BlockTime, block_time
+from meshpar.planner.cost.block_time import BlockWork
 from meshpar.planner.cost.memory import in_chunks_bytes, least_working_bytes
 from meshpar.planner.cost.run import (
     Run,
@@ -44,31 +47,37 @@ from meshpar.planner.workload.problems import layout_stage_blocks
 
 _PLAIN = Layout()
 
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
 
 class BlockTimes(NamedTuple):
-    """Seconds of one block and microbatch on one device, without FSDP's traffic.
+    """Seconds of one microbatch on one device, without FSDP's traffic.
 
-    Each for the forward and the backward, and `stacked_s` of either
-    (`meshpar.planner.cost.block_time.BlockTime`). `late_s` is the part of the backward
-    that is W where backwards are split.
+    Arrays over kinds of blocks, over forward and backward (but of `late_s`), and over
+    remat policies. `late_s` is the part of the backward that is W where backwards are
+    split.
     """
 
-    spare_s: tuple[float, float]
-    total_s: tuple[float, float]
-    stacked_s: float
-    late_s: float
+    spare_s: Array
+    total_s: Array
+    late_s: Array
 
 
 class BlockMemory(NamedTuple):
-    """Bytes of one block and microbatch on one device."""
+    """Bytes of one microbatch on one device, at least; arrays over remat policies.
 
-    kept_bytes: float
-    again_bytes: float
-    input_bytes: float
-    inner_bytes: float
-    """Bytes kept while the stage of the block is recomputed."""
-    stash_bytes: float
-    """Bytes that wait for a weight gradient, if backwards are split."""
+    Args:
+        per_block: For each block of a rank and each microbatch that it holds.
+        per_stage: For each microbatch that a rank holds.
+        per_own: For each block of a chunk, while its stage is recomputed, or until its
+            weight gradient.
+        working: While a block is recomputed.
+    """
+
+    per_block: Array
+    per_stage: Array
+    per_own: Array
+    working: Array
 
 
 class StepCost(NamedTuple):
@@ -78,14 +87,15 @@ class StepCost(NamedTuple):
         state_bytes: Parameters, gradients, optimizer state, and what the backward needs
             of them besides.
         once_s: Gradient reduction and optimizer.
-        gather_s: FSDP's traffic of each kind of block, in the forward and the backward.
+        gather_s: FSDP's traffic: an array over kinds of blocks, over the forward and
+            the backward, and of 1 for all remat policies.
         bare_s: The part of it that no work hides, however long that takes.
     """
 
     state_bytes: float
     once_s: float
-    gather_s: tuple[tuple[float, float], ...]
-    bare_s: tuple[tuple[float, float], ...]
+    gather_s: Array
+    bare_s: Array
 
 
 class SharedCosts:
@@ -100,8 +110,7 @@ class SharedCosts:
         kinds = run.workload.block_kinds
         self.kinds = tuple((kind, count) for kind, count in kinds if count)
         """True for routed experts, and the number of such blocks."""
-        self._times: dict[tuple, tuple[BlockTimes, ...]] = {}
-        self._memories: dict[tuple, tuple[BlockMemory, ...]] = {}
+        self._blocks: dict[tuple, _Blocks] = {}
         self._step_costs: dict[tuple, StepCost] = {}
         self._least_step_costs: dict[tuple, StepCost] = {}
         self._overheads: dict[tuple, float] = {}
@@ -147,9 +156,9 @@ class SharedCosts:
         replicas = mesh.data * mesh.fsdp * mesh.expert * microbatches
         return self._like.global_batch // replicas
 
-    def block_key(self, mesh: Layout, variant: Variant) -> tuple:
-        """Return all that a block's cost depends on, except its remat policy."""
-        return (
+    def blocks(self, mesh: Layout, variant: Variant) -> _Blocks:
+        """Return the costs of blocks, by all that these depend on but their remat."""
+        key = (
             *(mesh.tensor, mesh.expert, mesh.context, self._tokens(mesh, variant)),
             variant.sequence_parallel,
             # Kept in slots; collectives that take turns with those of stages.
@@ -157,36 +166,13 @@ class SharedCosts:
             mesh.stage > 1 and mesh.tensor > 1,
             mesh.stage > 1 and variant.scheduled.splits_backward,
             variant.execution == "divergent",
+            # Repacked for the collectives of ZeRO-3.
+            self._like.execution.repacks and (variant.zero, mesh.data, mesh.fsdp),
         )
-
-    def block_times(
-        self, mesh: Layout, variant: Variant, remat: str, key: tuple
-    ) -> tuple[BlockTimes, ...]:
-        """Return the times of each kind of block under a remat policy."""
-        if (key, remat) not in self._times:
-            run = self.run(mesh, variant._replace(remat=remat))
-            times = [block_time(run, moe=moe) for moe, _ in self.kinds]
-            self._times[key, remat] = tuple(
-                _block_times(time, splits=run.splits_backward) for time in times
-            )
-        return self._times[key, remat]
-
-    def block_memories(
-        self, mesh: Layout, variant: Variant, key: tuple
-    ) -> tuple[BlockMemory, ...]:
-        """Return the bytes of each kind of block."""
-        key = key, variant.remat
-        if key not in self._memories:
+        if key not in self._blocks:
             run = self.run(mesh, variant)
-            inputs, memories = stage_input_bytes(run), []
-            for moe, _ in self.kinds:
-                again = everything_bytes(run, moe=moe) - in_chunks_bytes(run, moe=moe)
-                inner = again if variant.remat == "stage" else inputs
-                kept = kept_bytes(run, moe=moe)
-                stash = stash_bytes(run, moe=moe)
-                memories.append(BlockMemory(kept, again, inputs, inner, stash))
-            self._memories[key] = tuple(memories)
-        return self._memories[key]
+            self._blocks[key] = _Blocks(run, [moe for moe, _ in self.kinds])
+        return self._blocks[key]
 
     def step_cost(self, mesh: Layout, variant: Variant) -> StepCost:
         """Return the shared costs of one layout."""
@@ -214,27 +200,86 @@ class SharedCosts:
             variant = like.with_state(state)
             variant = variant._replace(schedule=name, chunks=chunks, splits=splits)
             costs.append(self.step_cost(mesh, variant))
-        state_bytes, once_s, gathers_s, bare_s = zip(*costs, strict=True)
-        least_s, least_bare_s = (
-            tuple(
-                tuple(map(min, zip(*kind, strict=True)))
-                for kind in zip(*each, strict=True)
-            )
-            for each in (gathers_s, bare_s)
-        )
-        least = StepCost(min(state_bytes), min(once_s), least_s, least_bare_s)
+        least = StepCost(*(np.min(each, axis=0) for each in zip(*costs, strict=True)))
         self._least_step_costs[key] = least
         return least
 
 
-def _block_times(time: BlockTime, *, splits: bool) -> BlockTimes:
-    backward_s, late_s = time.backward.total_s, 0.0
-    if splits:
-        input_grad, weight_grad = time.split_backward
-        late_s = weight_grad.total_s
-        backward_s = input_grad.total_s + late_s
-    total_s = time.forward.total_s, backward_s
-    return BlockTimes(time.spare_s, total_s, time.stacked_s, late_s)
+class _Blocks:
+    """Costs of blocks under remat policies, each computed once.
+
+    Args:
+        run: A run of the blocks, of any policy.
+        kinds: True for each kind of block that has routed experts.
+    """
+
+    def __init__(self, run: Run, kinds: list[bool]) -> None:
+        self._run, self._kinds = run, kinds
+        self._times: dict[str, tuple] = {}
+        self._memories: dict[str, tuple[float, ...]] = {}
+        self._tables: dict[tuple[str, ...], BlockTimes] = {}
+        self._memory_tables: dict[tuple[str, ...], BlockMemory] = {}
+
+    @cached_property
+    def _works(self) -> list[BlockWork]:
+        return [BlockWork(self._run, moe=moe) for moe in self._kinds]
+
+    @cached_property
+    def least_s(self) -> Array:
+        """Seconds under any policy: an array over kinds, over forward and backward."""
+        return np.array([work.least_s for work in self._works])
+
+    @cached_property
+    def _everything(self) -> dict[bool, float]:
+        return {moe: everything_bytes(self._run, moe=moe) for moe in self._kinds}
+
+    def times(self, remats: tuple[str, ...]) -> BlockTimes:
+        """Return the times under each of these policies."""
+        if remats not in self._tables:
+            for remat in remats:
+                if remat not in self._times:
+                    each = (self._block_times(work, remat) for work in self._works)
+                    self._times[remat] = tuple(zip(*each, strict=True))
+            columns = zip(*map(self._times.__getitem__, remats), strict=True)
+            tables = (np.moveaxis(np.array(one), 0, -1) for one in columns)
+            self._tables[remats] = BlockTimes(*tables)
+        return self._tables[remats]
+
+    def _block_times(self, work: BlockWork, remat: str) -> tuple:
+        time = work.time(remat)
+        backward_s, late_s = time.backward.total_s, 0.0
+        if self._run.splits_backward:
+            input_grad, weight_grad = time.split_backward
+            late_s = weight_grad.total_s
+            backward_s = input_grad.total_s + late_s
+        return time.spare_s, (time.forward.total_s, backward_s), late_s
+
+    def memories(self, remats: tuple[str, ...]) -> BlockMemory:
+        """Return the bytes under each of these policies."""
+        if remats not in self._memory_tables:
+            for remat in remats:
+                if remat not in self._memories:
+                    self._memories[remat] = self._block_memory(remat)
+            columns = zip(*map(self._memories.__getitem__, remats), strict=True)
+            self._memory_tables[remats] = BlockMemory(*map(np.array, columns))
+        return self._memory_tables[remats]
+
+    def _block_memory(self, remat: str) -> tuple[float, ...]:
+        """Return the least of each number of `BlockMemory` over kinds of blocks."""
+        run, kinds, whole = self._run, self._kinds, self._everything
+        inputs, compiled = stage_input_bytes(run), not run.execution.eager
+        again = min(
+            whole[moe] - in_chunks_bytes(run, moe=moe, remat=remat) for moe in kinds
+        )
+        per_own = min(stash_bytes(run, moe=moe, remat=remat) for moe in kinds)
+        working = again if compiled and remat != "none" else 0.0
+        if remat not in STAGE_REMATS:
+            kept = min(kept_bytes(run, moe=moe, remat=remat) for moe in kinds)
+            return kept, 0.0, per_own, working
+        if compiled:
+            # All inputs wait as well, or all that its blocks keep.
+            per_own += again if remat == "stage" else inputs
+        return 0.0, inputs, per_own, working
 
 
 def _shared_by(mesh: Layout, variant: Variant) -> tuple:
@@ -288,4 +333,5 @@ def _step_cost(run: Run, kinds: list[bool]) -> StepCost:
             bare[way] += own_s * (1 - row.share)
         gather_s.append((seconds["forward"], seconds["backward"]))
         bare_s.append((bare["forward"], bare["backward"]))
-    return StepCost(state, once_s, tuple(gather_s), tuple(bare_s))
+    of_kinds = (np.array(each)[:, :, None] for each in (gather_s, bare_s))
+    return StepCost(state, once_s, *of_kinds)
