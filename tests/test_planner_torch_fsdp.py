@@ -13,7 +13,7 @@ from meshpar.planner.cost.block_time import accumulated_s, block_time
 from meshpar.planner.cost.elementwise import backward_bytes, forward_bytes
 from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.cost.run import Run
-from meshpar.planner.cost.seconds import matmul_s, memory_s
+from meshpar.planner.cost.seconds import cast_s, matmul_s, memory_s
 from meshpar.planner.cost.step_time import stage_times
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.execution import (
@@ -93,6 +93,15 @@ def test_the_loss_takes_as_long_as_the_bytes_of_its_logits():
     (run, eager_s), (_, fused_s) = ends_s(52), ends_s(36)
     more_s = memory_s(run, 16 * TOKENS * 128_256)
     assert eager_s - fused_s == pytest.approx(more_s)
+
+
+def test_dynamic_scales_read_a_value_before_they_cast_it():
+    """torchao: largest value (read 2), cast (2, 1), transposed (1, 1)."""
+    run = run_of("remat=full")
+    layout = dataclasses.replace(run.layout, precision="fp8")
+    scaled = dataclasses.replace(run, layout=layout)
+    assert cast_s(run, 1e9) == 0
+    assert cast_s(scaled, 1e9) == memory_s(run, 7e9)
 
 
 def test_a_compiled_block_is_faster_and_keeps_as_much():

@@ -98,9 +98,9 @@ PLATFORM_KERNEL = "platform"
 """
 
 # 50 to 73 % of an A100 (Dao 2023, abstract); heads of 64 against 128: its figure 4.
-# FlashAttention, its Triton kernel too: 30 to 50 % forward, 25 to 35 % backward (its
-# section 1), of which the ends that the longest rows of LLM Foundry show on an A100,
-# equal with heads of 64 and of 128.
+# FlashAttention: 30 to 50 % forward, 25 to 35 % backward (its section 1). Within that,
+# its Triton kernel is fitted to two rows of LLM Foundry on an A100 (those that
+# `meshpar plan --validate` marks); it is as fast with heads of 64 as of 128.
 AMPERE = {
     "flash-attention-1": Kernel(0.5, 0, backward=0.27 / 0.5),
     "flash-attention-2": Kernel(0.71, 24),

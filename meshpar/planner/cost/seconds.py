@@ -226,14 +226,12 @@ def matmul_s(
 def cast_s(run: Run, values: float) -> float:
     """Return the seconds to cast operands of matmuls to fp8; 0 where none are.
 
-    A kernel reads 16 bits and writes two copies, for the matmul and, transposed or
-    scaled along its other dim, for one of the backward (Transformer Engine 2.x,
-    `Float8Quantizer` and `MXFP8Quantizer`).
+    For a matmul, and transposed or scaled along their other dim for one of the backward
+    (`Execution.cast_bytes`).
     """
-    return memory_s(run, values * _CAST_BYTES) if run.layout.precision == "fp8" else 0.0
-
-
-_CAST_BYTES = 2 + 2 * 1
+    if run.layout.precision != "fp8":
+        return 0.0
+    return memory_s(run, values * run.execution.cast_bytes)
 
 
 def memory_s(run: Run, num_bytes: float) -> float:

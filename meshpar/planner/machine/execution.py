@@ -100,6 +100,9 @@ class Execution:
             them, casts parameters for use, and drops what no result needs.
         fp8: True if it can train with `precision=fp8`: the matmuls of blocks with
             operands of 8 bits, gathered weights too; the rest as in bf16.
+        cast_bytes: Bytes that casting a value to 8 bits reads and writes: 4 for one
+            kernel that reads 16 bits and writes two copies (Transformer Engine 2.x,
+            `Float8Quantizer` and `MXFP8Quantizer`).
         learned_positions: Name of the execution of models with learned positions, where
             another program trains them; empty for this one.
 
@@ -128,6 +131,7 @@ class Execution:
     host_s: float
     eager: bool
     fp8: bool = False
+    cast_bytes: float = 4.0
     launch_s: float = 0.0
     attention_kernel: str = "cudnn"
     tensor_ring: bool = False
@@ -179,6 +183,7 @@ _RANGES = {
     "state_bytes": (0, 32),
     "logit_bytes": (0, 64),
     "loss_bytes": (0, 256),
+    "cast_bytes": (0, 64),
     "host_s": (0, 3600),
     "launch_s": (0, 1),
     "hop_wait_s": (0, 1),
@@ -410,6 +415,9 @@ TORCH_FSDP2 = replace(
     bucket_bytes=0.0,
     host_s=0.0,
     fp8=True,
+    # torchao's dynamic scales: the largest value (read 2), cast (2, 1), and transposed
+    # for the backward (1, 1).
+    cast_bytes=7,
     reserve=MEGATRON_2023.reserve,
     learned_positions="llm-foundry",
 )
@@ -435,11 +443,17 @@ LLM_FOUNDRY = replace(
     name="llm-foundry",
     attention_kernel="flash-attention-1",
     selects_matmuls=False,
+    logit_bytes=4,
     fp8=False,
     learned_positions="",
 )
 """LLM Foundry of 2023, as its benchmarks train MPT models: PyTorch's first fully
-sharded data parallel, with the Triton kernel of FlashAttention (`attn_impl=triton`)."""
+sharded data parallel, with the Triton kernel of FlashAttention (`attn_impl=triton`).
+
+Its loss keeps logits and their gradient in 16 bits (`loss_fn=fused_crossentropy`: reads
+4 forward, reads 2 and writes 2 backward); two metrics of each microbatch
+(`use_train_metrics`) convert the logits and take their softmax in fp32, 22 bytes each.
+"""
 
 MAXTEXT = replace(
     MESHPAR,

@@ -1,7 +1,8 @@
 """Rows of public performance tables, each of which says its whole run.
 
 A row of `published.json`, `public_tables`, has the words that `meshpar estimate` takes:
-hardware, model, layout, execution. One source of rows is one family.
+hardware, model, layout, execution. One source of rows is one family. LLM Foundry's
+tables have a form of their own.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from meshpar.layout import Layout
-from meshpar.planner.machine.execution import EXECUTIONS
+from meshpar.planner.machine.execution import EXECUTIONS, LLM_FOUNDRY
 from meshpar.planner.published.megatron import (
     Measured,
     estimate_published,
@@ -19,7 +20,9 @@ from meshpar.planner.published.megatron import (
     published,
     step_row,
 )
+from meshpar.planner.workload.config_json import GPT2_FIELDS
 from meshpar.planner.workload.shapes import workload_of
+from meshpar.planner.workload.workload import Workload
 
 
 def family_rows(family: str) -> Iterator[Measured]:
@@ -73,10 +76,58 @@ def _table() -> list[dict[str, Any]]:
     return published()["public_tables"]["rows"]
 
 
+CALIBRATES_FLASH_ATTENTION = (("1b", 32_768), ("1b", 65_536))
+"""Model and tokens of the rows on an A100 that fix what the first FlashAttention
+achieves, forward and backward: one runs it once, one makes it again."""
+
+
+def llm_foundry(device: str) -> Iterator[Measured]:
+    """Yield the step times of MPT models on one kind of device, of 40 or 80 GB."""
+    data = published()["llm_foundry"]
+    for values in data["rows"]:
+        row = dict(zip(data["columns"], values, strict=True))
+        if not row["hardware"].startswith(device.lower()):
+            continue
+        sequences = row["microbatch"] * row["microbatches"]
+        layout = Layout(
+            fsdp=row["gpus"],
+            microbatches=row["microbatches"],
+            remat="full" if row["checkpointed"] else "none",
+            precision="bf16",
+        )
+        planned = estimate_published(
+            _mpt(row["model"], row["seq"]),
+            layout,
+            row["gpus"] * sequences,
+            row["seq"],
+            LLM_FOUNDRY,
+            row["hardware"],
+        )
+        calibrates = (row["model"], row["seq"]) in CALIBRATES_FLASH_ATTENTION
+        yield step_row(
+            f"LLM Foundry {device}",
+            f"mpt-{row['model']}, {row['seq']} x {sequences}, {row['hardware']}, "
+            f"{layout}",
+            sequences * row["seq"] / row["tok_s_gpu"],
+            planned,
+            calibrates=calibrates and row["hardware"] == "a100",
+        )
+
+
+def _mpt(name: str, seq: int) -> Workload:
+    sizes = published()["llm_foundry"]["sizes"][name]
+    return Workload(
+        name=f"mpt-{name}", vocab=_MPT_VOCAB, seq=seq, **GPT2_FIELDS, **sizes
+    )
+
+
+_MPT_VOCAB = 50_368
+
 FAMILIES = tuple(dict.fromkeys(row["family"] for row in _table()))
 """Names of the families, in the order of the table."""
 
-SOURCES: tuple[Callable[[], Iterator[Measured]], ...] = tuple(
-    partial(family_rows, family) for family in FAMILIES
+SOURCES: tuple[Callable[[], Iterator[Measured]], ...] = (
+    *(partial(family_rows, family) for family in FAMILIES),
+    *(partial(llm_foundry, device) for device in ("A100", "H100")),
 )
 """Where the rows come from, one source a family."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 from meshpar.planner.known_errors import ErrorRange
@@ -115,6 +116,13 @@ _GOALS = (
     ),
     _Goal("step time, A100 (PyTorch FSDP)", ("PyTorch FSDP A100",), 0.10, 0.20),
     _Goal("step time, H100 (PyTorch FSDP)", ("PyTorch FSDP H100",), 0.10, 0.20),
+    _Goal(
+        "step time, H100 (PyTorch FSDP in fp8)", ("PyTorch FSDP H100 fp8",), 0.15, 0.20
+    ),
+    # Both have runs, three in a hundred, that take a fourth longer than their neighbors
+    # in the table: without a largest error.
+    _Goal("step time, A100 (LLM Foundry)", ("LLM Foundry A100",), 0.10),
+    _Goal("step time, H100 (LLM Foundry)", ("LLM Foundry H100",), 0.10),
 )
 _MEMORY_MEAN = 0.06
 _QUANTITIES = ("layer", "step", "memory")
@@ -122,7 +130,13 @@ _QUANTITIES = ("layer", "step", "memory")
 
 def rows() -> list[Measured]:
     """Return every published number that the planner is compared with."""
-    return [row for source in (*others.SOURCES, *tables.SOURCES) for row in source()]
+    return list(_rows())
+
+
+@cache
+def _rows() -> tuple[Measured, ...]:
+    sources = (*others.SOURCES, *tables.SOURCES)
+    return tuple(row for source in sources for row in source())
 
 
 def summaries(measured: Iterable[Measured]) -> list[Summary]:
