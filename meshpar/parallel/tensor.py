@@ -157,7 +157,10 @@ def _lookup_backward(
 
     def local(rows: jax.Array, tokens: jax.Array, gradient: jax.Array) -> jax.Array:
         index, mine = _own_rows(rows.shape[0], tokens, mesh_axes)
-        zeros = jnp.zeros(rows.shape, jnp.float32)
+        # Without the barrier XLA fills the table with zeros before the backward of the
+        # blocks, which then runs beside it.
+        zero, gradient = lax.optimization_barrier((jnp.float32(0), gradient))
+        zeros = jnp.broadcast_to(zero, rows.shape)
         mine_only = jnp.where(mine, gradient, 0).astype(jnp.float32)
         return zeros.at[index].add(mine_only).astype(rows.dtype)
 
