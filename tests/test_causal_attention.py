@@ -83,9 +83,7 @@ def test_some_heads_at_a_time_change_no_number(monkeypatch, heads_at_once):
     *arrays, dy = inputs(4, jnp.float32)
     wanted = value_and_gradients(causal_attention, *arrays, dy=dy)
     scores = 2 * 7 * 7 * 4  # batch, seq, seq, fp32
-    monkeypatch.setattr(
-        "meshpar.models.layers.causal_attention.SCORE_BYTES", heads_at_once * scores
-    )
+    monkeypatch.setattr("meshpar.parallel.sizes.SCORE_BYTES", heads_at_once * scores)
     anew = lambda *arrays: causal_attention(*arrays)  # noqa: E731
     found = value_and_gradients(anew, *arrays, dy=dy)
     for got, want in zip(found, wanted, strict=True):
@@ -101,7 +99,7 @@ def test_a_gpu_copies_no_scores_into_another_layout(kv_heads, most, monkeypatch)
     """
     batch, seq, heads = 2, 512, 8
     part = 4 * batch * seq * seq * heads // kv_heads
-    monkeypatch.setattr("meshpar.models.layers.causal_attention.SCORE_BYTES", part)
+    monkeypatch.setattr("meshpar.parallel.sizes.SCORE_BYTES", part)
 
     def gradients(q, k, v):
         def total(q, k, v):

@@ -55,6 +55,22 @@ PART_BYTES = 4 * 2**20
 they take 84 us, many times its latency."""
 
 
+def score_parts(score_bytes: int, kv_heads: int) -> int:
+    """Return the number of parts of the kv heads that attend one after another.
+
+    Args:
+        score_bytes: Bytes of the fp32 scores of one of them.
+        kv_heads: Their number, which the parts divide.
+
+    Example:
+        >>> score_parts(2**27, 8), score_parts(2**29, 8)
+        (4, 8)
+    """
+    most = max(1, SCORE_BYTES // max(1, score_bytes))
+    enough = range(-(-kv_heads // most), kv_heads + 1)
+    return next(num for num in enough if kv_heads % num == 0)
+
+
 def tile_tokens(tokens: int, rows: int, *, zigzag: bool, largest: int) -> int:
     """Return the tokens of a tile; they divide a device's chunks if that costs little.
 

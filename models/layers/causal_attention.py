@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float
 
-from meshpar.parallel.sizes import SCORE_BYTES
+from meshpar.parallel.sizes import score_parts
 from meshpar.parallel.tensor import AnyArray
 
 # Finite, so that a row without any key is no NaN.
@@ -79,7 +79,9 @@ def _forward(
         if causal:
             seq = k.shape[-2]
             seen_TS = jnp.arange(seq)[:, None] >= jnp.arange(seq)
-            scores_BKGTS = jnp.where(seen_TS, scores_BKGTS, -jnp.inf)
+            # Without the barrier XLA makes a mask of all scores before the loop.
+            seen_TS, scores_BKGTS = lax.optimization_barrier((seen_TS, scores_BKGTS))
+            scores_BKGTS = scores_BKGTS + jnp.where(seen_TS, 0.0, -jnp.inf)
         if seen_BS is not None:
             seen = seen_BS[:, None, None, None].astype(bool)
             scores_BKGTS = jnp.where(seen, scores_BKGTS, _UNSEEN)
@@ -128,10 +130,7 @@ _attention.defvjp(_forward, _backward)
 def _num_parts(q: jax.Array, k: jax.Array) -> int:
     batch, seq, heads, _ = q.shape
     keys, kv_heads = k.shape[1:3]
-    score_bytes = 4 * batch * (heads // kv_heads) * seq * keys
-    most = max(1, SCORE_BYTES // max(1, score_bytes))
-    enough = range(-(-kv_heads // most), kv_heads + 1)
-    return next(num for num in enough if kv_heads % num == 0)
+    return score_parts(4 * batch * (heads // kv_heads) * seq * keys, kv_heads)
 
 
 def _cut(num: int, heads_BTNH: jax.Array, kv_heads: int) -> jax.Array:
