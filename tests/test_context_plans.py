@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from meshpar.layout import Layout
-from meshpar.planner.cost.memory import in_chunks_bytes
 from meshpar.planner.cost.seconds import row_link
 from meshpar.planner.cost.traffic import context_rows
+from meshpar.planner.cost.workspace import in_chunks_bytes
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.search.choices import why_method, with_method
 from meshpar.planner.search.search import Request, search

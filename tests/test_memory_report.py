@@ -1,6 +1,7 @@
 """Each part of a step's memory: the formula beside what the compiler says."""
 
 import functools
+import math
 
 import jax
 import numpy as np
@@ -15,8 +16,8 @@ from tests.marks import slow
 
 SIZES = dict(layers=2, hidden=64, heads=8, kv_heads=8, ffn=128, vocab=64, gated=True)
 MODEL = build(**SIZES)
-ENDS_BYTES = 2 * (2 * 64 * 64 // 2 + 64)
-"""Embedding and head over tensor=2 and the last norm, in bf16."""
+TABLE = 64 * 64
+"""Values of the embedding, and of the head."""
 
 
 @functools.cache
@@ -34,7 +35,13 @@ def at_once_of(report):
     if "stage" not in report.layout:
         # At the loss no block's gradient exists, and behind it no end is gathered.
         logits -= size["gradients"]
-        workspace -= min(size["gathered weights"], ENDS_BYTES)
+        layout = Layout.parse(report.layout)
+        value = 2 if layout.precision == "bf16" else 4
+        ends = value * (2 * TABLE // layout.tensor + 64)
+        workspace -= min(size["gathered weights"], ends)
+        # Nor does the embedding's gradient before the last block's.
+        shards = math.prod(getattr(layout, axis) for axis in layout.split_axes)
+        workspace -= 4 * TABLE // layout.tensor // shards
     beside = max(logits, workspace) + size["gathered weights"] + size["activations"]
     later = size["gradients of the ends"], size.get("fetched states", 0)
     return size["gradients"] + max(beside, *later)

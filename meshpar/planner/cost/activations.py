@@ -55,7 +55,7 @@ def block_residuals(run: Run, *, moe: bool) -> tuple[Residual, ...]:
     """
     workload, execution, value = run.workload, run.execution, run.dtype_bytes
     eager, hidden = execution.eager, workload.hidden * value
-    mixed, ffn = workload.heads * workload.value_dim, _active_ffn(run, moe)
+    mixed, ffn = workload.heads * workload.value_dim, active_ffn(run, moe)
     qkv, wide = _projections(run), 0.0
     if workload.kv_lora_rank:
         qkv, wide = 3 * mixed, qkv - 3 * mixed
@@ -188,7 +188,7 @@ def _selected_bytes(run: Run, moe: bool) -> float:
     """
     workload, value = run.workload, run.dtype_bytes
     qkv = (workload.heads + workload.kv_heads) * workload.query_dim
-    inside = qkv + workload.heads * workload.value_dim + _active_ffn(run, moe)
+    inside = qkv + workload.heads * workload.value_dim + active_ffn(run, moe)
     stream = 2 * workload.hidden * run.residual_share
     sums = _FP32_BYTES * workload.heads
     return value * stream + (value * inside + sums) / run.layout.tensor
@@ -329,7 +329,8 @@ def _projections(run: Run) -> float:
     return wide + narrow * run.layout.tensor
 
 
-def _active_ffn(run: Run, moe: bool) -> int:
+def active_ffn(run: Run, moe: bool) -> int:
+    """Return the hidden size of the MLPs that one token uses, experts together."""
     workload = run.workload
     if not moe:
         return workload.ffn
@@ -338,7 +339,7 @@ def _active_ffn(run: Run, moe: bool) -> int:
 
 def gate_up_values(run: Run, moe: bool) -> float:
     """Return the number of values that an MLP's first matmul makes of one token."""
-    return _active_ffn(run, moe) * (2 if run.workload.gated else 1)
+    return active_ffn(run, moe) * (2 if run.workload.gated else 1)
 
 
 def mlp_values(run: Run, moe: bool) -> float:
@@ -349,7 +350,7 @@ def mlp_values(run: Run, moe: bool) -> float:
     hidden = 1.0
     if run.workload.gated and not run.execution.fused_activation:
         hidden = 2.0
-    return gate_up_values(run, moe) + hidden * _active_ffn(run, moe)
+    return gate_up_values(run, moe) + hidden * active_ffn(run, moe)
 
 
 OF_MATMULS = ("attention_qkv", "attention_out", "mlp_up", "mlp_gate_up")

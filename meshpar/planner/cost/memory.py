@@ -4,18 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from meshpar.hardware.attention_kernels import SPLASH_LANES
 from meshpar.layout import STAGE_REMATS, Layout
-from meshpar.layout.layout import is_named
-from meshpar.parallel.sizes import HIDDEN_BYTES, SCORE_BYTES, head_parts, tile_tokens
-from meshpar.planner.cost.activations import (
-    everything_bytes,
-    gate_up_values,
-    kept_bytes,
-    mlp_values,
-    stage_input_bytes,
-    stash_bytes,
-)
+from meshpar.planner.cost.activations import kept_bytes, stage_input_bytes, stash_bytes
 from meshpar.planner.cost.parts import with_places
 from meshpar.planner.cost.pipeline_time import Ticks, in_flight
 from meshpar.planner.cost.run import (
@@ -29,6 +19,11 @@ from meshpar.planner.cost.run import (
     shared_out,
     stored_bytes,
     table_parameters,
+)
+from meshpar.planner.cost.workspace import (
+    stash_copy_bytes,
+    tick_ends_bytes,
+    workspace_bytes,
 )
 from meshpar.planner.plan import gigabytes
 
@@ -216,8 +211,8 @@ def rank_memory(run: Run, rank: int, chunks_held: float) -> Memory:
         late_bytes=gradients if once else 0.0,
         gathered_bytes=gathered,
         idle_bytes=_idle_bytes(run, rank, gathered),
-        workspace_bytes=_workspace_bytes(run, rank, layers, kept)
-        + _stash_copy_bytes(run, stash / layout.chunks, layers),
+        workspace_bytes=workspace_bytes(run, rank, layers, kept)
+        + stash_copy_bytes(run, stash / layout.chunks, layers),
         ends_bytes=_ends_bytes(run, split=shares["gradient"] < 1) if once else 0.0,
         stage=rank,
         in_flight=in_flight,
@@ -290,10 +285,19 @@ def _cast_bytes(run: Run, rank: int) -> float:
 
 
 def _idle_bytes(run: Run, rank: int, gathered: float) -> float:
-    """Part of the gathered bytes that is free again after the loss."""
-    if run.execution.eager or run.layout.runs_in_ticks:
+    """Bytes that are free between the loss and the last block's backward.
+
+    Of the gathered ones those of the ends, and the part of the sums that waits for the
+    embedding's gradient.
+    """
+    if run.execution.eager or run.layout.stage > 1:
         return 0.0
-    return min(gathered, end_parameters(run, rank) * run.dtype_bytes)
+    ends = min(gathered, end_parameters(run, rank) * run.dtype_bytes)
+    split = run.layout.zero >= run.split_from["gradient"]
+    shards = run.state_shards if split else 1
+    if run.layout.runs_in_ticks or (run.workload.tied and shards == 1):
+        return ends
+    return ends + table_parameters(run) * run.execution.gradient_bytes / shards
 
 
 def least_working_bytes(run: Run, rank: int) -> float:
@@ -302,20 +306,7 @@ def least_working_bytes(run: Run, rank: int) -> float:
     busy = gathered - _idle_bytes(run, rank, gathered)
     if run.execution.eager or not run.layout.runs_in_ticks:
         return busy
-    return busy + _tick_ends_bytes(run, rank)
-
-
-def _tick_ends_bytes(run: Run, rank: int) -> float:
-    """Bytes of the ends' gradients in a tick: their whole sums, and two tables.
-
-    Those are of this tick's head and of its embedding.
-    """
-    gradient_bytes = run.execution.gradient_bytes
-    ends = end_parameters(run, rank) * gradient_bytes
-    table = table_parameters(run)
-    split = run.layout.zero == 3 and not run.gathers_once
-    sums = ends * (1 - 1 / run.state_shards) if split else 0.0
-    return sums + 2 * table * gradient_bytes
+    return busy + tick_ends_bytes(run, rank)
 
 
 def _ends_bytes(run: Run, *, split: bool) -> float:
@@ -325,124 +316,3 @@ def _ends_bytes(run: Run, *, split: bool) -> float:
     if not split:
         tables -= 1 if run.workload.tied else 2
     return tables * table * run.execution.gradient_bytes
-
-
-def _workspace_bytes(run: Run, rank: int, layers: list[int], kept: float) -> float:
-    """Bytes of one block's residuals where the backward recomputes them, and copies."""
-    moe = bool(layers) and run.workload.is_moe(layers[-1])
-    again = everything_bytes(run, moe=moe) - in_chunks_bytes(run, moe=moe)
-    remat = run.layout.remat
-    if run.execution.eager:
-        return again if remat == "full" else 0.0
-    if remat == "none":
-        again = 0.0
-    if remat in STAGE_REMATS:
-        inner = again if remat == "stage" else stage_input_bytes(run)
-        again += inner * len(layers) / run.layout.chunks
-    again += scores_at_once(run)
-    if not run.layout.runs_in_ticks:
-        table = table_parameters(run)
-        # The loss makes the gradient of the head's table at once: it is whole until the
-        # blocks' backward is done, where ZeRO splits it then.
-        split = run.state_shards > 1 and run.layout.zero == 3
-        whole = table * run.execution.gradient_bytes if split else 0.0
-        late = _late_gradient_bytes(run, layers)
-        # A head of its own has it scattered before the first of the others is late.
-        return again + (whole + late if run.workload.tied else max(whole, late))
-    # What a tick's forward keeps before it has its slot.
-    return again + kept / run.layout.chunks + _tick_ends_bytes(run, rank)
-
-
-def _stash_copy_bytes(run: Run, stash: float, layers: list[int]) -> float:
-    """Bytes of a stash of a stage, before it is in its slot.
-
-    In lock step a loop over the stage's layers stacks it; where ranks diverge each
-    layer writes its own part of the slot.
-    """
-    if not run.layout.divergent:
-        return stash
-    return max(stash_bytes(run, moe=run.workload.is_moe(at)) for at in layers)
-
-
-def _late_gradient_bytes(run: Run, layers: list[int]) -> float:
-    """Bytes of a block's gradients that are reduced while the next block runs.
-
-    By `meshpar.parallel.prefetch`; the next block's parameters are among those
-    gathered.
-    """
-    if not run.prefetches or run.replicas * run.layout.context == 1:
-        return 0.0
-    moe = bool(layers) and run.workload.is_moe(layers[-1])
-    return block_parameters(run, moe=moe) * run.dtype_bytes
-
-
-_FP32_BYTES = 4
-
-
-def in_chunks_bytes(run: Run, *, moe: bool, remat: str = "") -> float:
-    """Return the bytes of an MLP's hidden values that never exist at once.
-
-    The backward recomputes them for a chunk of tokens at a time
-    (`meshpar.parallel.remat`). Less the weights, which several chunks read in
-    fp32.
-    """
-    remat = remat or run.layout.remat
-    recomputed = remat in ("full", "stage_full") or is_named(remat)
-    ours = not run.execution.eager and not moe
-    if not (recomputed and ours) or run.layout.sequence_parallel:
-        return 0.0
-    each = run.tokens * run.dtype_bytes / run.layout.tensor
-    chunks = -(-each * gate_up_values(run, moe) // HIDDEN_BYTES)
-    if chunks <= 1:
-        return 0.0
-    weights = run.workload.mlp_matrix_parameters(run.workload.ffn) / run.layout.tensor
-    copies = _FP32_BYTES * weights if run.dtype_bytes < _FP32_BYTES else 0.0
-    return each * mlp_values(run, moe) * (1 - 1 / chunks) - copies
-
-
-def scores_at_once(run: Run) -> float:
-    """Bytes of the gradients of some heads' scores in fp32, and cast for a matmul.
-
-    As XLA:GPU and XLA:TPU compile `meshpar.models.layers.causal_attention`; fused
-    kernels store none.
-    """
-    if run.attention.kernel == "splash":
-        # Its kernel writes each fp32 log-sum-exp once for every lane.
-        rows = run.tokens * run.workload.heads / run.layout.tensor
-        return rows * SPLASH_LANES * _FP32_BYTES
-    if run.fused_attention:
-        return 0.0
-    if run.tiled_attention:
-        return _tile_bytes(run)
-    whole = _FP32_BYTES * run.tokens * run.seq * run.workload.heads / run.layout.tensor
-    # A key/value head's at least.
-    kv_heads = max(1.0, run.workload.kv_heads / run.layout.tensor)
-    widths = (_FP32_BYTES + run.dtype_bytes) / _FP32_BYTES
-    return widths * max(min(whole, SCORE_BYTES), whole / kv_heads)
-
-
-def _tile_bytes(run: Run) -> float:
-    """Bytes of a tile's scores, softmax and their gradients; and of arrays in tiles.
-
-    Queries, and the gradients of the output and of the queries, exist in tiles besides
-    themselves; keys, values and their fp32 gradients of some heads exist twice where
-    they go round a ring: those in use, and those on their way.
-    """
-    workload, how = run.workload, run.layout.attention_method
-    split = run.layout.tensor * how.heads
-    heads, kv_heads = (max(1, n // split) for n in (workload.heads, workload.kv_heads))
-    tokens = run.seq // run.layout.context * how.heads
-    head_values = run.microbatch * tokens * workload.value_dim
-    key_bytes = kv_heads * head_values * run.dtype_bytes
-    parts = head_parts(kv_heads, key_bytes, how.groups, gathers=how.across.gathers)
-    rows = run.microbatch * heads // parts
-    largest = run.platform.largest_tile
-    tile = tile_tokens(tokens, rows, zigzag=how.groups > 1, largest=largest)
-    queries = heads * head_values
-    moved = (2 if how.groups > 1 else 1) * 2 * kv_heads * head_values / parts
-    return (
-        4 * _FP32_BYTES * rows * tile * tile
-        + 3 * queries * run.dtype_bytes
-        + _FP32_BYTES * queries / parts
-        + moved * (run.dtype_bytes + _FP32_BYTES)
-    )

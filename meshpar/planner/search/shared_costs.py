@@ -16,13 +16,12 @@ import numpy as np
 
 from meshpar.layout import STAGE_REMATS, Layout
 from meshpar.planner.cost.activations import (
-    everything_bytes,
     kept_bytes,
     stage_input_bytes,
     stash_bytes,
 )
 from meshpar.planner.cost.block_time import BlockWork
-from meshpar.planner.cost.memory import in_chunks_bytes, least_working_bytes
+from meshpar.planner.cost.memory import least_working_bytes
 from meshpar.planner.cost.run import (
     Run,
     rank_parameters,
@@ -41,6 +40,7 @@ from meshpar.planner.cost.seconds import (
 from meshpar.planner.cost.step_time import tick_overhead
 from meshpar.planner.cost.step_traffic import step_rows
 from meshpar.planner.cost.traffic import weight_rows
+from meshpar.planner.cost.workspace import recomputed_bytes
 from meshpar.planner.search.choices import MeshChoices
 from meshpar.planner.search.space import Variant, layout_variant, with_variant
 from meshpar.planner.workload.problems import layout_stage_blocks
@@ -229,10 +229,6 @@ class _Blocks:
         """Seconds under any policy: an array over kinds, over forward and backward."""
         return np.array([work.least_s for work in self._works])
 
-    @cached_property
-    def _everything(self) -> dict[bool, float]:
-        return {moe: everything_bytes(self._run, moe=moe) for moe in self._kinds}
-
     def times(self, remats: tuple[str, ...]) -> BlockTimes:
         """Return the times under each of these policies."""
         if remats not in self._tables:
@@ -266,11 +262,9 @@ class _Blocks:
 
     def _block_memory(self, remat: str) -> tuple[float, ...]:
         """Return the least of each number of `BlockMemory` over kinds of blocks."""
-        run, kinds, whole = self._run, self._kinds, self._everything
+        run, kinds = self._run, self._kinds
         inputs, compiled = stage_input_bytes(run), not run.execution.eager
-        again = min(
-            whole[moe] - in_chunks_bytes(run, moe=moe, remat=remat) for moe in kinds
-        )
+        again = min(recomputed_bytes(run, moe=moe, remat=remat) for moe in kinds)
         per_own = min(stash_bytes(run, moe=moe, remat=remat) for moe in kinds)
         working = again if compiled and remat != "none" else 0.0
         if remat not in STAGE_REMATS:
