@@ -325,3 +325,31 @@ def test_ranks_leave_places_out_on_several_kinds_of_accelerators_alone():
     assert mesh_hindrance(shape, "gpu", device_kinds(two)) is None
     assert mesh_hindrance({**shape, "tensor": 2}, "gpu", device_kinds(two)) is not None
     assert device_kinds(absent_mesh("stage=4")) == 1
+
+
+def test_the_picture_has_the_kinds_and_their_stages_in_the_order_of_the_hosts():
+    pytest.importorskip("plotly")
+    from meshpar.cli.report.laid_out import laid_out
+    from meshpar.cli.report.show_page import device_grid, shards_plot, show_page
+    from meshpar.models.presets import build
+
+    layout = f"data=2,stage=2,microbatches=2,splits=3/1,{MORE}"
+    plan = estimate(
+        SHAPES["tiny"], cluster_of("h100:2+a100:2"), layout, global_batch=4, seq=64
+    )
+    grid = device_grid(plan.run)
+    labels = [button.label for button in grid.layout.updatemenus[0].buttons]
+    assert labels == [
+        f"coloured by {one}" for one in ("kind of device", "stage", "data")
+    ]
+    assert grid.data[0].z.ravel().tolist() == [0, 0, 1, 1]
+    found = laid_out(build("tiny"), plan)
+    shards = shards_plot(found).data[0]
+    row = next(at for at, path in enumerate(shards.y) if path.startswith("blocks"))
+    # Stages, not shares of the batch, are on the kinds: 0 and 1 have the same layers.
+    assert list(shards.z[row]) == [0, 0, 1, 1]
+    text = show_page(found)
+    assert "stage 1 of 1 blocks on 2 x a100-80gb on 1 host" in text
+    assert "stage outermost and tensor innermost" in text
+    first, *_, last = (events[0] for events in found.timeline.events)
+    assert first[2] - first[1] != last[2] - last[1]

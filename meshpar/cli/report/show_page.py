@@ -19,6 +19,7 @@ from meshpar.cli.report.laid_out import AxisTraffic, LaidOut
 from meshpar.cli.report.timeline import HOW_TO_READ, timeline_plot
 from meshpar.html import heading, page, paragraph, plot, table
 from meshpar.lint.findings import Shards
+from meshpar.planner.machine.mixed import crossing_first
 from meshpar.planner.plan import gigabytes, milliseconds
 from meshpar.schedules.render import summary
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from meshpar.cli.report.laid_out import LaidOut
     from meshpar.planner.cost.run import Run
 
+
+_KIND = "kind of device"
+"""Entry of the menu of colours, and title of its legend, on mixed hardware."""
 
 _LEAST_WIDTH = 640  # pixels, of what has many columns
 
@@ -63,12 +67,17 @@ def _machine(found: LaidOut) -> list[str]:
     cluster, drawn = found.run.cluster, drawn_devices(found.run)
     device = cluster.device
     noun = "slice" if cluster.torus else "host"
+    outermost, least = "", ""
+    if cluster.parts:
+        axis, _ = crossing_first(cluster, found.run.layout.mesh_shape)
+        outermost, least = f"{axis} outermost and ", "at least "
     text = (
         f"{cluster.hosts} {noun}{'s' if cluster.hosts > 1 else ''} of "
-        f"{cluster.devices_per_host} devices, numbered along the mesh with "
-        f"tensor innermost. A device has {gigabytes(device.memory_bytes)}; its link "
-        f"inside carries {gigabytes(device.link_bytes_per_s)}/s, the network between "
-        f"{noun}s {gigabytes(device.network_bytes_per_s)}/s, each way, by data sheet."
+        f"{cluster.devices_per_host} devices, numbered along the mesh with {outermost}"
+        f"tensor innermost. A device has {least}{gigabytes(device.memory_bytes)}; its "
+        f"link inside carries {gigabytes(device.link_bytes_per_s)}/s, the network "
+        f"between {noun}s {gigabytes(device.network_bytes_per_s)}/s, each way, by data "
+        "sheet."
     )
     legend = (
         "A square is a device with its number, its colour its place along the mesh "
@@ -239,11 +248,29 @@ def _columns(devices_per_host: int) -> int:
 
 def _positions(run: Run, numbers: np.ndarray) -> dict[str, np.ndarray]:
     """Each device's place along every mesh axis at work."""
-    shape = run.layout.mesh_shape
+    shape, cluster = run.layout.mesh_shape, run.cluster
+    if cluster.parts:
+        _, shape = crossing_first(cluster, shape)
     places = np.unravel_index(numbers, tuple(shape.values()))
     along = dict(zip(shape, places, strict=True))
     split = {axis: along[axis] for axis in shape if shape[axis] > 1}
+    if cluster.parts:
+        ends = np.cumsum([part.num_devices for part in cluster.parts])
+        return {_KIND: np.searchsorted(ends, numbers, side="right"), **split}
     return split or {"data": along["data"]}
+
+
+def _num_places(run: Run, axis: str) -> int:
+    """Return the number of places along a mesh axis, or of kinds of devices."""
+    return len(run.cluster.parts) if axis == _KIND else run.layout.mesh_shape[axis]
+
+
+def _mesh_numbers(run: Run, num_devices: int) -> np.ndarray:
+    """Return the number along the mesh of each device, in the order of the hosts."""
+    shape = run.layout.mesh_shape
+    places = _positions(run, np.arange(num_devices))
+    along = [places.get(axis, np.zeros(num_devices, int)) for axis in shape]
+    return np.ravel_multi_index(along, tuple(shape.values()))
 
 
 def _device_hovers(
@@ -280,18 +307,20 @@ def _menu(
 
 def _last(run: Run, axis: str) -> int:
     """Return the last place along a mesh axis, at least 1 to span a scale."""
-    return max(1, run.layout.mesh_shape[axis] - 1)
+    return max(1, _num_places(run, axis) - 1)
 
 
 def _legend(run: Run, axis: str) -> dict[str, object]:
     """Return the bar of colours below the grid: places along a mesh axis."""
-    size = run.layout.mesh_shape[axis]
+    size = _num_places(run, axis)
     places = [*range(0, size, -(-size // _MOST_PLACES))]
+    names = [part.device.name for part in run.cluster.parts]
+    is_kind = axis == _KIND
     return {
-        "title": {"text": f"place along {axis}", "side": "top"},
+        "title": {"text": axis if is_kind else f"place along {axis}", "side": "top"},
         "orientation": "h",
         "tickvals": places,
-        "ticktext": [str(place) for place in places],
+        "ticktext": names if is_kind else [str(place) for place in places],
         "thickness": 12,
         "len": 0.5,
         "x": 0,
@@ -324,15 +353,16 @@ def shards_plot(found: LaidOut) -> Figure:
     num_devices = min(found.run.cluster.num_devices, MOST_DEVICES)
     numbered = num_devices <= _MOST_NUMBERED
     colors = []
-    for shards in found.shards:
+    numbers = _mesh_numbers(found.run, num_devices)
+    every = [np.array(shards.of_device)[numbers] for shards in found.shards]
+    for shards, drawn in zip(found.shards, every, strict=True):
         last = shards.number - 1
-        drawn = shards.of_device[:num_devices]
         colors.append([shard / last if last else None for shard in drawn])
     figure = Figure(
         Heatmap(
             y=[shards.row.path for shards in found.shards],
             z=colors,
-            text=[shards.of_device[:num_devices] for shards in found.shards],
+            text=every,
             hovertext=[
                 _shard_hovers(shards, found, num_devices) for shards in found.shards
             ],
@@ -373,8 +403,9 @@ def _shard_hovers(shards: Shards, found: LaidOut, num_devices: int) -> list[str]
     texts = {shard: _shard_text(shards, shard) for shard in set(shards.of_device)}
     each = found.run.cluster.devices_per_host
     return [
-        f"<b>device {device}</b>, host {device // each}<br>{texts[shard]}"
-        for device, shard in enumerate(shards.of_device[:num_devices])
+        f"<b>device {device}</b>, host {device // each}<br>"
+        f"{texts[shards.of_device[number]]}"
+        for device, number in enumerate(_mesh_numbers(found.run, num_devices))
     ]
 
 
