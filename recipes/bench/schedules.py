@@ -20,19 +20,18 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, Mesh
 
 import meshpar
 from meshpar.layout import FIXED_EXECUTIONS
 from meshpar.models.presets import build
 from meshpar.recipes.bench.conditions import conditions, parsed, turn_ynn_off
+from meshpar.recipes.bench.sleeping import seconds, sleeping_step
 from meshpar.schedules import (
     SCHEDULES,
     Schedule,
@@ -200,8 +199,16 @@ def _print_sleeps(args: argparse.Namespace) -> None:
     ratios = []
     for case in _cases(args.schedules, synchronous=True):
         times = {name: rank_s / case.chunks for name, rank_s in of_rank.items()}
-        run = _sleeping(case, stages, microbatches, **times)
-        measured_s = statistics.median(_seconds(run) for _ in range(args.rounds))
+        layer_s = np.tile([*times.values()], (stages * case.chunks, 1))
+        run = sleeping_step(
+            layer_s,
+            stages=stages,
+            microbatches=microbatches,
+            schedule=case.name,
+            chunks=case.chunks,
+            execution=case.execution,
+        )
+        measured_s = statistics.median(seconds(run) for _ in range(args.rounds))
         free_s, ticks_s = _spans(case, stages, microbatches, times)
         ratios.append(measured_s / ticks_s)
         print(
@@ -214,63 +221,6 @@ def _print_sleeps(args: argparse.Namespace) -> None:
         f"\n{within} of {len(ratios)} within {_WITHIN:.0%} of the simulated ticks; "
         f"furthest {max(ratios, key=lambda ratio: abs(ratio - 1)):.3f}"
     )
-
-
-def _seconds(run: Callable[[], Any]) -> float:
-    begun = time.perf_counter()
-    jax.block_until_ready(run())
-    return time.perf_counter() - begun
-
-
-def _sleeping(
-    case: Case, stages: int, microbatches: int, **times: float
-) -> Callable[[], Any]:
-    """Compiles and runs loss and gradients of stages that sleep."""
-    width = 16
-    mesh = Mesh(
-        np.array(jax.devices()[:stages]), ("stage",), axis_types=(AxisType.Auto,)
-    )
-    value_and_grad = meshpar.pipeline_value_and_grad(
-        _sleeping_block(**times),
-        lambda scale, x, y: jnp.mean((scale * x - y) ** 2),
-        mesh=mesh,
-        num_microbatches=microbatches,
-        schedule=case.name,
-        chunks=case.chunks,
-        execution=case.execution,
-    )
-    weights = jnp.full((stages * case.chunks, width, width), 0.1)
-    x = jnp.ones((stages * microbatches, width))
-    given = weights, jnp.ones(()), x, x
-    compiled = jax.jit(value_and_grad).lower(*given).compile()
-    jax.block_until_ready(compiled(*given))
-    return lambda: compiled(*given)
-
-
-def _sleeping_block(
-    *, forward_s: float, input_grad_s: float, weight_grad_s: float
-) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """A block whose forward and whose two gradients sleep."""
-
-    def slept(seconds: float, after: jax.Array) -> jax.Array:
-        def sleep(_: Any) -> np.ndarray:
-            time.sleep(seconds)
-            return np.zeros((), np.float32)
-
-        number = jax.ShapeDtypeStruct((), jnp.float32)
-        return jax.pure_callback(sleep, number, after.ravel()[0])
-
-    @jax.custom_vjp
-    def block(weight: jax.Array, x: jax.Array) -> jax.Array:
-        return x @ weight + slept(forward_s, x)
-
-    def backward(kept: tuple, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
-        weight, x = kept
-        of_weight = x.T @ dy + slept(weight_grad_s, dy)
-        return of_weight, dy @ weight.T + slept(input_grad_s, dy)
-
-    block.defvjp(lambda weight, x: (block(weight, x), (weight, x)), backward)
-    return block
 
 
 if __name__ == "__main__":
