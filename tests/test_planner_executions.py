@@ -22,6 +22,7 @@ from meshpar.planner.cost.block_time import (
     mlp_linears,
 )
 from meshpar.planner.cost.estimate import Estimate, estimate
+from meshpar.planner.cost.expert_time import routed_linears
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.seconds import (
     Row,
@@ -529,6 +530,92 @@ def test_the_executions_that_fp8_is_offered_for_are_those_that_have_it():
     assert tuple(name for name, each in EXECUTIONS.items() if each.fp8) == tuple(
         sorted(FP8_EXECUTIONS)
     )
+
+
+def _routed(model: str, batch: int = 256, **changes) -> Run:
+    """Run of Megatron Bridge on 64 GB200, experts over all of them."""
+    planned = estimate(
+        SHAPES[model],
+        cluster_of("gb200", devices=64),
+        "expert=64,zero=1,precision=bf16",
+        global_batch=batch,
+        seq=4096,
+        execution=dataclasses.replace(EXECUTIONS["megatron-bridge"], **changes),
+    )
+    return planned.run
+
+
+def test_biases_of_experts_cost_their_traffic_and_slower_weight_gradients():
+    """Of 16,384 tokens, each with four experts' 2,880 values, 28 and 36 bytes each."""
+    biased, plain = (
+        block_time(_routed("gpt-oss-120b", **changes), moe=True)
+        for changes in ({}, {"adds_biases_apart": False, "biased_grad_flops": 0})
+    )
+    device = _routed("gpt-oss-120b").cluster.device
+    rate = device.memory_bytes_per_s * device.efficiency.memory
+    for name, each in (("forward", 28), ("input_grad", 36)):
+        costs = [getattr(time, name).compute_s for time in (biased, plain)]
+        expected = 16_384 * 4 * 2880 * each / rate
+        assert costs[0] - costs[1] == pytest.approx(expected)
+    flops = 16_384 * 4 * 6 * 2880 * 2880
+    assert biased.weight_grad.compute_s > flops / 320e12
+    run = _routed("qwen3-30b-a3b")
+    without = _routed("qwen3-30b-a3b", adds_biases_apart=False, biased_grad_flops=0)
+    assert block_time(run, moe=True) == block_time(without, moe=True)
+
+
+def test_a_block_takes_at_least_what_its_host_needs_to_launch_it():
+    for host_s, waits in ((1e-7, False), (1e-3, True)):
+        time = block_time(_routed("qwen3-30b-a3b", kernel_host_s=host_s), moe=True)
+        free = block_time(_routed("qwen3-30b-a3b", kernel_host_s=0.0), moe=True)
+        whole_s = time.forward.total_s + time.backward.total_s
+        free_s = free.forward.total_s + free.backward.total_s
+        if not waits:
+            assert whole_s == free_s
+        else:  # as many kernels as of one millisecond each: no less than in a forward
+            assert whole_s == pytest.approx(round(whole_s * 1e3) / 1e3)
+            assert whole_s > 0.1 > free_s
+
+
+def test_the_last_tile_of_each_expert_is_half_empty():
+    run = _routed("gpt-oss-120b")
+    for execution, more in ((run.execution, 64), (MAXTEXT, 0)):
+        [(rows, *_)], _ = routed_linears(dataclasses.replace(run, execution=execution))
+        assert rows == 4 * 4096 * 64 * 4 / 128 + more
+
+
+def test_tokens_travel_beside_other_microbatches_where_the_program_has_that():
+    plain, beside = (
+        block_time(_routed("qwen3-235b-a22b", exchange_overlap=one), moe=True)
+        for one in (False, True)
+    )
+    waits = [time.forward.exposed_s["expert"] for time in (plain, beside)]
+    assert waits[1] < waits[0]
+    hidden_s = waits[0] - waits[1]
+    assert beside.forward.hidden_s == pytest.approx(hidden_s)
+
+
+def test_sums_of_experts_gradients_are_waited_for():
+    words = "data=8,expert=8,zero=1,precision=bf16"
+    rows = {}
+    for name in ("megatron-core", "megatron-bridge"):
+        run = estimate(
+            SHAPES["qwen3-30b-a3b"],
+            cluster_of("b200", devices=64),
+            words,
+            global_batch=64,
+            seq=4096,
+            execution=EXECUTIONS[name],
+        ).run
+        rows[name] = {
+            (row.mesh_axes, row.kind): bool(row.hidden_by)
+            for row in step_rows(run, (0,))
+        }
+    both = ("data", "expert")
+    for kind in ("reduce-scatter", "all-gather"):
+        assert rows["megatron-core"][("data",), kind]
+        assert not rows["megatron-bridge"][("data",), kind]
+        assert rows["megatron-bridge"][both, kind]
 
 
 def _bridge_in(precision: str) -> Estimate:

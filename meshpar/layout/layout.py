@@ -70,7 +70,12 @@ _CHOICES = {
 }
 _COUNTS = (*MESH_AXES, "microbatches", "chunks", "sync_every")
 
-FP8_EXECUTIONS = ("megatron-bridge", "torch-fsdp2", "torch-fsdp2-compile")
+FP8_EXECUTIONS = (
+    "megatron-bridge",
+    "megatron-bridge-overlap",
+    "torch-fsdp2",
+    "torch-fsdp2-compile",
+)
 """Names of the planner's executions that train with `precision=fp8`; ours has none."""
 
 

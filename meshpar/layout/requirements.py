@@ -279,7 +279,7 @@ PRECISION = (
         lambda layout, at: (
             "precision=fp8 is not among this program's, which has fp32 and bf16; write "
             "precision=bf16, or estimate a program that trains in fp8 (--execution "
-            f"{' or '.join(FP8_EXECUTIONS)})"
+            f"{', '.join(FP8_EXECUTIONS[:-1])} or {FP8_EXECUTIONS[-1]})"
         ),
     ),
 )

@@ -12,6 +12,11 @@ from meshpar.planner.cost.activations import (
     stash_bytes,
 )
 from meshpar.planner.cost.elementwise import backward_bytes, forward_bytes
+from meshpar.planner.cost.expert_time import (
+    biased_grad,
+    routed_kernels,
+    routed_linears,
+)
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.seconds import (
     ATTENTION,
@@ -34,11 +39,6 @@ from meshpar.planner.cost.traffic import every_block_row, repeated
 # Kernels of one block: matmuls, attention's, norms, elementwise; in the backward twice
 # the matmuls, and additions. Counted in Megatron-LM's layer.
 _FORWARD_KERNELS, _BACKWARD_KERNELS = 24, 48
-
-# Kernels that routing adds to a forward, counted in Megatron-Core's layer (its router,
-# two losses and token dispatcher): logits, scores, top-k and their weights, 4; losses,
-# 2; counts and their exchange, 2; rows in order by device and by expert, and back, 4.
-_ROUTING_KERNELS = 12
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,9 @@ class BlockWork:
         self._attention_s = attention_forward_s(run), attention_backward_s(run)
         self._rows = every_block_row(run, moe=moe)
         self._forward = self._forward_cost()
-        self._weight_grad = _weight_grad(run, self._halves)
+        self._weight_grad = _weight_grad(run, self._halves) + biased_grad(run, moe)
         self._input_grads: dict[Again, Cost] = {}
-        self._routed_kernels = _routed_kernels(run, moe)
+        self._routed_kernels = routed_kernels(run, moe)
 
     def time(self, remat: str) -> BlockTime:
         """Return the costs of the block under a remat policy."""
@@ -116,8 +116,10 @@ class BlockWork:
         input_grad += _waiting(moved_s, hidden_s=backward_s)
         kernels = _FORWARD_KERNELS + self._routed_kernels
         forward = _launched(run, forward, kernels)
-        kernels = _BACKWARD_KERNELS + 2 * self._routed_kernels
-        input_grad = _launched(run, input_grad, again.kernels, kernels)
+        back_kernels = _BACKWARD_KERNELS + 2 * self._routed_kernels
+        input_grad = _launched(run, input_grad, again.kernels, back_kernels)
+        kernels += again.kernels + back_kernels
+        input_grad += _host_idle(run, kernels, forward + input_grad + self._weight_grad)
         splits, both = run.splits_backward, input_grad + self._weight_grad
         return BlockTime(
             forward=forward,
@@ -323,15 +325,9 @@ def _launched(run: Run, cost: Cost, forward: int, backward: int = 0) -> Cost:
     return cost + Cost(launched_s)
 
 
-def _routed_kernels(run: Run, moe: bool) -> int:
-    """Number of kernels that experts add to an eager forward: two matmuls of each.
-
-    Transformer Engine's grouped matmuls are a kernel an expert. A compiled program's
-    loop over tiles is not counted.
-    """
-    if not (moe and run.execution.eager):
-        return 0
-    return _ROUTING_KERNELS + 2 * (run.workload.experts // run.layout.expert - 1)
+def _host_idle(run: Run, kernels: int, cost: Cost) -> Cost:
+    """Cost of a device whose work on a block ends before the host has launched it."""
+    return Cost(max(0.0, kernels * run.execution.kernel_host_s - cost.total_s))
 
 
 @dataclass(frozen=True)
@@ -375,11 +371,8 @@ def mlp_linears(run: Run, moe: bool) -> Linears:
         return Linears(
             ((tokens, hidden, wide * ffn, 1.0),), ((tokens, ffn, hidden, 1.0),)
         )
-    ffn, experts = workload.expert_ffn / tensor, workload.experts / run.layout.expert
-    # Every expert takes its tokens from all devices of `expert`, evenly.
-    rows = tokens * run.layout.expert * workload.top_k / workload.experts
-    columns = [(rows, hidden, wide * ffn, experts)]
-    out = [(rows, ffn, hidden, experts)]
+    ffn = workload.expert_ffn / tensor
+    columns, out = map(list, routed_linears(run))
     if workload.shared_experts:
         shared = workload.shared_experts * ffn
         columns.append((tokens, hidden, wide * shared, 1.0))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from meshpar.planner.cost.expert_time import bias_bytes, routed_bytes
 from meshpar.planner.cost.run import Run
 from meshpar.planner.machine.execution import Execution
 from meshpar.planner.workload.workload import Workload
@@ -29,7 +30,7 @@ def forward_bytes(run: Run, *, moe: bool) -> float:
         # That of queries, keys and values is a kernel of its own; the others' are part
         # of dropout's and the activation's.
         inside += 2 * (heads + workload.kv_heads * workload.value_dim) * values
-    routed = _routed_bytes(run, moe)
+    routed = routed_bytes(run, moe) + bias_bytes(run, moe, 0)
     share = run.residual_share
     return run.tokens * (stream * share + inside / tensor + routed)
 
@@ -52,9 +53,8 @@ def backward_bytes(run: Run, *, moe: bool) -> float:
         stream += 2 * workload.hidden * values
         inside += (heads + workload.kv_heads * workload.value_dim) * values
         inside += workload.ffn * values
-    return run.tokens * (
-        stream * run.residual_share + inside / tensor + _routed_bytes(run, moe)
-    )
+    routed = routed_bytes(run, moe) + bias_bytes(run, moe, 1)
+    return run.tokens * (stream * run.residual_share + inside / tensor + routed)
 
 
 class _Reference(NamedTuple):
@@ -109,15 +109,3 @@ def _activation_reads(workload: Workload, execution: Execution, moe: bool) -> fl
     if not workload.gated:
         return 2 * active
     return (3 if execution.fused_activation else 5) * active
-
-
-def _routed_bytes(run: Run, moe: bool) -> float:
-    """Bytes to put one token in the order of experts, and back (read, write).
-
-    Twice where devices share the experts: by device, and received rows by expert.
-    """
-    if not moe:
-        return 0.0
-    orders = 2 if run.layout.expert > 1 else 1
-    each = run.workload.top_k * run.workload.hidden * run.dtype_bytes
-    return 4 * orders * each

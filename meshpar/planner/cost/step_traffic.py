@@ -57,7 +57,8 @@ def step_rows(run: Run, ranks: Iterable[int]) -> Rows:
         for axes, values in by_axes(run, most, most - dense):
             updated = values * min(each, run.gathered_bytes)
             gather = Row(axes, "all-gather", updated, "updated parameters", "once")
-            rows.append(gather._replace(hidden_by=NEXT_FORWARD))
+            hidden_by = NEXT_FORWARD if _hides(run, axes) else ""
+            rows.append(gather._replace(hidden_by=hidden_by))
     return between_devices(run, rows)
 
 
@@ -75,8 +76,8 @@ def _reductions(
     if split > 1 and layout.zero < 3:
         # ZeRO-1 and 2 need their own share of the sums only.
         for axes, values in by_axes(run, parameters, parameters - dense):
-            whole = row(axes, values, "gradients")
-            yield whole._replace(kind="reduce-scatter")
+            whole = row(axes, values, "gradients")._replace(kind="reduce-scatter")
+            yield whole if _hides(run, axes) else whole._replace(hidden_by="")
     if "expert" not in layout.split_axes:
         # Devices of `expert` have the same dense parameters, and other examples.
         yield row(("expert",), dense / split, "gradients of what is no expert")
@@ -89,6 +90,11 @@ def _reductions(
     own = (dense - ends if shared else dense) / split
     own += (parameters - dense) / run.routed_shards
     yield row(others, own, "gradients")
+
+
+def _hides(run: Run, axes: tuple[str, ...]) -> bool:
+    """True if collectives over these of ZeRO's axes can run beside other work."""
+    return run.execution.expert_overlap or axes == run.layout.split_axes
 
 
 def _outer_gradients(run: Run, dense: float, routed: float) -> Iterator[Row]:

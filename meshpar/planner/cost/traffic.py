@@ -135,11 +135,13 @@ def _expert(run: Run) -> Iterator[Row]:
         results = rows * workload.hidden * run.dtype_bytes
         there, back = results + rows * ROUTE_BYTES, results + rows * WEIGHT_BYTES
 
-    # Only parts have matmuls of other parts beside them.
-    share = 1.0 if round_parts(run) > 1 else 0.0
+    # Only parts have matmuls of other parts beside them, or microbatches of others.
+    overlaps = run.execution.exchange_overlap
+    share = 1.0 if overlaps or round_parts(run) > 1 else 0.0
+    hidden_by = MATMULS if overlaps else ""
 
     def row(payload: float, passes: str, reason: str, again: str = "") -> Row:
-        one = Row(("expert",), "all-to-all", payload, reason, passes)
+        one = Row(("expert",), "all-to-all", payload, reason, passes, 1, hidden_by)
         return one._replace(share=share, again=again)
 
     yield row(there, "forward", _THERE)

@@ -47,6 +47,8 @@ class Execution:
         tensor_ring: True if they, and the forward's, run in chunks around a ring, each
             beside the matmul of another chunk.
         reduction_overlap: True if gradients are reduced beside the last backward.
+        expert_overlap: True if that holds for the gradients of experts too, and what
+            follows for their parameters.
         update_overlap: True if updated parameters are gathered beside the next forward.
         gather_overlap: True if weights split over `fsdp` are gathered one layer ahead.
         gathers_again: True if they are gathered once more for what a block recomputes.
@@ -89,6 +91,14 @@ class Execution:
         launch_s: Time that launching a kernel of a forward takes from Python besides
             the device's (`Efficiency.launch_s`).
         host_s: Time of the host between steps that no device work hides.
+        kernel_host_s: Time that the host takes for each kernel of a block, Python,
+            autograd and checks included: a device that is faster waits for it.
+        adds_biases_apart: True if biases of experts' outputs are added one expert after
+            another, in fp32.
+        biased_grad_flops: FLOP/s of experts' weight gradients that sum a bias's
+            gradient too, where those are slower than other matmuls; 0 where not.
+        exchange_overlap: True if tokens travel to and from experts beside matmuls of
+            another microbatch.
         hop_wait_s: Time of each hop between stages besides its bytes: the host waits
             for it and starts the device again.
         bucket_bytes: Bytes of the gradients that one collective over data-parallel
@@ -133,9 +143,14 @@ class Execution:
     fp8: bool = False
     cast_bytes: float = 4.0
     launch_s: float = 0.0
+    kernel_host_s: float = 0.0
+    adds_biases_apart: bool = False
+    biased_grad_flops: float = 0.0
+    exchange_overlap: bool = False
     attention_kernel: str = "cudnn"
     tensor_ring: bool = False
     update_overlap: bool = False
+    expert_overlap: bool = True
     gathers_again: bool = False
     waits_for_scatters: str = ""
     scatters_whole: bool = True
@@ -186,6 +201,8 @@ _RANGES = {
     "cast_bytes": (0, 64),
     "host_s": (0, 3600),
     "launch_s": (0, 1),
+    "kernel_host_s": (0, 1),
+    "biased_grad_flops": (0, math.inf),
     "hop_wait_s": (0, 1),
     "bucket_bytes": (0, math.inf),
     "reserve": (0, 1),
@@ -375,16 +392,35 @@ and gathers in buckets of 40 million parameters beside the backward and the forw
 matmuls that they feed, sends of interleaved stages beside computation.
 """
 
+# Calibrated: Qwen3-30B-A3B on 8 B200 (`published.json`, "Bridge experts in fp8"), one
+# sequence a microbatch, waits for the host all the time: 8.8 ms for a block's 198
+# kernels as counted here (of four sequences, the device decides).
+_BRIDGE_KERNEL_HOST_S = 44e-6
+
+# Calibrated: GPT-OSS-120B on 64 GB200. Its experts alone have biases, and its step
+# takes what no count of bytes explains. One rate serves H100, B200 and GB200, as that
+# of kernels which do not use the tensor cores of these would.
+_BIASED_GRAD_FLOPS = 320e12
+
 MEGATRON_BRIDGE = replace(
     MEGATRON_CORE,
     name="megatron-bridge",
     gradient_bytes=2,
     reduction_bytes=2,
     fp8=True,
+    expert_overlap=False,
+    kernel_host_s=_BRIDGE_KERNEL_HOST_S,
+    adds_biases_apart=True,
+    biased_grad_flops=_BIASED_GRAD_FLOPS,
 )
 """Megatron Bridge's recipes for performance: Megatron-Core with gradients kept and
 summed in 16 bits (`grad_reduce_in_fp32=False`), tokens sent to their experts by an
-all-to-all that no work hides (`moe_a2a_overlap=False`)."""
+all-to-all that no work hides (`moe_a2a_overlap=False`), no CUDA graphs."""
+
+MEGATRON_BRIDGE_OVERLAP = replace(
+    MEGATRON_BRIDGE, name="megatron-bridge-overlap", exchange_overlap=True
+)
+"""The same with `moe_a2a_overlap=True`, as its recipes of Qwen3-235B for H100 have."""
 
 DEEPSPEED_ZERO3 = replace(
     MEGATRON_2021,
@@ -489,6 +525,7 @@ EXECUTIONS = {
         NANOTRON,
         MEGATRON_CORE,
         MEGATRON_BRIDGE,
+        MEGATRON_BRIDGE_OVERLAP,
         DEEPSPEED_ZERO3,
         TORCH_FSDP2,
         TORCH_FSDP2_COMPILE,

@@ -31,8 +31,8 @@ def _megatron(layers: int, hidden: int, heads: int) -> dict[str, Any]:
 # Sizes of Narayanan et al. 2021, table 1 (megatron-*); Korthikanti et al. 2022, table 3
 # (22b to 1t); Brown et al. 2020, table 2.1, with Megatron's vocabulary (gpt3-175b).
 _PUBLISHED: dict[str, dict[str, Any]] = {
-    # OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", and its config.json; with
-    # attention to all tokens in every layer, and no sinks.
+    # OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", and its config.json; without
+    # sinks.
     "gpt-oss-120b": {
         **LLAMA_FIELDS,
         "layers": 36,
@@ -45,6 +45,8 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
         "experts": 128,
         "top_k": 4,
         "biases": True,
+        "window": 128,
+        "window_layers": 18,
     },
     "gpt3-175b": _megatron(96, 12_288, 96),
     "megatron-1.7b": _megatron(24, 2304, 24),

@@ -94,6 +94,8 @@ class Workload:
         qk_nope_head_dim: Dims of a query and key of MLA without positions.
         qk_rope_head_dim: Its rotated dims.
         v_head_dim: Dims of its values.
+        window: Tokens before it that a token of some layers attends to; 0 for all.
+        window_layers: Number of layers with that window.
         causal: True if a token sees none that follow it.
         modulations: Vectors of `hidden` values that scale, shift and gate a block, 6 of
             a Diffusion Transformer, from a matrix that each example meets once. Tokens
@@ -142,6 +144,8 @@ class Workload:
     qk_nope_head_dim: int = 0
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
+    window: int = 0
+    window_layers: int = 0
     causal: bool = True
     modulations: int = 0
     other_end_parameters: int = 0
@@ -319,11 +323,14 @@ class Workload:
         """Return the FLOPs of scores and mixed values of one token and layer, forward.
 
         All `seq` keys count, also those that a causal mask hides, as in Megatron-LM and
-        most published MFUs.
+        most published MFUs; of layers with a window twice the window. The mean of all
+        layers.
         """
         if self.traced:
             return round(self.traced.mixing_flops * seq / self.traced.seq)
-        return 2 * self.heads * (self.query_dim + self.value_dim) * seq
+        share = self.window_layers / self.layers if self.window else 0.0
+        keys = round(share * min(seq, 2 * self.window) + (1 - share) * seq)
+        return 2 * self.heads * (self.query_dim + self.value_dim) * keys
 
     @property
     def layer_costs(self) -> tuple[float, ...]:

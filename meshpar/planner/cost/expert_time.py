@@ -1,0 +1,99 @@
+"""What routed experts add to a block: their matmuls, kernels and traffic."""
+
+from __future__ import annotations
+
+from meshpar.planner.cost.run import Run
+from meshpar.planner.cost.seconds import Cost, matmul_s
+
+# Kernels that routing adds to a forward, counted in Megatron-Core's layer (its router,
+# two losses and token dispatcher): logits, scores, top-k and their weights, 4; losses,
+# 2; counts and their exchange, 2; rows in order by device and by expert, and back, 4.
+_ROUTING_KERNELS = 12
+
+# Bytes for each value of an expert's output that adding its bias moves, where each
+# expert's rows are a tensor of their own and the router's weights in fp32. Forward: the
+# weighted bias written (4), added to the rows (2, 4, 4), sums put together (4, 4) and
+# cast (4, 2). Backward: cast (2, 4), cut (4, 4), cast for the rows (4, 2), times the
+# weights and summed (4, 4, 4), times the bias (4). Counted in Megatron-Core's grouped
+# experts (`TEGroupedMLP._apply_bias`, 2026).
+_EXPERT_BIAS_BYTES = (28, 36)
+
+# Bytes for each value of rows that are padded for fp8, and cut again (read, write):
+# inputs and outputs of experts, gradients the same way.
+_PADDING_BYTES = 2 * 4
+
+# Rows of a tile of a matmul: half of each expert's last one is empty on average.
+_TILE_ROWS = 128
+
+
+Matmuls = tuple[tuple[float, float, float, float], ...]
+"""(rows, inner, columns, count) of each."""
+
+
+def routed_linears(run: Run) -> tuple[Matmuls, Matmuls]:
+    """Return the matmuls of a device's experts, in and out, as `Linears` has them.
+
+    Every expert takes its tokens from all devices of `expert`, evenly. Where each has
+    matmuls of its own, the last tile of rows is half empty.
+    """
+    workload, expert = run.workload, run.layout.expert
+    ffn, wide = workload.expert_ffn / run.layout.tensor, 2 if workload.gated else 1
+    rows = run.tokens * expert * workload.top_k / workload.experts
+    count = workload.experts / expert
+    rows += _TILE_ROWS / 2 if run.execution.eager and count > 1 else 0
+    return (
+        ((rows, workload.hidden, wide * ffn, count),),
+        ((rows, ffn, workload.hidden, count),),
+    )
+
+
+def biased_grad(run: Run, moe: bool) -> Cost:
+    """Cost of experts' weight gradients that sum a bias's too, above other matmuls'."""
+    workload, rate = run.workload, run.execution.biased_grad_flops
+    if not (moe and workload.biases and rate):
+        return Cost()
+    routed = [
+        (rows, inner, columns, count)
+        for half in routed_linears(run)
+        for rows, inner, columns, count in half
+    ]
+    flops = sum(
+        2 * rows * inner * columns * count for rows, inner, columns, count in routed
+    )
+    usual_s = sum(
+        matmul_s(run, inner, rows, columns, count=count)
+        for rows, inner, columns, count in routed
+    )
+    return Cost(max(0.0, flops / rate - usual_s))
+
+
+def routed_kernels(run: Run, moe: bool) -> int:
+    """Number of kernels that experts add to an eager forward: two matmuls of each.
+
+    Transformer Engine's grouped matmuls are a kernel an expert. A compiled program's
+    loop over tiles is not counted.
+    """
+    if not (moe and run.execution.eager):
+        return 0
+    return _ROUTING_KERNELS + 2 * (run.workload.experts // run.layout.expert - 1)
+
+
+def routed_bytes(run: Run, moe: bool) -> float:
+    """Bytes to put one token in the order of experts, and back (read, write).
+
+    Twice where devices share the experts: by device, and received rows by expert.
+    """
+    if not moe:
+        return 0.0
+    orders = 2 if run.layout.expert > 1 else 1
+    values = run.workload.top_k * run.workload.hidden
+    padded = _PADDING_BYTES * values if run.layout.precision == "fp8" else 0
+    return 4 * orders * values * run.dtype_bytes + padded
+
+
+def bias_bytes(run: Run, moe: bool, backward: int) -> float:
+    """Bytes to add the biases of one token's experts, or of the backward."""
+    if not (moe and run.workload.biases and run.execution.adds_biases_apart):
+        return 0.0
+    values = run.workload.top_k * run.workload.hidden
+    return values * _EXPERT_BIAS_BYTES[backward] / run.layout.tensor
