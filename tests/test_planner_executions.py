@@ -202,6 +202,20 @@ def test_faster_kernels_are_faster_and_run_where_they_exist():
     assert kernels <= {*KERNELS, OWN_KERNEL, PLATFORM_KERNEL}
 
 
+@pytest.mark.parametrize("hardware", ["mi300x", "mi325x", "mi355x"])
+def test_on_amd_s_gpus_others_programs_have_a_kernel_and_ours_has_none(hardware):
+    for name, execution in EXECUTIONS.items():
+        run = run_of("fsdp=8", hardware=hardware, execution=execution)
+        if execution.attention_kernel == OWN_KERNEL:
+            assert not run.fused_attention
+            assert run.attention.obstacle in ("vendor", "")
+        else:
+            wanted = "composable-kernel" if execution.fused_attention else ""
+            assert run.attention.kernel == wanted, name
+    own = run_of("fsdp=8", hardware=hardware).attention
+    assert "NVIDIA" in own.words
+
+
 def test_tuned_matmuls_are_faster_where_a_device_says_so():
     def compute_s(hardware: str, tunes: bool) -> float:
         run = run_of("fsdp=8", hardware=hardware, execution=MAXTEXT)

@@ -1,5 +1,6 @@
 """Hardware: names, files, which link a mesh axis runs on, what a collective costs."""
 
+import dataclasses
 import math
 import re
 from pathlib import Path
@@ -108,6 +109,35 @@ def test_rings_use_the_ports_of_all_their_members_in_a_host():
         every.bytes_per_s
         == cluster.link(Layout(data=8, tensor=8), "tensor").bytes_per_s
     )
+
+
+def test_in_a_host_without_a_switch_a_group_has_the_links_between_its_members():
+    cluster = cluster_of("mi300x", devices=16)
+    one = cluster.device.link_bytes_per_s / 7 * cluster.device.efficiency.link
+    for size in (2, 4, 8):
+        layout = Layout(data=16 // size, tensor=size)
+        link = cluster.link(layout, "tensor")
+        assert link.bytes_per_s == pytest.approx((size - 1) * one)
+        assert link.port_bytes_per_s == pytest.approx(one)
+        # A part for each other member, over the link to it.
+        assert all_to_all_s(8e9, size, link) == pytest.approx(
+            8e9 / size / one, rel=1e-3
+        )
+    switched = cluster_of("h100", devices=16)
+    links = [
+        switched.link(Layout(data=16 // size, tensor=size), "tensor") for size in (2, 8)
+    ]
+    assert links[0] == links[1]
+
+
+def test_amd_s_gpus_are_known_by_their_kind_and_are_compiled_for_by_nobody(refuses):
+    device = device_from_kind("AMD Instinct MI300X")
+    assert device is not None and device.name == "mi300x-192gb"
+    assert not device.compute_capability and device.name not in TARGET_NAMES
+    with refuses("hardware.not_true_or_false", "meshed='no'"):
+        dataclasses.replace(device, meshed="no")
+    with refuses("hardware.mixed_vendors", "h100-80gb + mi300x-192gb"):
+        cluster_of("h100:8+mi300x:8")
 
 
 def test_a_ring_of_a_torus_has_two_links_where_its_ends_are_joined():

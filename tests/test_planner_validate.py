@@ -148,16 +148,18 @@ def test_calibration_rows_are_named_and_few(measured):
         ("step", "LLM Foundry A100", "mpt-1b,"),
         ("step", "Bridge experts", "gpt-oss-120b"),
         ("step", "Bridge experts fp8", "qwen3-30b-a3b"),
+        ("step", "Primus MI300X", "llama3.1-8b"),
+        ("step", "Primus MI325X", "llama3.1-8b"),
         ("memory", "Qi et al. 2024", "14.6B"),
     }
     assert sum(row.quantity == "layer" for row in calibrates) == 10
-    assert sum(row.quantity == "step" for row in calibrates) == 17
+    assert sum(row.quantity == "step" for row in calibrates) == 19
     # What hosts take between steps is fixed by one row each.
     assert CALIBRATES_HOST == (16, "1.34B")
     hosts = {e.name for e in EXECUTIONS.values() if e.host_s}
-    # Megatron Bridge takes Megatron-Core's.
+    # Megatron Bridge and Primus take Megatron-Core's.
     bridge = {"megatron-bridge", "megatron-bridge-overlap"}
-    assert hosts == {"nanotron", "megatron-core"} | bridge
+    assert hosts == {"nanotron", "megatron-core", "primus"} | bridge
 
 
 def test_plans_print_the_errors_of_these_rows(measured):
@@ -233,7 +235,7 @@ def test_the_command_prints_every_row_and_ends_with_0(capsys, measured):
         for line in lines
         if line in {f"{row.quantity}, {row.source}" for row in measured}
     ]
-    assert len(headings) == len(set(headings)) == 16 + 19
+    assert len(headings) == len(set(headings)) == 16 + 21
     assert lines[-1].endswith("target mean at most 6%: met")
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Number
 from statistics import geometric_mean
+from typing import Any
 
 import jax
 
@@ -170,7 +171,8 @@ def _attention(
     devices: list[jax.Device], rounds: int, flops: dict, like: Device | None
 ) -> tuple[tuple[float, float] | None, Rows]:
     """Measure cuDNN's attention, where the platform has it."""
-    if platform_named(devices[0].platform).fused_attention != "cudnn":
+    cudnn = platform_named(devices[0].platform).fused_attention == "cudnn"
+    if not cudnn or not _capability(devices[0]):
         return None, []
     peak = flops["bf16"] if like is None else like.peak_flops["bf16"]
     trials = [attention_trial(devices, size, _ATTENTION_SEQ) for size in _HEAD_DIMS]
@@ -215,7 +217,7 @@ def _measured(
         domain_devices=len(devices),
         link_bytes_per_s=speed,
         network_bytes_per_s=speed,
-        compute_capability=float(getattr(devices[0], "compute_capability", 0)),
+        compute_capability=_capability(devices[0]),
         efficiency=Efficiency(
             matmul=1.0,
             attention=attention,
@@ -229,6 +231,14 @@ def _measured(
             spread=0.0,
         ),
     )
+
+
+def _capability(device: Any) -> float:
+    """Return a GPU's compute capability; 0 for AMD's, which say `gfx942` there."""
+    try:
+        return float(getattr(device, "compute_capability", 0))
+    except ValueError:
+        return 0.0
 
 
 def _with_measured(like: Device, measured: Device) -> Device:
@@ -275,6 +285,7 @@ def device_toml(calibration: Calibration) -> str:
         "",
         f'name = "{device.name}"',
         f'platform = "{device.platform}"',
+        f'fused_attention = "{device.fused_attention}"',
         *_number_lines(device),
         "",
         "[peak_flops]",
@@ -289,7 +300,7 @@ def device_toml(calibration: Calibration) -> str:
 def _number_lines(values: Device | Efficiency) -> list[str]:
     found = {field.name: getattr(values, field.name) for field in fields(values)}
     return [
-        f"{name} = {value}" if isinstance(value, int) else f"{name} = {value:.6g}"
+        f"{name} = {str(value).lower() if isinstance(value, int) else f'{value:.6g}'}"
         for name, value in found.items()
         if isinstance(value, Number)
     ]

@@ -56,11 +56,11 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def parse_kernel(device: str, name: str, value: object) -> Kernel:
-    """Parse an entry of a device's table of kernels: two numbers, or a `Kernel`.
+def check_kernel(device: str, name: str) -> None:
+    """Check the name of a kernel in a device's file.
 
     Raises:
-        InputError: No such kernel, or numbers that it cannot have.
+        InputError: No such kernel.
     """
     if name not in KERNELS:
         raise InputError(
@@ -68,6 +68,15 @@ def parse_kernel(device: str, name: str, value: object) -> Kernel:
             f"{nearest(name, KERNELS)}",
             key="hardware.unknown_attention_kernel",
         )
+
+
+def parse_kernel(device: str, name: str, value: object) -> Kernel:
+    """Parse an entry of a device's table of kernels: two numbers, or a `Kernel`.
+
+    Raises:
+        InputError: No such kernel, or numbers that it cannot have.
+    """
+    check_kernel(device, name)
     numbers: list[Any] = list(value) if isinstance(value, Sequence) else [value]
     numbers = numbers[:2] if isinstance(value, Kernel) else numbers
     good = len(numbers) == 2 and all(map(is_number, numbers))
@@ -86,6 +95,7 @@ KERNELS = {
     "flash-attention-2": "gpu",
     "flash-attention-3": "gpu",
     "cudnn": "gpu",
+    "composable-kernel": "gpu",
     "splash": "tpu",
 }
 """Name of each kernel -> the platform that has it."""
@@ -222,6 +232,7 @@ OBSTACLES = {
     "hidden": "it takes no keys that all queries leave out",
     "padding": "sequences are padded to divide over context",
     "absent": "no such device is here to compile the kernel on",
+    "vendor": "the kernel is NVIDIA's, and this device another's",
     "length": f"it takes a multiple of {SPLASH_LANES} tokens at a time, not {{value}}",
     "head_dim": f"it takes heads of a multiple of {HEAD_DIM_MULTIPLE} values, not "
     "{value}",

@@ -8,7 +8,12 @@ from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 from meshpar.errors import InputError
-from meshpar.hardware.attention_kernels import Kernel, is_number, parse_kernel
+from meshpar.hardware.attention_kernels import (
+    Kernel,
+    check_kernel,
+    is_number,
+    parse_kernel,
+)
 from meshpar.hardware.platforms import PLATFORMS
 
 _RATE = (1e3, 1e18)
@@ -142,6 +147,8 @@ class Device:
             rack's; for a torus the devices of a host, which no link depends on.
         link_bytes_per_s: Per direction and device inside that domain; of one of the
             links in each direction of a torus.
+        meshed: True if every two devices of a domain have a link of their own, without
+            a switch: a group has only those between its members.
         network_bytes_per_s: Per direction and device, between domains.
         host_bytes_per_s: Per direction and device, to its host's memory.
         torus_dims: Dims of the torus; 0 where a switch joins the domain.
@@ -151,6 +158,8 @@ class Device:
             program has there (`Run.fused_attention`).
         attention_kernels: Name -> speed of fused attention kernels; `efficiency` has
             that of any other.
+        fused_attention: Its kernel in `attention_kernels`, where it has none of its
+            platform's (`KERNELS`), which are NVIDIA's: all programs but ours take it.
         reserve: Part of the memory that a program leaves to others: the driver, buffers
             of collectives, and what its allocator does not get.
         pod_devices: Most devices of one slice of a torus; 0 for no limit.
@@ -177,6 +186,8 @@ class Device:
     wraps: int = 16
     platform: str = "gpu"
     attention_kernels: Mapping[str, Kernel] = field(default_factory=dict)
+    fused_attention: str = ""
+    meshed: bool = False
     pod_devices: int = 0
     reserve: float = 0.0
     compute_capability: float = 0.0
@@ -205,10 +216,17 @@ class Device:
             for name, value in self.attention_kernels.items()
         }
         object.__setattr__(self, "attention_kernels", kernels)
+        if self.fused_attention:
+            check_kernel(self.name, str(self.fused_attention))
         self._check_counts()
         self._check_numbers()
 
     def _check_counts(self) -> None:
+        if not isinstance(self.meshed, bool):
+            raise InputError(
+                f"hardware {self.name!r}: meshed={self.meshed!r} must be true or false",
+                key="hardware.not_true_or_false",
+            )
         counts = {"domain_devices": 1, "wraps": 1, "torus_dims": 0, "pod_devices": 0}
         for count, least in counts.items():
             value = getattr(self, count)

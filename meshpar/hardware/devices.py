@@ -1,6 +1,6 @@
 """Known devices by each of their names, with the sources of their numbers.
 
-A new device is one entry of `_GPUS` or `_TPUS`.
+A new device is one entry of `_GPUS`, `_TPUS` or `amd_devices.AMD`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from meshpar.hardware.amd_devices import AMD, AMD_ASSUMED
 from meshpar.hardware.attention_kernels import (
     AMPERE,
     CUDNN_AMPERE,
@@ -354,7 +355,7 @@ _TPUS = (
     Known(_V6E, "TPU v6 lite", other_name="v6e", target="tpu:v6e"),
 )
 
-_KNOWN = (*_GPUS, *_TPUS)
+_KNOWN = (*_GPUS, *AMD, *_TPUS)
 
 DEVICES = {known.device.name: known.device for known in _KNOWN}
 """Name for `--hardware` -> device."""
@@ -374,6 +375,7 @@ ASSUMED = {
     **dict.fromkeys(DEVICES, _FRACTIONS),
     **dict.fromkeys((device.name for device in _CALIBRATED), ("memory", "network")),
     "tpu-v6e": ("attention", "memory", "network"),
+    **AMD_ASSUMED,
     **dict.fromkeys(
         (device.name for device in _MATMULS_CALIBRATED),
         ("attention", "memory", "network"),

@@ -73,6 +73,7 @@ _COUNTS = (*MESH_AXES, "microbatches", "chunks", "sync_every")
 FP8_EXECUTIONS = (
     "megatron-bridge",
     "megatron-bridge-overlap",
+    "primus",
     "torch-fsdp2",
     "torch-fsdp2-compile",
 )

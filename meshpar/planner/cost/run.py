@@ -234,6 +234,10 @@ class Run:
         )
         if not self.execution.fused_attention:
             return AttentionChoice()
+        others = self.cluster.device.fused_attention
+        if kernel == OWN_KERNEL and others:
+            wanted = self.platform.fused_attention
+            return AttentionChoice(wanted=wanted, obstacle="vendor")
         if kernel == OWN_KERNEL:
             return attention_choice(
                 AttentionRequest(
@@ -250,6 +254,7 @@ class Run:
             )
         if kernel == PLATFORM_KERNEL:
             kernel = self.platform.fused_attention
+        kernel = others or kernel
         half = self.layout.precision != "fp32"
         taken = half and KERNELS.get(kernel) == platform
         return AttentionChoice(kernel=kernel if taken else "")

@@ -34,7 +34,7 @@ class Link:
         bytes_per_s: Rate that one device achieves in one direction of a ring.
         hop_s: Latency of one step.
         port_bytes_per_s: Rate from one device to one other: through its own port, or
-            over one link of a torus; `bytes_per_s` when 0.
+            over one link of a torus or a mesh; `bytes_per_s` when 0.
         inner: Members of a group in one host; their ring steps stay inside.
         inner_hop_s: Latency of a step inside a host.
         spans: The group's part of each dim of a torus; () elsewhere.
@@ -170,17 +170,18 @@ class Cluster:
         device, achieved = self.device, self.device.efficiency
         if self.torus and inner == members:
             return self._torus_link(mesh_shape, mesh_axes, members)
+        inside = self._inside_bytes_per_s(inner)
         if inner == members:
             return Link(
                 name="host",
-                bytes_per_s=device.link_bytes_per_s * achieved.link,
+                bytes_per_s=inside,
+                port_bytes_per_s=self._inside_bytes_per_s(2),
                 hop_s=achieved.hop_s,
             )
         # A ring through every host leaves it by one member's port; with as many rings
         # as members in a host, all their ports carry a share (NCCL's channels), as far
         # as the links inside bring them there.
         port = device.network_bytes_per_s * achieved.network
-        inside = device.link_bytes_per_s * achieved.link
         if self.torus and inner > 1:
             inside = self._torus_link(mesh_shape, mesh_axes, inner).bytes_per_s
         return Link(
@@ -193,6 +194,14 @@ class Cluster:
         )
 
     link_of = renamed("Cluster.link_of", mesh_link)
+
+    def _inside_bytes_per_s(self, members: int) -> float:
+        """Rate of a group in one host: of two members that of one to the other."""
+        device = self.device
+        whole = device.link_bytes_per_s * device.efficiency.link
+        if not device.meshed or members == 1:
+            return whole
+        return whole * min(1, (members - 1) / (device.domain_devices - 1))
 
     def _members_in_one_host(
         self, mesh_shape: Mapping[str, int], mesh_axes: Sequence[str]

@@ -108,9 +108,11 @@ def all_to_all_s(payload_bytes: float, num_devices: int, link: Link) -> float:
         slowest = max(span.size / 4 / span.links for span in link.spans)
         latency_s = sum(span.size // 2 for span in link.spans) * link.hop_s
         return payload_bytes * slowest / link.port_bytes_per_s + latency_s
-    away = 1 - link.inner / num_devices if link.name == "network" else None
-    share = (num_devices - 1) / num_devices if away is None else away
-    return payload_bytes * share / link.port_bytes_per_s + link.hop_s
+    if link.name == "network":
+        away = payload_bytes * (1 - link.inner / num_devices)
+        return away / link.port_bytes_per_s + link.hop_s
+    away = payload_bytes * (num_devices - 1) / num_devices
+    return away / link.bytes_per_s + link.hop_s
 
 
 def send_s(payload_bytes: float, link: Link) -> float:

@@ -422,6 +422,10 @@ MEGATRON_BRIDGE_OVERLAP = replace(
 )
 """The same with `moe_a2a_overlap=True`, as its recipes of Qwen3-235B for H100 have."""
 
+PRIMUS = replace(MEGATRON_CORE, name="primus", fused_accumulation=False, fp8=True)
+"""Megatron-Core as AMD's Primus runs it, whose recipes switch the fused accumulation of
+gradients off (AMD-AGI/Primus, `examples/megatron/configs`, 2025)."""
+
 DEEPSPEED_ZERO3 = replace(
     MEGATRON_2021,
     name="deepspeed-zero3",
@@ -526,6 +530,7 @@ EXECUTIONS = {
         MEGATRON_CORE,
         MEGATRON_BRIDGE,
         MEGATRON_BRIDGE_OVERLAP,
+        PRIMUS,
         DEEPSPEED_ZERO3,
         TORCH_FSDP2,
         TORCH_FSDP2_COMPILE,

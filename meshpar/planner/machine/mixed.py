@@ -86,6 +86,12 @@ def _check_kinds(devices: list[Device]) -> None:
             f"are {' and '.join(platforms)}; plan them one by one",
             key="hardware.mixed_platforms",
         )
+    if len({device.fused_attention for device in devices}) > 1:
+        raise InputError(
+            f"--hardware {names}: XLA compiles a program for one vendor's GPUs, whose "
+            "collectives are NCCL's or RCCL's; plan them one by one",
+            key="hardware.mixed_vendors",
+        )
     if any(device.torus_dims for device in devices):
         raise InputError(
             f"--hardware {names}: the slices of a TPU program are of one kind; plan "

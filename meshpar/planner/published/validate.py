@@ -129,6 +129,12 @@ _GOALS = (
     # in the table: without a largest error.
     _Goal("step time, A100 (LLM Foundry)", ("LLM Foundry A100",), 0.10),
     _Goal("step time, H100 (LLM Foundry)", ("LLM Foundry H100",), 0.10),
+    _Goal(
+        "step time, MI300X and MI325X (Primus)",
+        ("Primus MI300X", "Primus MI325X"),
+        0.10,
+        0.20,
+    ),
 )
 _MEMORY_MEAN = 0.06
 _QUANTITIES = ("layer", "step", "memory")
