@@ -71,6 +71,7 @@ _CHOICES = {
 _COUNTS = (*MESH_AXES, "microbatches", "chunks", "sync_every")
 
 FP8_EXECUTIONS = (
+    "llm-foundry",
     "megatron-bridge",
     "megatron-bridge-overlap",
     "primus",

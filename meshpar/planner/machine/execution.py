@@ -484,11 +484,12 @@ LLM_FOUNDRY = replace(
     attention_kernel="flash-attention-1",
     selects_matmuls=False,
     logit_bytes=4,
-    fp8=False,
+    cast_bytes=NANOTRON.cast_bytes,  # Transformer Engine's
     learned_positions="",
 )
 """LLM Foundry of 2023, as its benchmarks train MPT models: PyTorch's first fully
-sharded data parallel, with the Triton kernel of FlashAttention (`attn_impl=triton`).
+sharded data parallel, with the Triton kernel of FlashAttention (`attn_impl=triton`) and
+linear layers of Transformer Engine in fp8 (`fc_type=te`).
 
 Its loss keeps logits and their gradient in 16 bits (`loss_fn=fused_crossentropy`: reads
 4 forward, reads 2 and writes 2 backward); two metrics of each microbatch

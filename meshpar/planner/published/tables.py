@@ -81,19 +81,21 @@ CALIBRATES_FLASH_ATTENTION = (("1b", 32_768), ("1b", 65_536))
 achieves, forward and backward: one runs it once, one makes it again."""
 
 
-def llm_foundry(device: str) -> Iterator[Measured]:
+def llm_foundry(device: str, precision: str) -> Iterator[Measured]:
     """Yield the step times of MPT models on one kind of device, of 40 or 80 GB."""
+    family = f"LLM Foundry {device}" + (" fp8" if precision == "fp8" else "")
     data = published()["llm_foundry"]
     for values in data["rows"]:
         row = dict(zip(data["columns"], values, strict=True))
-        if not row["hardware"].startswith(device.lower()):
+        on_device = row["hardware"].startswith(device.lower())
+        if not on_device or row["precision"] != precision:
             continue
         sequences = row["microbatch"] * row["microbatches"]
         layout = Layout(
             fsdp=row["gpus"],
             microbatches=row["microbatches"],
             remat="full" if row["checkpointed"] else "none",
-            precision="bf16",
+            precision=precision,
         )
         planned = estimate_published(
             _mpt(row["model"], row["seq"]),
@@ -105,7 +107,7 @@ def llm_foundry(device: str) -> Iterator[Measured]:
         )
         calibrates = (row["model"], row["seq"]) in CALIBRATES_FLASH_ATTENTION
         yield step_row(
-            f"LLM Foundry {device}",
+            family,
             f"mpt-{row['model']}, {row['seq']} x {sequences}, {row['hardware']}, "
             f"{layout}",
             sequences * row["seq"] / row["tok_s_gpu"],
@@ -128,6 +130,8 @@ FAMILIES = tuple(dict.fromkeys(row["family"] for row in _table()))
 
 SOURCES: tuple[Callable[[], Iterator[Measured]], ...] = (
     *(partial(family_rows, family) for family in FAMILIES),
-    *(partial(llm_foundry, device) for device in ("A100", "H100")),
+    partial(llm_foundry, "A100", "bf16"),
+    partial(llm_foundry, "H100", "bf16"),
+    partial(llm_foundry, "H100", "fp8"),
 )
 """Where the rows come from, one source a family."""
