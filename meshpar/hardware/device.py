@@ -27,6 +27,9 @@ PLAUSIBLE: dict[str, tuple[float, float]] = {
     "host_bytes_per_s": _RATE,
     "peak_flops": (1e3, 1e21),
     "domain_devices": (1, 1_000_000),
+    "rack_devices": (0, 10_000_000),
+    "oversubscription": (1, 1e6),
+    "rack_hop_s": (0, 1),
     "wraps": (1, 1_000_000),
     "torus_dims": (0, 6),  # of any machine built: Fujitsu's Tofu (Ajima et al. 2009)
     "attention_head_dim": (0, 1e6),
@@ -151,6 +154,13 @@ class Device:
             a switch: a group has only those between its members.
         network_bytes_per_s: Per direction and device, between domains.
         host_bytes_per_s: Per direction and device, to its host's memory.
+        rack_devices: Devices that the network joins at `network_bytes_per_s`: those of
+            a rack, of a leaf switch, of a site; 0 for all.
+        oversubscription: Devices of a rack together over what leads out of it: how many
+            times more slowly all of them reach other racks at once.
+        rack_hop_s: Latency of one step to another rack; `network_hop_s` when 0.
+        shares_host_link: True if collectives, or the network's card, take the link to
+            the host's memory (PCIe) from what is moved there.
         torus_dims: Dims of the torus; 0 where a switch joins the domain.
         wraps: Devices along a dim of a torus from which on the ends are joined.
         efficiency: Fractions of these numbers that programs achieve.
@@ -182,6 +192,10 @@ class Device:
     network_bytes_per_s: float
     efficiency: Efficiency
     host_bytes_per_s: float = 32e9  # PCIe gen 4 x16
+    rack_devices: int = 0
+    oversubscription: float = 1.0
+    rack_hop_s: float = 0.0
+    shares_host_link: bool = False
     torus_dims: int = 0
     wraps: int = 16
     platform: str = "gpu"
@@ -228,6 +242,7 @@ class Device:
                 key="hardware.not_true_or_false",
             )
         counts = {"domain_devices": 1, "wraps": 1, "torus_dims": 0, "pod_devices": 0}
+        counts["rack_devices"] = 0
         for count, least in counts.items():
             value = getattr(self, count)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -249,6 +264,20 @@ class Device:
                     key="hardware.not_positive",
                 )
             check_plausible(f"hardware {self.name!r}:", name, number)
+        for name in ("oversubscription", "rack_hop_s"):
+            if not is_number(getattr(self, name)):
+                raise InputError(
+                    f"hardware {self.name!r}: {name}={getattr(self, name)!r} must be a "
+                    "number",
+                    key="hardware.not_a_number",
+                )
+            check_plausible(f"hardware {self.name!r}:", name, getattr(self, name))
+        if not isinstance(self.shares_host_link, bool):
+            raise InputError(
+                f"hardware {self.name!r}: shares_host_link={self.shares_host_link!r} "
+                "must be true or false",
+                key="hardware.not_true_or_false",
+            )
         if not (is_number(self.reserve) and 0 <= self.reserve < 1):
             raise InputError(
                 f"hardware {self.name!r}: reserve={self.reserve!r} must be at least 0 "

@@ -111,9 +111,8 @@ class BlockWork:
         forward = self._forward + Cost(stacked_s)
         input_grad = self._input_grad(again) + Cost(stacked_s)
         moved_s = host_s(run, offloaded_bytes(run, moe=moe, remat=remat))
-        backward_s = input_grad.compute_s + self._weight_grad.compute_s
-        forward += _waiting(moved_s, hidden_s=forward.compute_s)
-        input_grad += _waiting(moved_s, hidden_s=backward_s)
+        forward += _waiting(moved_s, self._free_s(forward))
+        input_grad += _waiting(moved_s, self._free_s(input_grad + self._weight_grad))
         kernels = _FORWARD_KERNELS + self._routed_kernels
         forward = _launched(run, forward, kernels)
         back_kernels = _BACKWARD_KERNELS + 2 * self._routed_kernels
@@ -132,6 +131,14 @@ class BlockWork:
             uncut_s=self._uncut_s(remat) if splits else 0.0,
             stash_s=_stash_s(run, moe, remat) if splits else 0.0,
         )
+
+    def _free_s(self, cost: Cost) -> float:
+        """Seconds of work beside which the link to the host's memory is free.
+
+        A device whose collectives cross it too (PCIe) has it for one of them at a time.
+        """
+        shared = self._run.cluster.device.shares_host_link
+        return cost.compute_s - (cost.hidden_s if shared else 0.0)
 
     @property
     def least_s(self) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""What routed experts add to a block: their matmuls, kernels and traffic."""
+"""Matmuls, kernels and elementwise traffic of a block's routed experts."""
 
 from __future__ import annotations
 

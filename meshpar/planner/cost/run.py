@@ -309,7 +309,7 @@ class Run:
 
     @cached_property
     def known(self) -> dict[tuple, Any]:
-        """What was computed of this run, by its name and further arguments."""
+        """Values computed of this run, by their name and further arguments."""
         return {}
 
     def link(self, *mesh_axes: str) -> Link:

@@ -40,6 +40,10 @@ class Link:
         spans: The group's part of each dim of a torus; () elsewhere.
         scatters_whole: True if a reduce-scatter runs as an all-reduce, of which each
             device keeps its part.
+        rack: Link of those members that lie in one rack; None if all do.
+        racks: Racks that the group spans; 1 if one.
+        rack_bytes_per_s: Rate of a device to another rack, while all go there.
+        rack_hop_s: Latency of a step to another rack.
     """
 
     name: str
@@ -50,6 +54,17 @@ class Link:
     inner_hop_s: float = 0.0
     spans: tuple[Span, ...] = ()
     scatters_whole: bool = False
+    rack: Link | None = None
+    racks: int = 1
+    rack_bytes_per_s: float = math.inf
+    rack_hop_s: float = 0.0
+
+    @property
+    def between_racks(self) -> Link:
+        """Link of one member of each rack."""
+        return Link(
+            name=self.name, bytes_per_s=self.rack_bytes_per_s, hop_s=self.rack_hop_s
+        )
 
     def __post_init__(self) -> None:
         if not self.port_bytes_per_s:
@@ -167,7 +182,39 @@ class Cluster:
         if members == 1:
             return Link(name="none", bytes_per_s=math.inf, hop_s=0.0)
         inner = self._members_in_one_host(mesh_shape, mesh_axes)
+        device = self.device
+        link = self._mesh_link(mesh_shape, mesh_axes, members, inner)
+        in_rack = members
+        if device.rack_devices:
+            # As many whole hosts, or slices, as a rack has room for; one at least.
+            hosts = max(1, device.rack_devices // self.devices_per_host)
+            room = min(hosts, self.hosts) * self.devices_per_host
+            in_rack = _members_within(room, mesh_shape, mesh_axes)
+        if in_rack == members:
+            return link
+        # As many rings as members in a rack leave it, each with its part of the way.
+        port = device.network_bytes_per_s * device.efficiency.network
+        out = port / device.oversubscription
+        return replace(
+            link,
+            bytes_per_s=min(link.bytes_per_s, out * in_rack),
+            rack=self._mesh_link(mesh_shape, mesh_axes, in_rack, min(inner, in_rack)),
+            racks=members // in_rack,
+            rack_bytes_per_s=out,
+            rack_hop_s=device.rack_hop_s or device.efficiency.network_hop_s,
+        )
+
+    def _mesh_link(
+        self,
+        mesh_shape: Mapping[str, int],
+        mesh_axes: Sequence[str],
+        members: int,
+        inner: int,
+    ) -> Link:
+        """Return the link of so many members, `inner` in a host, as of one rack."""
         device, achieved = self.device, self.device.efficiency
+        if members == 1:
+            return Link(name="none", bytes_per_s=math.inf, hop_s=0.0)
         if self.torus and inner == members:
             return self._torus_link(mesh_shape, mesh_axes, members)
         inside = self._inside_bytes_per_s(inner)
@@ -209,12 +256,7 @@ class Cluster:
         """Return the members of a group that lie in one host."""
         if self.hosts == 1:
             return math.prod(mesh_shape[axis] for axis in mesh_axes)
-        room, inner = self.devices_per_host, 1
-        for axis, size in reversed(list(mesh_shape.items())):
-            inside = size if room % size == 0 else math.gcd(size, room)
-            inner *= inside if axis in mesh_axes else 1
-            room = room // size if inside == size else 1
-        return inner
+        return _members_within(self.devices_per_host, mesh_shape, mesh_axes)
 
     def _torus_link(
         self, mesh_shape: Mapping[str, int], mesh_axes: Sequence[str], members: int
@@ -277,3 +319,15 @@ class Cluster:
         if len(self.torus) == 3:
             return all(each % wraps == 0 for each in self.torus)
         return size % wraps == 0
+
+
+def _members_within(
+    room: int, mesh_shape: Mapping[str, int], mesh_axes: Sequence[str]
+) -> int:
+    """Return the members of a group among `room` devices that are neighbours."""
+    inner = 1
+    for axis, size in reversed(list(mesh_shape.items())):
+        inside = size if room % size == 0 else math.gcd(size, room)
+        inner *= inside if axis in mesh_axes else 1
+        room = room // size if inside == size else 1
+    return inner

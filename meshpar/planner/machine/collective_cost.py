@@ -25,6 +25,8 @@ def all_gather_s(output_bytes: float, num_devices: int, link: Link) -> float:
         time = output_bytes * (n - 1) / n / link + latency of n - 1 steps
 
     On a torus dim by dim, so that the steps are those of each dim's ring together.
+    Between racks the faster of that ring and of two levels: every device gathers from
+    its like in the other racks, and then all in a rack gather what those have.
 
     Example:
         >>> link = Link(name="host", bytes_per_s=100e9, hop_s=0.0)
@@ -34,7 +36,12 @@ def all_gather_s(output_bytes: float, num_devices: int, link: Link) -> float:
     if num_devices == 1:
         return 0.0
     moved = wire_bytes("all-gather", output_bytes, num_devices)
-    return moved / link.bytes_per_s + _ring_latency_s(num_devices, link)
+    ring_s = moved / link.bytes_per_s + _ring_latency_s(num_devices, link)
+    if link.rack is None:
+        return ring_s
+    each = num_devices // link.racks
+    levels_s = all_gather_s(output_bytes / each, link.racks, link.between_racks)
+    return min(ring_s, levels_s + all_gather_s(output_bytes, each, link.rack))
 
 
 def reduce_scatter_s(input_bytes: float, num_devices: int, link: Link) -> float:
@@ -71,9 +78,15 @@ def all_reduce_s(payload_bytes: float, num_devices: int, link: Link) -> float:
     ring_s = 2 * all_gather_s(payload_bytes, num_devices, link)
     if link.spans:
         return ring_s
+    if link.rack is not None:
+        # Scattered in each rack, summed between racks, and gathered there.
+        each = num_devices // link.racks
+        sums_s = all_reduce_s(payload_bytes / each, link.racks, link.between_racks)
+        ring_s = min(ring_s, 2 * all_gather_s(payload_bytes, each, link.rack) + sums_s)
     outer = max(1, num_devices // link.inner)
     tree_hops_s = math.log2(outer) * link.hop_s if link.inner > 1 or outer > 1 else 0.0
     tree_hops_s += (link.inner - 1) * link.inner_hop_s
+    tree_hops_s += math.log2(link.racks) * _longer_hop_s(link)
     share = 1.0
     if link.name == "network":
         size = math.log2(max(payload_bytes, 1.0) / _TREE_FROM_BYTES)
@@ -110,7 +123,11 @@ def all_to_all_s(payload_bytes: float, num_devices: int, link: Link) -> float:
         return payload_bytes * slowest / link.port_bytes_per_s + latency_s
     if link.name == "network":
         away = payload_bytes * (1 - link.inner / num_devices)
-        return away / link.port_bytes_per_s + link.hop_s
+        sent_s = away / link.port_bytes_per_s
+        if link.rack is None:
+            return sent_s + link.hop_s
+        out_s = payload_bytes * (1 - 1 / link.racks) / link.rack_bytes_per_s
+        return max(sent_s, out_s) + link.rack_hop_s
     away = payload_bytes * (num_devices - 1) / num_devices
     return away / link.bytes_per_s + link.hop_s
 
@@ -119,7 +136,8 @@ def send_s(payload_bytes: float, link: Link) -> float:
     """Time from a rank to the next: one port or link, one step."""
     if link.name == "none":
         return 0.0
-    return payload_bytes / link.port_bytes_per_s + link.hop_s
+    port = min(link.port_bytes_per_s, link.rack_bytes_per_s)
+    return payload_bytes / port + max(link.hop_s, link.rack_hop_s)
 
 
 def collective_s(
@@ -166,11 +184,17 @@ def _ring_latency_s(num_devices: int, link: Link) -> float:
     if link.spans:
         # Dim by dim, of rings that have the whole of it ready at once.
         return sum(span.size - 1 for span in link.spans) * link.hop_s
+    far_s = (link.racks - 1) * _longer_hop_s(link)
     outer = num_devices // link.inner
     if link.inner == 1:
-        return (num_devices - 1) * link.hop_s
+        return (num_devices - 1) * link.hop_s + far_s
     # Most steps of a ring through every host stay inside one.
-    return outer * link.hop_s + (num_devices - outer) * link.inner_hop_s
+    return outer * link.hop_s + (num_devices - outer) * link.inner_hop_s + far_s
+
+
+def _longer_hop_s(link: Link) -> float:
+    """Time that a step to another rack takes above one in a rack."""
+    return max(0.0, link.rack_hop_s - link.hop_s)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ device, while every device of the batch axes computes on as many examples.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -62,6 +62,10 @@ def joined(*parts: Cluster) -> Cluster:
         memory_bytes=fullest.memory_bytes,
         reserve=fullest.reserve,
         efficiency=replace(slowest.efficiency, **efficiency),
+        rack_devices=_common_rack(parts),
+        oversubscription=max(one.oversubscription for one in devices),
+        rack_hop_s=max(one.rack_hop_s for one in devices),
+        shares_host_link=any(one.shares_host_link for one in devices),
         taken_from=next(filter(None, (one.taken_from for one in devices)), ""),
         **rates,
     )
@@ -70,6 +74,11 @@ def joined(*parts: Cluster) -> Cluster:
     return Cluster(
         device=device, hosts=total // each, devices_per_host=each, parts=parts
     )
+
+
+def _common_rack(parts: Sequence[Cluster]) -> int:
+    """Return the devices of a rack that every kind fills; 0 if none has racks."""
+    return math.gcd(*(part.device.rack_devices for part in parts))
 
 
 def matmul_flops(device: Device) -> float:
