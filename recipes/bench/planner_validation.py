@@ -25,6 +25,8 @@ _QUANTITIES = {"step": "step time, s", "memory": "memory of a device, GB"}
 _MARKERS = "osD^vPX*<>h"
 """One more than there are colors, so that no two series look alike."""
 
+_LEGEND_ROWS = 14
+
 
 def main(argv: list[str] | None = None) -> int:
     """Prints the table and draws the picture."""
@@ -46,12 +48,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def series(rows: list[Measured], quantity: str) -> dict[str, list[Measured]]:
-    """The rows of one quantity by source; those that calibrate are a series too."""
+    """The rows of one quantity by source; all that do not count are a series each."""
     found: dict[str, list[Measured]] = {}
     for row in rows:
         if row.quantity == quantity:
-            note = ", calibrates" if row.calibrates else ", apart" if row.apart else ""
-            found.setdefault(row.source + note, []).append(row)
+            label = "calibrates" if row.calibrates else row.apart or row.source
+            found.setdefault(label, []).append(row)
     return found
 
 
@@ -61,7 +63,7 @@ def _draw(rows: list[Measured], png: Path) -> None:
         from matplotlib.ticker import LogLocator, NullFormatter
     except ImportError:
         sys.exit(f"--png needs matplotlib: {install_extra('plots')}")
-    figure = Figure(figsize=(12, 6.5), layout="constrained")
+    figure = Figure(figsize=(12, 9), layout="constrained")
     for axes, (quantity, name) in zip(
         figure.subplots(1, 2), _QUANTITIES.items(), strict=True
     ):
@@ -77,11 +79,14 @@ def _draw(rows: list[Measured], png: Path) -> None:
         for share in (0.88, 1.12):
             axes.plot(ends, [share * end for end in ends], "k:", linewidth=0.8)
         axes.set(xlabel=f"measured {name}", ylabel="predicted (dotted: 12 % off)")
+        subs = (1, 2, 5) if ends[1] < 100 * ends[0] else (1,)
         for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_locator(LogLocator(subs=subs))
             axis.set_major_formatter("{x:g}")
             axis.set_minor_formatter(NullFormatter())
-        axes.legend(fontsize=7)
+        columns = -(-len(groups) // _LEGEND_ROWS)
+        below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.1)}
+        axes.legend(fontsize=7, ncols=columns, **below)
     figure.savefig(png, dpi=120)
 
 
