@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from meshpar.cli.main import main
+from meshpar.hardware.platforms import compiler_options_for
 from meshpar.machine.mesh import absent_mesh, device_kinds
 from meshpar.parallel.pipeline.rank_layers import mesh_hindrance
 from meshpar.planner.cost.by_speed import by_speed
@@ -313,6 +314,15 @@ def test_the_command_prints_where_stages_lie(capsys):
     assert [part["blocks"] for part in parts] == [[23], [9]]
 
 
+def test_the_command_to_train_puts_the_crossing_axis_outermost(capsys):
+    words = "--preset tiny --seq 64 --global-batch 16 --hardware h100:2+a100:2 --keep"
+    kept = "data=2,stage=2,microbatches=4,schedule=1f1b,remat=full"
+    assert main(["plan", *words.split(), kept]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last.startswith("run it, which no one has on several kinds of GPU")
+    assert last.endswith(" --mesh-order stage,data")
+
+
 def test_ranks_leave_places_out_on_several_kinds_of_accelerators_alone():
     one, two = (
         SimpleNamespace(
@@ -325,6 +335,11 @@ def test_ranks_leave_places_out_on_several_kinds_of_accelerators_alone():
     assert mesh_hindrance(shape, "gpu", device_kinds(two)) is None
     assert mesh_hindrance({**shape, "tensor": 2}, "gpu", device_kinds(two)) is not None
     assert device_kinds(absent_mesh("stage=4")) == 1
+    # Their programs are scheduled without the latencies of either kind.
+    plain = compiler_options_for("gpu")
+    both = compiler_options_for("gpu", several_kinds=True)
+    (name,) = both.keys() - plain.keys()
+    assert name.endswith("sol_latency_estimator") and both[name] is False
 
 
 def test_the_picture_has_the_kinds_and_their_stages_in_the_order_of_the_hosts():

@@ -164,7 +164,8 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         "--hardware",
         metavar="NAME|FILE.toml",
         default="h100-80gb",
-        help=f"{', '.join(DEVICES)}; with a torus tpu-v5p:4x4x8 (default: %(default)s)",
+        help=f"{', '.join(DEVICES)}; with a torus tpu-v5p:4x4x8; several kinds "
+        "h100:32+a100:32 (default: %(default)s)",
     )
     add_counts(
         parser,

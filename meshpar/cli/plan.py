@@ -35,6 +35,7 @@ from meshpar.cli.plan_options import (
 )
 from meshpar.errors import InputError, local_path
 from meshpar.hardware.platforms import platform_named
+from meshpar.planner.cost.run import Run
 from meshpar.planner.curve import bend_in_words, curve_in_words, scaling_curve
 from meshpar.planner.machine.execution import execution_of
 from meshpar.planner.machine.mixed import crossing_first
@@ -276,12 +277,19 @@ def _how_to_run(args: argparse.Namespace, best: Plan) -> str:
     words = ["--layout", str(run.layout)]
     words += option_words({"--preset": preset, "--model": sizes})
     words += ["--global-batch", str(run.global_batch), "--seq", str(run.seq)]
-    if run.cluster.parts:
-        _, shape = crossing_first(run.cluster, run.layout.mesh_shape)
-        order = [axis for axis, size in shape.items() if size > 1]
-        words += ["--mesh-order", ",".join(order)]
     words += ["--emulate", "0" if real else str(run.cluster.num_devices)]
-    return f"run it: {shlex.join(['meshpar', 'train', *words])}"
+    command = shlex.join(["meshpar", "train", *words])
+    return _on_mixed(command, run) if run.cluster.parts else f"run it: {command}"
+
+
+def _on_mixed(command: str, run: Run) -> str:
+    """Return the command with the order of the mesh, and what is known of it."""
+    _, shape = crossing_first(run.cluster, run.layout.mesh_shape)
+    order = ",".join(axis for axis, size in shape.items() if size > 1)
+    return (
+        "run it, which no one has on several kinds of GPU (planner guide, Mixed "
+        f"hardware): {command} --mesh-order {order}"
+    )
 
 
 def _run_curve(args: argparse.Namespace, request: PlanRequest) -> int:

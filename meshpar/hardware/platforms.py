@@ -184,6 +184,7 @@ class CompilerOption:
         if_sequence_parallel: True if only layouts that split the residual stream's
             sequence over `tensor` have it.
         if_by_host: True if only steps that send tokens once to each host have it.
+        if_several_kinds: True if only meshes of several kinds of devices have it.
     """
 
     platform: str
@@ -194,6 +195,7 @@ class CompilerOption:
     if_prefetching: bool = False
     if_sequence_parallel: bool = False
     if_by_host: bool = False
+    if_several_kinds: bool = False
 
 
 SPARSE_CORE_OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
@@ -289,6 +291,15 @@ COMPILER_OPTIONS: tuple[CompilerOption, ...] = (
         "of most parts stood beside one of these",
         if_by_host=True,
     ),
+    CompilerOption(
+        "gpu",
+        "xla_gpu_enable_analytical_sol_latency_estimator",
+        False,
+        "programs of several kinds of GPU start their collectives in one order: with "
+        "a kind's own latencies those of an H100 and an A100 differ, and wait for each "
+        "other for ever (jax 0.10.2)",
+        if_several_kinds=True,
+    ),
     _tpu(
         "xla_jf_spmd_threshold_for_windowed_einsum_mib",
         1_000_000,
@@ -336,6 +347,7 @@ def compiler_options_for(
     prefetching: bool = False,
     sequence_parallel: bool = False,
     by_host: bool = False,
+    several_kinds: bool = False,
 ) -> dict[str, Any]:
     """Return the options of a step: the platform's rows, and the caller's over them.
 
@@ -345,6 +357,7 @@ def compiler_options_for(
         prefetching: True if the step's blocks prefetch.
         sequence_parallel: True if the layout splits the residual stream's sequence.
         by_host: True if devices that share experts are on several hosts.
+        several_kinds: True if the mesh has devices of several kinds.
 
     Raises:
         InputError: `given` is no mapping of names.
@@ -372,6 +385,7 @@ def compiler_options_for(
         and (prefetching or not row.if_prefetching)
         and (sequence_parallel or not row.if_sequence_parallel)
         and (by_host or not row.if_by_host)
+        and (several_kinds or not row.if_several_kinds)
     }
     return {
         name: value for name, value in {**rows, **given}.items() if value is not None

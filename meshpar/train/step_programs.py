@@ -22,7 +22,7 @@ from meshpar.audit.subject import Subject
 from meshpar.checks.sequence_probe import check_sequences
 from meshpar.hardware.platforms import compiler_options_for
 from meshpar.layout import BATCH_AXES, Layout
-from meshpar.machine.mesh import absent_mesh, mesh_hosts
+from meshpar.machine.mesh import absent_mesh, device_kinds, mesh_hosts
 from meshpar.model.contract import Model
 from meshpar.parallel.by_owners import Owners
 from meshpar.parallel.grids.space import space_axes, space_dims
@@ -225,6 +225,7 @@ class StepPlan:
             prefetching=self.placement.prefetches,
             sequence_parallel=layout.sequence_parallel and layout.tensor > 1,
             by_host=self.placement.expert_hosts > 1,
+            several_kinds=device_kinds(self.placement.mesh) > 1,
         )
 
     @cached_property
