@@ -25,7 +25,7 @@ REFUSED = {
     ("data=2,chunks=2", 8): "layout.option_without_axis",
     ("fsdp=2,attention=ulysses", 8): "layout.option_without_axis",
     ("data=2,remat=stage", 8): "layout.stage_remat_without_stages",
-    ("stage=2,tensor=2,execution=divergent", 8): "layout.divergent_permute",
+    ("stage=2,context=2,execution=divergent", 8): "layout.divergent_permute",
     ("stage=2,schedule=pipedream_stash,execution=uniform", 8): (
         "layout.stash_in_lock_step"
     ),

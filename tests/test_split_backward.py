@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from schedule_cases import SPLIT_NAMES
 
 from meshpar import make_mesh, pipeline_value_and_grad
+from meshpar.audit.hazards import check_divergent
 from meshpar.parallel.pipeline.split_backward import split_program
 from meshpar.schedules import SCHEDULES
 from meshpar.trace.walk import equations
@@ -303,6 +304,14 @@ def test_split_backwards_under_other_axes(line, execution):
             "stage=2,tensor=2,fsdp=2,microbatches=4,schedule=zero_bubble_v,chunks=2,"
             "sequence_parallel=true,remat=full"
         ),
+        slow(
+            "stage=2,tensor=2,fsdp=2,microbatches=4,schedule=zero_bubble_v,chunks=2,"
+            "sequence_parallel=true,remat=full,execution=divergent"
+        ),
+        slow(
+            "stage=4,tensor=2,microbatches=4,schedule=zero_bubble_h2,"
+            "execution=divergent"
+        ),
     ],
 )
 def test_split_backwards_of_a_llama(line):
@@ -334,14 +343,54 @@ def test_a_mesh_that_gspmd_partitions_is_refused_where_ranks_diverge(refuses):
         runs_divergent(lambda w, x: x @ w, "stage=2,tensor=2")
 
 
-@pytest.mark.parametrize(
-    "axis", ["context=2", "tensor=2", "tensor=2,sequence_parallel=true"]
-)
-def test_ranks_that_diverge_refuse_an_axis_that_may_permute(axis, refuses):
-    line = f"stage=2,{axis},microbatches=4,execution=divergent"
-    named = axis.split("=")[0]
-    with refuses("layout.divergent_permute", "execution=divergent", f"'{named}'"):
+def test_ranks_that_diverge_refuse_an_axis_that_permutes(refuses):
+    line = "stage=2,context=2,microbatches=4,execution=divergent"
+    with refuses("layout.divergent_permute", "execution=divergent", "'context'"):
         step_of(model_of(8), line)
+
+
+@pytest.mark.parametrize(
+    "collective, is_refused",
+    [
+        (lambda x: lax.psum(x, "tensor"), False),
+        (lambda x: lax.psum(x, "stage"), True),
+        (lambda x: lax.ppermute(x, "tensor", [(0, 1), (1, 0)]), True),
+    ],
+    ids=["sum over tensor", "sum over stage", "permute"],
+)
+def test_a_compiled_branch_is_refused_if_it_waits_for_other_ranks(
+    collective, is_refused, refuses
+):
+    mesh = make_mesh("stage=2,tensor=2", devices=jax.devices()[:4])
+    sizes = {"stage": 2, "tensor": 2}
+
+    def on_device(x):
+        own = lax.axis_index("stage") == 0
+        return lax.cond(own, collective, lambda x: x, x)
+
+    across = jax.P(("stage", "tensor"))
+    mapped = jax.shard_map(
+        on_device, mesh=mesh, in_specs=across, out_specs=across, check_vma=False
+    )
+    text = jax.jit(mapped).lower(jnp.ones(4)).compile().as_text()
+    if is_refused:
+        with refuses("layout.divergent_permute", "execution=divergent"):
+            check_divergent(text, sizes)
+    else:
+        check_divergent(text, sizes)
+
+
+def test_ranks_of_tensor_diverge_if_their_compiled_program_allows_it(monkeypatch):
+    line = "stage=2,tensor=2,microbatches=4,schedule=zero_bubble_h1,execution=divergent"
+    checked = []
+
+    def check(text, *, mesh_shape):
+        checked.append(text)
+        check_divergent(text, mesh_shape)
+
+    monkeypatch.setattr("meshpar.train.step_programs.check_divergent", check)
+    assert_equal_to_plain(mlp_of(8), line)
+    assert checked and all("all-reduce" in text for text in checked)
 
 
 def test_a_rank_of_one_layer_computes_a_weight_gradient_in_its_own_ticks_alone():

@@ -22,11 +22,12 @@ to GSPMD, whose forward is right and whose gradients are wrong.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshpar.audit.collectives import Collective
+from meshpar.audit.collectives import Collective, axes_text, find_collectives
+from meshpar.audit.hlo import parse_program
 from meshpar.audit.needs import CONVOLUTION
 from meshpar.collective_kinds import KINDS, WRITTEN_AS
 from meshpar.errors import InputError
@@ -80,6 +81,28 @@ def compiled_hazards(rows: Sequence[Collective]) -> list[Hazard]:
         for row in rows
         if row.kind == "collective-permute" and row.in_branch
     ]
+
+
+def check_divergent(text: str, mesh_shape: Mapping[str, int]) -> None:
+    """Check that what a pipeline rank does by itself waits for no other rank.
+
+    Args:
+        text: The compiled program.
+        mesh_shape: Size of each mesh axis, outermost first.
+
+    Raises:
+        InputError: A permute, or a collective over `stage`, is inside a branch or a
+            loop that one rank runs without the others.
+    """
+    for row in find_collectives(parse_program(text), mesh_shape):
+        waits = row.mesh_axes is None or "stage" in row.mesh_axes
+        if row.in_branch and (waits or row.kind == "collective-permute"):
+            raise InputError(
+                f"execution=divergent: {row.source or 'no source line'}: XLA put a "
+                f"{row.kind} over {axes_text(row.mesh_axes)} in what one rank does by "
+                "itself, and others would not take part; set execution=uniform",
+                key="layout.divergent_permute",
+            )
 
 
 def traced_hazards(operations: Iterable[Operation], platform: str) -> list[Hazard]:

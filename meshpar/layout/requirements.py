@@ -138,16 +138,6 @@ def _without_axis(option: str, mesh_axis: str) -> Requirement:
     )
 
 
-def _permuted_axis(layout: Layout) -> str | None:
-    """Return an axis over which blocks permute, or XLA may; None if there is none.
-
-    GSPMD partitions over `tensor`, and makes permutes by itself.
-    """
-    if layout.tensor > 1:
-        return "tensor"
-    return "context" if layout.attention_method.permutes else None
-
-
 def own_collective(layout: Layout) -> str | None:
     """Return a mesh axis over which blocks may communicate; None if there is none.
 
@@ -294,11 +284,11 @@ OPTIONS = (
         "layout.divergent_permute",
         "execution",
         lambda layout, at: (
-            layout.execution == "divergent" and _permuted_axis(layout) is not None
+            layout.execution == "divergent" and layout.attention_method.permutes
         ),
         lambda layout, at: (
             "execution=divergent: ranks do work of their own, and a permute over "
-            f"{_permuted_axis(layout)!r} would wait for all; set execution=uniform"
+            "'context' would wait for all; set execution=uniform"
         ),
     ),
     _without_axis("chunks", "stage"),

@@ -50,6 +50,8 @@ class Scope:
         expert_hosts: Number of hosts of the devices that share experts; each host has
             the same number of them, one host after another. 1 if unknown.
         num_microbatches: Parts that the batch of a device is run in, one by one.
+        ranks_diverge: Whether pipeline ranks do work of their own, so that no permute
+            may stand in what one of them does.
         platform: Kind of device the program is for: `cpu`, `gpu` or `tpu`.
         recomputed: Whether the backward runs the function again.
         batch_sums: List that records calls of `batch_sum`; None for none.
@@ -70,6 +72,7 @@ class Scope:
     batch_axes: tuple[str, ...] = ()
     expert_hosts: int = 1
     num_microbatches: int = 1
+    ranks_diverge: bool = False
     platform: str = "cpu"
     recomputed: bool = False
     batch_sums: list[str] | None = field(default=None, repr=False)

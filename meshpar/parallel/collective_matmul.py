@@ -74,7 +74,8 @@ def token_matmul(
     """Return a matmul in chunks of tokens; None if it runs at once.
 
     It runs in chunks if one mesh axis splits the residual stream's sequence and the
-    weight, if the platform overlaps them, and if the chunks are large enough.
+    weight, if the platform overlaps them, if the chunks are large enough, and if
+    pipeline ranks run in lock step: permutes carry the chunks.
 
     Args:
         dims: Subscripts of the einsum.
@@ -84,7 +85,7 @@ def token_matmul(
         column: True if that array is the result, False if it is the first operand.
     """
     rules, axes = scope.rules, scope.sequence_axes
-    if rules is None or len(axes) != 1:
+    if rules is None or len(axes) != 1 or scope.ranks_diverge:
         return None
     x, weight, y = _terms(dims)
     length = dict(zip(x + weight, (*shapes[0], *shapes[1]), strict=True))

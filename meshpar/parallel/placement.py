@@ -143,6 +143,7 @@ class Placement:
             replica_axes=self.replica_axes,
             expert_hosts=self.expert_hosts,
             num_microbatches=self.layout.microbatches,
+            ranks_diverge=self.layout.divergent,
             training=training,
         )
 
@@ -415,6 +416,7 @@ class Scopes:
         replica_axes: Other mesh axes that split the batch, with one replica each.
         expert_hosts: As for `Scope`.
         num_microbatches: Number of parts in which a device runs its examples.
+        ranks_diverge: As for `Scope`.
         training: True in a training step.
         order: Order of tokens over devices; None if devices have whole sequences.
     """
@@ -424,6 +426,7 @@ class Scopes:
     batch_axes: tuple[str, ...]
     expert_hosts: int = 1
     num_microbatches: int = 1
+    ranks_diverge: bool = False
     training: bool = True
     order: TokenOrder | None = None
     replica_axes: tuple[str, ...] = ()
@@ -441,6 +444,7 @@ class Scopes:
             batch_axes=shared.pop("batch_axes", self.batch_axes),
             expert_hosts=self.expert_hosts,
             num_microbatches=self.num_microbatches,
+            ranks_diverge=self.ranks_diverge,
             platform=self.platform,
             order=self.order,
             cache=arrays.cache,

@@ -17,7 +17,7 @@ import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from meshpar.audit.hazards import PlainConvolutions
+from meshpar.audit.hazards import PlainConvolutions, check_divergent
 from meshpar.audit.subject import Subject
 from meshpar.checks.sequence_probe import check_sequences
 from meshpar.hardware.platforms import compiler_options_for
@@ -238,7 +238,16 @@ class StepPlan:
             batch_sharding=self.batches.sharding,
             split_space=placement if placement.splits_space else None,
             compiler_options=self.compiler_options,
+            check_compiled=self._check_compiled,
         )
+
+    @property
+    def _check_compiled(self) -> Callable[[str], None] | None:
+        """Check of a program whose ranks diverge, where XLA makes its collectives."""
+        layout = self.options.layout
+        if not layout.divergent or layout.tensor == 1:
+            return None
+        return partial(check_divergent, mesh_shape=layout.mesh_shape)
 
     @cached_property
     def sync_programs(self) -> SyncPrograms:
@@ -265,7 +274,7 @@ class StepPlan:
             sync_only: The end of an interval of local steps.
         """
         # JAX does not trace a jit with options of its own inside another.
-        programs = replace(programs, compiler_options={})
+        programs = replace(programs, compiler_options={}, check_compiled=None)
         state = programs.functions.state_shapes
         notes = prefetch_notes(self.placement)
         if self.options.execution_reason:
@@ -308,6 +317,8 @@ class StepPrograms:
         batch_sharding: Sharding of batch arrays without split space.
         split_space: Placement of batch arrays with split space; None without any.
         compiler_options: XLA's options for every program.
+        check_compiled: Refuses the text of a compiled program before it first runs;
+            None for no check.
     """
 
     functions: Any
@@ -315,6 +326,7 @@ class StepPrograms:
     batch_sharding: NamedSharding
     split_space: Placement | None
     compiler_options: dict[str, Any]
+    check_compiled: Callable[[str], None] | None = None
 
     @cached_property
     def init(self) -> Callable[..., Any]:
@@ -399,15 +411,17 @@ class StepPrograms:
             )
 
         space = self.split_space
-        if space is None:
-            return program(self.batch_sharding)
-        plain = PlainConvolutions(
-            layout=space.layout,
-            space_axes=space_axes(space.model, space.rules),
-            space_dims=space_dims(space.model),
-        )
-        check = plain.check if trains else None
-        return _BatchProgram(program, space.batch_sharding, check)
+        made: Any = program(self.batch_sharding) if space is None else None
+        if space is not None:
+            plain = PlainConvolutions(
+                layout=space.layout,
+                space_axes=space_axes(space.model, space.rules),
+                space_dims=space_dims(space.model),
+            )
+            check = plain.check if trains else None
+            made = _BatchProgram(program, space.batch_sharding, check)
+        refuses = self.check_compiled
+        return made if refuses is None else _CheckedProgram(made, refuses)
 
 
 @dataclass(frozen=True)
@@ -415,6 +429,32 @@ class AuditedProgram:
     """One program of a step to audit: `audit(step.gradient_program, batch)`."""
 
     audit_subject: Callable[..., Subject]
+
+
+class _CheckedProgram:
+    """`jax.jit` of (state, batch), of which each compiled program is checked once.
+
+    Args:
+        program: The jitted function.
+        check: Refuses the text of a compiled program.
+    """
+
+    def __init__(self, program: Any, check: Callable[[str], None]) -> None:
+        self._program, self._check = program, check
+        self._checked: set[tuple] = set()
+
+    def __call__(self, state: Any, batch: Mapping[str, Any]) -> Any:
+        shapes = tuple(sorted((name, array.shape) for name, array in batch.items()))
+        if shapes not in self._checked:
+            text = self.lower(state, batch).compile().as_text()
+            assert text is not None
+            self._check(text)
+            self._checked.add(shapes)
+        return self._program(state, batch)
+
+    def lower(self, state: Any, batch: Mapping[str, Any]) -> jax.stages.Lowered:
+        """Return the lowered program for these shapes."""
+        return self._program.lower(state, batch)
 
 
 class _BatchProgram:

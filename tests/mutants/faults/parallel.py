@@ -50,6 +50,17 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        name="diverging-ranks-permute",
+        effect="a permute in what one pipeline rank does by itself is compiled and run",
+        file="meshpar/audit/hazards.py",
+        old='        if row.in_branch and (waits or row.kind == "collective-permute"):',
+        new="        if row.in_branch and waits:",
+        tests=(
+            "tests/test_split_backward.py"
+            "::test_a_compiled_branch_is_refused_if_it_waits_for_other_ranks[permute]",
+        ),
+    ),
+    Mutant(
         name="half-keeps-dead-carries",
         effect="a half of a split backward computes carries that it does not need",
         file="meshpar/parallel/pipeline/split_backward.py",
