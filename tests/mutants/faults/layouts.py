@@ -97,7 +97,7 @@ MUTANTS = (
         name="experts-do-not-split-the-batch",
         effect="a layout's number of batch shards leaves out `expert`",
         file="meshpar/layout/layout.py",
-        old="return math.prod(self.mesh_shape[axis] for axis in BATCH_AXES)",
+        old="return math.prod(self._mesh_shape[axis] for axis in BATCH_AXES)",
         new='return math.prod(self.mesh_shape[axis] for axis in ("data", "fsdp"))',
         tests=("tests/test_layout.py::test_only_data_fsdp_and_expert_split_the_batch",),
     ),
