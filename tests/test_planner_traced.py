@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from meshpar import BlockGroup, Parameter
+from meshpar.cli.main import main
 from meshpar.models.presets import build
 from meshpar.parallel.sizes import LOGITS_BYTES
 from meshpar.planner.cost.estimate import estimate
@@ -22,6 +24,27 @@ from tests.marks import slow
 def traced_preset(name, seq, **options):
     """The workload of a preset."""
     return traced_workload(build(name), seq=seq, **options)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["tiny-vit"],
+        ["tiny-t5", "--seq", "32"],
+        ["tiny-gemma3", "--seq", "32"],
+        slow(["tiny-pair"]),
+        slow(["tiny-afno"]),
+    ],
+    ids=lambda words: words[0],
+)
+def test_presets_of_every_family_are_planned_by_their_trace(words, capsys):
+    layout = ["--layout", "fsdp=2,precision=bf16", "--global-batch", "4"]
+    assert main(["estimate", "--preset", *words, *layout, "--json"]) == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    # In fp32 with Adam's two moments, each over two devices.
+    count = build(words[0]).num_parameters
+    assert memory["parameter_bytes"] == pytest.approx(4 * count / 2, rel=0.01)
+    assert memory["optimizer_bytes"] == pytest.approx(8 * count / 2, rel=0.01)
 
 
 SEQ = 256

@@ -276,7 +276,6 @@ def test_an_estimate_of_a_layout_speaks_of_volumes(capsys):
 @pytest.mark.parametrize(
     "words, refusal",
     [
-        (["--preset", "tiny-afno"], ("plan.unknown_family", "tiny-afno")),
         (
             ["--preset", "tiny-unet3d", "--seq", "8"],
             ("command.option_of_transformers", "--seq", "tiny-unet3d"),

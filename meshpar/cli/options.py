@@ -256,7 +256,7 @@ def chosen_workload(args: argparse.Namespace) -> Workload:
     Raises:
         InputError: None is chosen, or it does not exist.
     """
-    if args.model_from is not None:
+    if args.model_from is not None or is_traced_preset(args):
         return _own_workload(args)
     if args.preset is None and args.model is None:
         raise InputError(
@@ -273,8 +273,15 @@ def chosen_workload(args: argparse.Namespace) -> Workload:
     return workload_of(args.preset, words=",".join(changed) or None)
 
 
+def is_traced_preset(args: argparse.Namespace) -> bool:
+    """Return True if the options name a preset whose arithmetic only a trace tells."""
+    from meshpar.planner.workload.shapes import TRACED
+
+    return args.model_from is None and (args.preset or args.model) in TRACED
+
+
 def _own_workload(args: argparse.Namespace) -> Workload:
-    """Return the workload of `--model-from`, by tracing its model.
+    """Return the workload of a model that has to be traced.
 
     Raises:
         InputError: `--seq` is missing, or is given and the model's inputs have sizes;
@@ -288,8 +295,10 @@ def _own_workload(args: argparse.Namespace) -> Workload:
     from meshpar.planner.from_model import traced_workload
 
     jax.config.update("jax_platforms", "cpu")  # This process only traces.
-    model = chosen_model(args)
-    if args.vocab is not None:
+    model, name = planned_model(args), args.model_from or args.preset or args.model
+    option = "--preset" if args.model_from is None else "--model-from"
+    asked = f"{option} {name!r}"
+    if args.vocab is not None and args.model_from is not None:
         raise InputError(
             f"--vocab {args.vocab} changes sizes of a named model; give what "
             f"{args.model_from!r} takes, such as --model vocab={args.vocab}",
@@ -304,20 +313,19 @@ def _own_workload(args: argparse.Namespace) -> Workload:
     axes, seq = {*logical_sizes(model.known_inputs)} - {BATCH_DIM}, args.seq
     if axes and seq is None:
         raise InputError(
-            f"the inputs of --model-from {args.model_from!r} leave the size of "
+            f"the inputs of {asked} leave the size of "
             f"{', '.join(sorted(axes))} open; give --seq N",
             key="command.no_seq_of_model",
         )
     if not axes and seq is not None:
         raise InputError(
-            f"the inputs of --model-from {args.model_from!r} have fixed sizes; leave "
-            f"--seq {seq} out",
+            f"the inputs of {name!r} have fixed sizes; leave --seq {seq} out",
             key="command.seq_of_fixed_sizes",
         )
     if seq is None:  # Tokens are the dims between the examples and the features.
         stream = jax.tree.leaves(traced_streams(model, 1, 1)[0])[0]
         seq = math.prod(stream.shape[1:-1])
-    return traced_workload(model, seq=seq, name=args.model_from)
+    return traced_workload(model, seq=seq, name=name)
 
 
 def model_words(args: argparse.Namespace) -> tuple[str | None, str | None]:

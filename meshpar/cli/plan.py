@@ -15,6 +15,7 @@ from meshpar.cli.options import (
     add_workload_arguments,
     chosen_cluster,
     chosen_workload,
+    is_traced_preset,
     model_words,
     planned_model,
     words_to_train,
@@ -148,9 +149,10 @@ def _chosen_request(args: argparse.Namespace) -> PlanRequest:
 
 
 def _constraints(args: argparse.Namespace) -> Constraints:
-    """Return the constraints, without `context` if `--model-from` refuses it."""
+    """Return the constraints, without `context` if a traced model refuses it."""
     constraints = chosen_constraints(args)
-    if args.model_from is None or "context" in constraints.kept:
+    traced = args.model_from is not None or is_traced_preset(args)
+    if not traced or "context" in constraints.kept:
         return constraints
     from meshpar.checks.sequences import check_token_wise
 
@@ -259,7 +261,7 @@ def _how_to_run(args: argparse.Namespace, best: Plan) -> str:
     run = best.run
     if args.model_from is not None:
         return f"run it: {run.python_call}"
-    if is_other(args) or OTHER_SHAPES.keys() & {args.preset, args.model}:
+    if is_traced_preset(args) or OTHER_SHAPES.keys() & {args.preset, args.model}:
         return f"run it: from Python, {run.python_call}; meshpar train reads text"
     if PUBLISHED & {args.preset, args.model}:
         return "run it: not yet; a published run's shape is no preset; give its sizes"

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from meshpar.cli.options import add_counts, add_values
+from meshpar.cli.options import add_counts, add_values, is_traced_preset
 from meshpar.cli.parsing import (
     MODEL_FROM,
     PICTURES,
@@ -28,7 +29,6 @@ from meshpar.planner.machine.execution import MESHPAR
 from meshpar.planner.machine.mixed import check_one_kind
 from meshpar.planner.search.space import Constraints
 from meshpar.planner.search.training_cost import RESTART_S, Training
-from meshpar.planner.workload.shapes import TRACED
 
 if TYPE_CHECKING:
     from meshpar.model.contract import Model
@@ -220,18 +220,28 @@ _ROWS = "1000000"
 
 
 def is_other(args: argparse.Namespace) -> bool:
-    """Return True if the options name a preset that is no transformer.
+    """Return True if the options name a preset of volumes, or with tables.
 
     Raises:
-        InputError: `--tables` is given with a transformer.
+        InputError: `--tables` is given with another model.
     """
-    found = args.model_from is None and (args.preset or args.model) in TRACED
+    found = is_traced_preset(args) and _has_own_plans(args.preset or args.model)
     if not found and getattr(args, "tables", None):
         raise InputError(
             "--tables applies to models with tables; leave it out",
             key="command.tables_of_transformer",
         )
     return found
+
+
+@cache
+def _has_own_plans(preset: str) -> bool:
+    from meshpar.parallel.grids.space import has_space
+    from meshpar.tables.plan import looked_up_input
+
+    presets = importlib.import_module(MODEL_FROM.partition(":")[0])
+    model = presets.build(preset)
+    return has_space(model) or looked_up_input(model) is not None
 
 
 def other_request(
@@ -243,8 +253,7 @@ def other_request(
     """Return the request for plans of such a preset.
 
     Raises:
-        InputError: The planner has no arithmetic for its family, or an option is of
-            transformers alone.
+        InputError: An option is of transformers alone.
     """
     from meshpar.parallel.grids.space import has_space
     from meshpar.tables.plan import TableRequest, feature_tables, looked_up_input
@@ -259,18 +268,12 @@ def other_request(
         _check(args, name)
         return _volume_request(model, name, constraints, shared)
     looked_up = looked_up_input(model)
-    if looked_up is not None:
-        _check(args, name)
-        rows, bags = _rows_and_bags(args, name, looked_up[1].sizes[1])
-        tables = feature_tables(name, *looked_up, rows, bags)
-        return TableRequest(
-            name=name, model=model, tables=tables, constraints=constraints, **shared
-        )
-    raise InputError(
-        f"the planner has no arithmetic for {name}: it knows text, images cut into "
-        "patches of a Diffusion Transformer, volumes and tables; meshpar audit "
-        f"--preset {name} --layout LINE --target gpu:h100:1x8 compiles a layout",
-        key="plan.unknown_family",
+    assert looked_up is not None  # By `is_other`.
+    _check(args, name)
+    rows, bags = _rows_and_bags(args, name, looked_up[1].sizes[1])
+    tables = feature_tables(name, *looked_up, rows, bags)
+    return TableRequest(
+        name=name, model=model, tables=tables, constraints=constraints, **shared
     )
 
 
