@@ -290,7 +290,7 @@ def _idle_bytes(run: Run, rank: int, gathered: float) -> float:
     Of the gathered ones those of the ends, and the part of the sums that waits for the
     embedding's gradient.
     """
-    if run.execution.eager or run.layout.stage > 1:
+    if run.execution.eager or run.loops_over_ticks:
         return 0.0
     ends = min(gathered, end_parameters(run, rank) * run.dtype_bytes)
     split = run.layout.zero >= run.split_from["gradient"]

@@ -140,6 +140,11 @@ class Run:
         return splits and self.layout.stage > 1
 
     @property
+    def loops_over_ticks(self) -> bool:
+        """True if XLA keeps the loop over ticks: of two, the last stands by itself."""
+        return self.layout.stage > 1 or self.layout.microbatches > 2
+
+    @property
     def prefetches(self) -> bool:
         """True if what a block sends over batch axes stands beside another block."""
         choice = self.layout.fsdp_prefetch

@@ -67,13 +67,15 @@ def workspace_bytes(run: Run, rank: int, layers: list[int], kept: float) -> floa
         return again + _head_and_block_bytes(run, layers, moe=moe)
     # What a tick's forward keeps before it has its slot.
     again += scores_at_once(run) + kept / run.layout.chunks
-    if run.layout.stage > 1:
-        return again + tick_ends_bytes(run, rank)
-    table = table_parameters(run) * run.execution.gradient_bytes
-    # At a microbatch's end its gradients are added, of a tied table twice: terms and
-    # one sum more than is kept lie beside one another.
-    added = (4 if run.workload.tied else 3) * table
-    return tick_ends_bytes(run, rank) + max(again, added - table)
+    table = table_parameters(run)
+    if not run.loops_over_ticks:
+        # At a microbatch's end its gradients are added, of a tied table twice: terms
+        # and one sum more than is kept lie beside one another.
+        added = 3 if run.workload.tied else 2
+        again = max(again, added * table * run.execution.gradient_bytes)
+    elif run.layout.stage == 1 and not run.workload.tied:
+        again += table * run.dtype_bytes  # the head, turned for its backwards
+    return again + tick_ends_bytes(run, rank)
 
 
 def recomputed_bytes(run: Run, *, moe: bool, remat: str = "") -> float:
@@ -138,6 +140,8 @@ def _head_and_block_bytes(run: Run, layers: list[int], *, moe: bool) -> float:
     if run.workload.tied:
         return table + late + scores
     # Beside the last block's backward, whose next weights are not yet gathered.
+    if run.platform.scatter_columns > 1:  # joined, and not turned (`parallel.zero`)
+        return max(late + scores, table + scores - own_layer)
     sent = _SENT_TABLES * table + max(scores, _turned_weights_bytes(run, layers))
     turned = _TURNED_TABLES * table
     return max(late + scores, max(sent, turned) - own_layer)
@@ -159,15 +163,15 @@ def _turned_weights_bytes(run: Run, layers: list[int]) -> float:
 def tick_ends_bytes(run: Run, rank: int) -> float:
     """Return the bytes of the gradients of the ends, in a tick, beside a block.
 
-    The sums are whole. Besides there is the table of this tick's head and, where
-    another microbatch goes backward beside it, of an embedding.
+    The sums are whole. Besides there is the table of this tick's head and, in a loop,
+    one that is ready for the embedding's.
     """
     gradient_bytes = run.execution.gradient_bytes
     ends = end_parameters(run, rank) * gradient_bytes
     table = table_parameters(run)
     split = run.layout.zero == 3 and not run.gathers_once
     sums = ends * (1 - 1 / run.state_shards) if split else 0.0
-    tables = 2 if run.layout.stage > 1 else 1
+    tables = 2 if run.loops_over_ticks else 1
     return sums + tables * table * gradient_bytes
 
 
