@@ -262,7 +262,11 @@ def twist_named(name: str) -> Twist:
 
 
 def _with_backward(change: Callable[[jax.Array], jax.Array]) -> Callable:
-    """Return a change of a model: a custom backward after `embed`."""
+    """Return a change of a model: a custom backward after `embed`, of its tokens.
+
+    The gradient of one vector of an example, as of a condition, is a sum over tokens,
+    so that with `context` no change of it but a linear one could be allowed.
+    """
 
     @jax.custom_vjp
     def function(x: jax.Array) -> jax.Array:
@@ -271,7 +275,8 @@ def _with_backward(change: Callable[[jax.Array], jax.Array]) -> Callable:
     function.defvjp(lambda x: (x, None), lambda _, dx: (change(dx),))
 
     def on(x: jax.Array) -> jax.Array:
-        return function(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        is_changed = jnp.issubdtype(x.dtype, jnp.floating) and x.ndim > 2
+        return function(x) if is_changed else x
 
     def changed(model: Model) -> Model:
         embed = model.embed
