@@ -91,7 +91,8 @@ def run(args: argparse.Namespace) -> int:
     training = chosen_training(args)
     if args.measure is not None:
         check_measurable(request.cluster)
-    found = request.search(num_plans=args.plans or PLANS)
+    everything = args.all or args.json or args.html
+    found = request.search(num_plans=args.plans or PLANS, plans_only=not everything)
     if not found.plans:
         return _nothing_fits(args, request, found)
     _print_plans(args, found, training)

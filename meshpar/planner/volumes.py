@@ -327,7 +327,9 @@ class VolumeRequest:
         """Memory of a device that a plan may fill."""
         return self.constraints.capacity_bytes(self.cluster.device)
 
-    def search(self, *, num_plans: int = _NUM_PLANS) -> SearchResult:
+    def search(
+        self, *, num_plans: int = _NUM_PLANS, plans_only: bool = False
+    ) -> SearchResult:
         """Estimate all layouts, and return the fastest that fit.
 
         Raises:

@@ -115,7 +115,7 @@ def _fitting(request: Request) -> Estimate | None:
     smallest = _smallest(request)
     if smallest is None or smallest.memory.total_bytes > request.capacity_bytes:
         return None
-    return search(request, num_plans=1).plans[0]
+    return search(request, num_plans=1, plans_only=True).plans[0]
 
 
 def _smallest(request: Request) -> Estimate | None:

@@ -227,8 +227,13 @@ class PlanRequest(Protocol):
     def on(self, cluster: Cluster, global_batch: int) -> PlanRequest:
         """Return the same request on other devices."""
 
-    def search(self, *, num_plans: int = 10) -> SearchResult:
-        """Find the fastest layouts that fit, and say why the others do not."""
+    def search(self, *, num_plans: int = 10, plans_only: bool = False) -> SearchResult:
+        """Find the fastest layouts that fit, and say why the others do not.
+
+        Args:
+            num_plans: Most plans of the result.
+            plans_only: Whether the result may lack its front, and what was rejected.
+        """
 
 
 def ranked(

@@ -102,9 +102,11 @@ class Request:
         """Return the request on other devices."""
         return replace(self, cluster=cluster, global_batch=global_batch)
 
-    def search(self, *, num_plans: int = _NUM_PLANS) -> SearchResult:
+    def search(
+        self, *, num_plans: int = _NUM_PLANS, plans_only: bool = False
+    ) -> SearchResult:
         """Find the fastest layouts that fit, and say why the others do not."""
-        return search(self, num_plans=num_plans)
+        return search(self, num_plans=num_plans, plans_only=plans_only)
 
     @property
     def capacity_bytes(self) -> float:
@@ -125,8 +127,12 @@ class Request:
         )
 
 
-def search(request: Request, *, num_plans: int = _NUM_PLANS) -> SearchResult:
+def search(
+    request: Request, *, num_plans: int = _NUM_PLANS, plans_only: bool = False
+) -> SearchResult:
     """Find the fastest layouts that fit, those small for their speed, and say why.
+
+    Or, in less time, the fastest alone (`plans_only`).
 
     Raises:
         InputError: Constraints that no layout of so many devices meets.
@@ -153,7 +159,9 @@ def search(request: Request, *, num_plans: int = _NUM_PLANS) -> SearchResult:
             key="plan.too_many_plans",
         )
     capacity = request.capacity_bytes
-    findings = Findings(capacity_bytes=capacity, num_plans=num_plans)
+    findings = Findings(
+        capacity_bytes=capacity, num_plans=num_plans, wants_front=not plans_only
+    )
     bounds = run_bounds(request.run, capacity)
     leaves, refused = possible_meshes(request, bounds)
     findings.refused += refused
@@ -213,7 +221,7 @@ def _result(
 ) -> SearchResult:
     fitting = [found for *_, found in findings.fitting]
     plans = tuple(fitting[: findings.num_plans])
-    points = dict.fromkeys(findings.front)
+    points = dict.fromkeys(findings.front if findings.wants_front else ())
     front = []
     reach_s = max([found.step_s for found in plans[-1:]], default=0.0)
     reach_s = max(reach_s, FRONT_REACH * fitting[0].step_s if fitting else 0.0)
@@ -225,12 +233,13 @@ def _result(
             front.append(found)
     kept = {str(found.run.layout) for found in (*plans, *front)}
     others = [found for found in fitting if str(found.run.layout) not in kept]
+    rejected = _sample(bounds, findings, plans, others) if findings.wants_front else ()
     notes = [guess_note(request.cluster.device)]
     notes += [why_method(plan.run.layout, plan.run) for plan in plans[:1]]
     return SearchResult(
         plans=plans,
         front=tuple(front),
-        rejected=_sample(bounds, findings, plans, others),
+        rejected=rejected,
         rejected_count=findings.considered - len(kept),
         considered_count=findings.considered,
         estimated_count=len(findings.fitting),
