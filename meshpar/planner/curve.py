@@ -265,9 +265,7 @@ def _planned(request: PlanRequest, cluster: Cluster, examples: int) -> Point:
     """Return the point of the fastest plan, or of the reason why there is none."""
     place: dict[str, Any] = {"cluster": cluster, "global_batch": examples}
     try:
-        found = request.on(cluster, examples).search(
-            num_plans=1, plans_only=True
-        )
+        found = request.on(cluster, examples).search(num_plans=1, plans_only=True)
     except InputError as error:
         return Point(**place, problem=str(error), lost={})
     if not found.plans:

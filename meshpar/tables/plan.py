@@ -349,9 +349,7 @@ class TableRequest:
         """The same on other devices."""
         return replace(self, cluster=cluster, global_batch=global_batch)
 
-    def search(
-        self, *, num_plans: int = 1, plans_only: bool = False
-    ) -> SearchResult:
+    def search(self, *, num_plans: int = 1, plans_only: bool = False) -> SearchResult:
         """Return the one plan, if it fits.
 
         Raises:

@@ -128,6 +128,8 @@ class Bounds:
         )
         seconds = []
         for variant in self._fastest(mesh, choices):
+            # Whole backwards take no longer than split ones, which move a stash.
+            variant = variant._replace(schedule=_PLAIN.schedule, execution="auto")
             blocks = self._blocks_of(mesh, variant)
             block_s = self._costs.blocks(mesh, variant).least_s.sum(1)
             tick_s = self._costs.overhead_s(mesh, variant) + float(blocks @ block_s)
@@ -141,27 +143,42 @@ class Bounds:
         """
         if choices.only_remats:
             return self.of_one(mesh, next(choices.variants()), choices.remats)
-        plain = [
-            (variant, self._costs.least_step_cost(mesh, variant, choices))
-            for variant in self._fastest(mesh, choices)
+        bounds = [
+            self._of_some(mesh, one, choices) for one in self._fastest(mesh, choices)
         ]
-        state_bytes = min(shared.state_bytes for _, shared in plain)
-        memory = self._least_memory(mesh, choices, plain[0][0], state_bytes)
-        fills = _fills(mesh, choices)
+        steps_s, memories = zip(*bounds, strict=True)
+        return _known(np.min(steps_s, axis=0), np.min(memories, axis=0))
 
-        def step_s(remats: tuple[str, ...]) -> Array:
-            return np.minimum.reduce(
-                [
-                    self._step_s(
-                        *(mesh, variant, shared),
-                        *(variant.microbatches, fills * variant.microbatches),
-                        remats,
-                    )
-                    for variant, shared in plain
-                ]
-            )
+    def _of_some(
+        self, mesh: Layout, variant: Variant, choices: MeshChoices
+    ) -> BoundByRemat:
+        """Return the bounds of choices whose blocks run no faster than the variant's.
 
-        return self._timed(choices.remats, memory, step_s)
+        Each state of them has its own time and memory.
+        """
+        many, chunks = max(choices.microbatches), _most_chunks(choices)
+        # A microbatch's way to the last rank, unless a schedule says less.
+        lock_step = self._like.execution.lock_step
+        by_schedule = (
+            _held(schedule, mesh.stage, many, each, lock_step)
+            for schedule, each, *_ in choices.schedules
+        )
+        held = min(many, mesh.stage, *by_schedule)
+        own = min(self._own_blocks(mesh, *one[:3]) for one in choices.schedules)
+        shared = self._costs.step_costs(mesh, variant, choices)
+        small, remats = (
+            variant._replace(microbatches=many, chunks=chunks),
+            choices.remats,
+        )
+        memory = self._memory(mesh, small, shared, held, own, remats)
+        ticks, fills = variant.microbatches, _fills(mesh, choices)
+        return self._timed(
+            remats,
+            memory,
+            lambda some: self._step_s(
+                mesh, variant, shared, ticks, fills * ticks, some
+            ),
+        )
 
     def _fastest(self, mesh: Layout, choices: MeshChoices) -> list[Variant]:
         """Return variants of which one runs blocks as fast as any of the choices."""
@@ -187,14 +204,14 @@ class Bounds:
         memory: Array,
         step_s: Callable[[tuple[str, ...]], Array],
     ) -> BoundByRemat:
-        """Return bounds with the time of those policies that fit."""
+        """Return the least over states that fit; infinite seconds where none does."""
         fits = memory <= self._capacity_bytes
-        if fits.all():
-            return BoundByRemat(step_s(remats), memory)
-        seconds = np.zeros(len(remats))
-        if fits.any():
-            seconds[fits] = step_s(tuple(compress(remats, fits)))
-        return BoundByRemat(seconds, memory)
+        some = fits.any(0)
+        seconds = np.full(len(remats), np.inf)
+        if some.any():
+            every = step_s(remats if some.all() else tuple(compress(remats, some)))
+            seconds[some] = np.where(fits[:, some], every, np.inf).min(0)
+        return BoundByRemat(seconds, memory.min(0))
 
     def of_one(
         self, mesh: Layout, variant: Variant, remats: tuple[str, ...] = ()
@@ -206,33 +223,13 @@ class Bounds:
         held = held_microbatches(mesh.stage, variant, lock_step=lock_step)
         shared = self._costs.step_cost(mesh, variant)
         own = self._own_blocks(mesh, variant.schedule, variant.chunks, variant.splits)
-        memory = self._memory(mesh, variant, shared.state_bytes, held, own, remats)
-        return self._timed(
+        memory = self._memory(mesh, variant, shared, held, own, remats)
+        bounds = self._timed(
             remats,
             memory,
             lambda some: self._step_s(mesh, variant, shared, ticks, fills, some),
         )
-
-    def _least_memory(
-        self, mesh: Layout, choices: MeshChoices, some: Variant, state_bytes: float
-    ) -> Array:
-        """Return the least memory of these choices; `some` has their other values."""
-        many = max(choices.microbatches)
-        # A microbatch's way to the last rank, unless a schedule says less.
-        lock_step = self._like.execution.lock_step
-        by_schedule = (
-            _held(schedule, mesh.stage, many, each, lock_step)
-            for schedule, each, *_ in choices.schedules
-        )
-        held = min(many, mesh.stage, *by_schedule)
-        own = min(self._own_blocks(mesh, *one[:3]) for one in choices.schedules)
-        small = some._replace(microbatches=many, chunks=_most_chunks(choices))
-        return np.minimum.reduce(
-            [
-                self._memory(mesh, variant, state_bytes, held, own, choices.remats)
-                for variant in choices.with_sequence_parallel(small)
-            ]
-        )
+        return _known(*bounds)
 
     def _fewest(self, mesh: Layout, choices: MeshChoices) -> tuple[int, ...]:
         """Return the fewest microbatches of each way to run a block.
@@ -268,7 +265,7 @@ class Bounds:
         fills: float,
         remats: tuple[str, ...],
     ) -> Array:
-        """Seconds of a step under each of these remat policies.
+        """Seconds of a step in each state and under each of these remat policies.
 
         In lock step ranks wait for `fills` more ticks than they work in; if backwards
         are split, without their weight gradients, and if ranks diverge, for forwards
@@ -280,16 +277,17 @@ class Bounds:
         hidden_s = np.minimum(shared.gather_s - shared.bare_s, times.spare_s)
         # What is hidden takes cores.
         exposed_s = shared.gather_s - hidden_s * self._free
-        forward_s, backward_s = _each_times(blocks, times.total_s + exposed_s)
+        both_s = _each_times(blocks, times.total_s + exposed_s)
+        forward_s, backward_s = both_s[:, 0], both_s[:, 1]
         tick_s = costs.overhead_s(mesh, variant) + forward_s + backward_s
         fill_s = tick_s if lock_step else 0.0
         if lock_step and mesh.stage > 1 and variant.scheduled.splits_backward:
             # With all traffic of the backward, of which W has the reductions.
-            late_s = _each_times(blocks, times.late_s + exposed_s[:, 1])
+            late_s = _each_times(blocks, times.late_s + exposed_s[:, :, 1])
             diverges = variant.execution == "divergent"
             fill_s = np.maximum(0.0, forward_s if diverges else tick_s - late_s)
         # All devices wait for the slowest.
-        seconds = ticks * tick_s + fills * fill_s + shared.once_s
+        seconds = ticks * tick_s + fills * fill_s + shared.once_s[:, None]
         return seconds * (self._slowest * (1 - _ROUNDING))
 
     def _blocks_of(self, mesh: Layout, variant: Variant) -> Array:
@@ -306,14 +304,15 @@ class Bounds:
         self,
         mesh: Layout,
         variant: Variant,
-        state_bytes: float,
+        shared: StepCost,
         held: float,
         own: int,
         remats: tuple[str, ...],
     ) -> Array:
         each = self._costs.blocks(mesh, variant).memories(remats)
         kept = each.per_block * (own * held) + each.per_stage * held
-        return state_bytes + kept + each.per_own * (own / variant.chunks) + each.working
+        blocks = kept + each.per_own * (own / variant.chunks) + each.working
+        return shared.state_bytes[:, None] + blocks
 
     def _own_blocks(
         self, mesh: Layout, schedule: str, chunks: int, splits: Splits
@@ -343,8 +342,15 @@ def _most_chunks(choices: MeshChoices) -> int:
 
 
 def _each_times(counts: Array, seconds: Array) -> Array:
-    """Return the sum over kinds of blocks, each so many times."""
-    return np.tensordot(counts, seconds, 1) if len(counts) > 1 else counts * seconds[0]
+    """Return the sum over kinds of blocks, the second axis, each so many times."""
+    if len(counts) == 1:
+        return counts[0] * seconds[:, 0]
+    return np.tensordot(counts, seconds, (0, 1))
+
+
+def _known(step_s: Array, memory_bytes: Array) -> BoundByRemat:
+    """Return bounds with 0 as the time of what does not fit."""
+    return BoundByRemat(np.where(np.isinf(step_s), 0.0, step_s), memory_bytes)
 
 
 def held_microbatches(ranks: int, variant: Variant, *, lock_step: bool) -> float:

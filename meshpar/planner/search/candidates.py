@@ -62,10 +62,9 @@ class Leaf(NamedTuple):
         bounds: LayoutBounds,
     ) -> Leaf:
         """Return the leaf of a group of choices of a mesh shape, bounded quickly."""
-        seconds = np.full(len(choices.remats), bounds.least_s(mesh, choices))
-        each, places = BoundByRemat(seconds, 0 * seconds), (0,) * len(_PLACES)
-        number = choices.num_variants
-        return cls(each.least, (*order, *places), mesh, choices, number, each, True)
+        places = (*order, *(0,) * len(_PLACES))
+        number, each = choices.num_variants, _quick_bound(mesh, choices, bounds)
+        return cls(each.least, places, mesh, choices, number, each, True)
 
     @property
     def some_variant(self) -> Variant:
@@ -79,14 +78,16 @@ class Leaf(NamedTuple):
             yield self._replace(bound=each.least, by_remat=each, is_quick=False)
             return
         key, mesh = self.choices.open_key, self.mesh
-        at = _GROUPED + _PLACES.index(key)
+        at, is_quick = _GROUPED + _PLACES.index(key), key == "microbatches"
         for index, (choices, number) in enumerate(self.choices.parts()):
             if key == "remats":  # It is bounded already.
                 each = self.by_remat.only(slice(index, index + 1))
+            elif is_quick:  # Its blocks are others than those of the whole.
+                each = _quick_bound(mesh, choices, bounds)
             else:
                 each = bounds.by_remat(mesh, choices)
             order = (*self.order[:at], index, *self.order[at + 1 :])
-            yield Leaf(each.least, order, mesh, choices, number, each)
+            yield Leaf(each.least, order, mesh, choices, number, each, is_quick)
 
     def only(self, mask: np.ndarray) -> Leaf:
         """Return the layouts of some remat policies."""
@@ -94,6 +95,14 @@ class Leaf(NamedTuple):
         choices = self.choices._replace(remats=tuple(compress(every, mask)))
         number = self.num_layouts * len(choices.remats) // len(every)
         return Leaf(each.least, self.order, self.mesh, choices, number, each)
+
+
+def _quick_bound(
+    mesh: Layout, choices: MeshChoices, bounds: LayoutBounds
+) -> BoundByRemat:
+    """Return the bound of these choices by their blocks alone, whatever the policy."""
+    seconds = np.full(len(choices.remats), bounds.least_s(mesh, choices))
+    return BoundByRemat(seconds, np.zeros(len(choices.remats)))
 
 
 @dataclass(kw_only=True)

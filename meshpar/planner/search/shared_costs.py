@@ -81,19 +81,19 @@ class BlockMemory(NamedTuple):
 
 
 class StepCost(NamedTuple):
-    """Costs of a step that all variants of a mesh shape share.
+    """Costs of a step that all variants of a mesh shape share, in several states.
 
     Args:
         state_bytes: Parameters, gradients, optimizer state, and what the backward needs
             of them besides.
         once_s: Gradient reduction and optimizer.
-        gather_s: FSDP's traffic: an array over kinds of blocks, over the forward and
-            the backward, and of 1 for all remat policies.
+        gather_s: FSDP's traffic: an array over states, as the others are, over kinds of
+            blocks, over the forward and the backward, and of 1 for all remat policies.
         bare_s: The part of it that no work hides, however long that takes.
     """
 
-    state_bytes: float
-    once_s: float
+    state_bytes: Array
+    once_s: Array
     gather_s: Array
     bare_s: Array
 
@@ -112,7 +112,7 @@ class SharedCosts:
         """True for routed experts, and the number of such blocks."""
         self._blocks: dict[tuple, _Blocks] = {}
         self._step_costs: dict[tuple, StepCost] = {}
-        self._least_step_costs: dict[tuple, StepCost] = {}
+        self._all_step_costs: dict[tuple, StepCost] = {}
         self._overheads: dict[tuple, float] = {}
 
     def run(self, mesh: Layout, variant: Variant) -> Run:
@@ -185,13 +185,11 @@ class SharedCosts:
             self._step_costs[key] = _step_cost(run, [moe for moe, _ in self.kinds])
         return self._step_costs[key]
 
-    def least_step_cost(
-        self, mesh: Layout, like: Variant, choices: MeshChoices
-    ) -> StepCost:
-        """Return the least of each shared cost over all of the choices."""
+    def step_costs(self, mesh: Layout, like: Variant, choices: MeshChoices) -> StepCost:
+        """Return the shared costs of all states and splits of the choices."""
         key = _shared_by(mesh, like), choices.states, choices.schedules
-        if key in self._least_step_costs:
-            return self._least_step_costs[key]
+        if key in self._all_step_costs:
+            return self._all_step_costs[key]
         costs = []
         one_of_each_split = {one.splits: one for one in choices.schedules}
         for state, scheduled in product(choices.states, one_of_each_split.values()):
@@ -200,9 +198,9 @@ class SharedCosts:
             variant = like.with_state(state)
             variant = variant._replace(schedule=name, chunks=chunks, splits=splits)
             costs.append(self.step_cost(mesh, variant))
-        least = StepCost(*(np.min(each, axis=0) for each in zip(*costs, strict=True)))
-        self._least_step_costs[key] = least
-        return least
+        every = StepCost(*map(np.concatenate, zip(*costs, strict=True)))
+        self._all_step_costs[key] = every
+        return every
 
 
 class _Blocks:
@@ -327,5 +325,5 @@ def _step_cost(run: Run, kinds: list[bool]) -> StepCost:
             bare[way] += own_s * (1 - row.share)
         gather_s.append((seconds["forward"], seconds["backward"]))
         bare_s.append((bare["forward"], bare["backward"]))
-    of_kinds = (np.array(each)[:, :, None] for each in (gather_s, bare_s))
-    return StepCost(state, once_s, *of_kinds)
+    of_kinds = (np.array(each)[None, :, :, None] for each in (gather_s, bare_s))
+    return StepCost(np.array([state]), np.array([once_s]), *of_kinds)
