@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -471,21 +471,26 @@ def block_parameters(run: Run, *, moe: bool) -> float:
 
 def rank_parameters(run: Run, rank: int) -> float:
     """Return a rank's parameters on one device, without ZeRO's split."""
-    blocks = sum(
-        count * block_parameters(run, moe=moe)
-        for moe, count in blocks_by_kind(run, rank)
-    )
-    return blocks + end_parameters(run, rank)
+    key = "parameters", rank
+    if key not in run.known:
+        blocks = sum(
+            count * block_parameters(run, moe=moe)
+            for moe, count in blocks_by_kind(run, rank)
+        )
+        run.known[key] = blocks + end_parameters(run, rank)
+    return run.known[key]
 
 
-def blocks_by_kind(run: Run, rank: int) -> Iterator[tuple[bool, int]]:
+def blocks_by_kind(run: Run, rank: int) -> tuple[tuple[bool, int], ...]:
     """Return pairs of True for routed experts, and the count of such blocks."""
-    chunks = run.rank_blocks(rank)
-    total = sum(map(len, chunks))
-    moe = sum(map(run.workload.count_moe_layers, chunks))
-    return (
-        (kind, count) for kind, count in ((False, total - moe), (True, moe)) if count
-    )
+    key = "kinds", rank
+    if key not in run.known:
+        chunks = run.rank_blocks(rank)
+        total = sum(map(len, chunks))
+        moe = sum(map(run.workload.count_moe_layers, chunks))
+        pairs = (False, total - moe), (True, moe)
+        run.known[key] = tuple(pair for pair in pairs if pair[1])
+    return run.known[key]
 
 
 def routed_parameters(run: Run, rank: int) -> float:
