@@ -206,7 +206,7 @@ class Bounds:
     ) -> BoundByRemat:
         """Return the least over states that fit; infinite seconds where none does."""
         fits = memory <= self._capacity_bytes
-        some = fits.any(0)
+        some = np.logical_or.reduce(fits)
         seconds = np.full(len(remats), np.inf)
         if some.any():
             every = step_s(remats if some.all() else tuple(compress(remats, some)))
