@@ -216,6 +216,18 @@ def test_on_amd_s_gpus_others_programs_have_a_kernel_and_ours_has_none(hardware)
     assert "NVIDIA" in own.words
 
 
+def test_experts_that_compute_their_whole_capacity_take_as_much_longer():
+    def experts_s(capacity: float) -> float:
+        run = dataclasses.replace(
+            run_of("fsdp=8", hardware="tpu-v6e:2x4", execution=MAXTEXT),
+            workload=SHAPES["mixtral-8x7b"],
+            execution=dataclasses.replace(MAXTEXT, expert_capacity=capacity),
+        )
+        return sum(matmul_s(run, *sizes[:3]) for (sizes,) in routed_linears(run))
+
+    assert experts_s(1.25) == pytest.approx(1.25 * experts_s(1.0), rel=0.05)
+
+
 def test_tuned_matmuls_are_faster_where_a_device_says_so():
     def compute_s(hardware: str, tunes: bool) -> float:
         run = run_of("fsdp=8", hardware=hardware, execution=MAXTEXT)

@@ -33,12 +33,13 @@ Matmuls = tuple[tuple[float, float, float, float], ...]
 def routed_linears(run: Run) -> tuple[Matmuls, Matmuls]:
     """Return the matmuls of a device's experts, in and out, as `Linears` has them.
 
-    Every expert takes its tokens from all devices of `expert`, evenly. Where each has
-    matmuls of its own, the last tile of rows is half empty.
+    Every expert takes its tokens from all devices of `expert`, evenly, or its whole
+    capacity. Where each has matmuls of its own, the last tile of rows is half empty.
     """
     workload, expert = run.workload, run.layout.expert
     ffn, wide = workload.expert_ffn / run.layout.tensor, 2 if workload.gated else 1
     rows = run.tokens * expert * workload.top_k / workload.experts
+    rows *= run.execution.expert_capacity
     count = workload.experts / expert
     rows += _TILE_ROWS / 2 if run.execution.eager and count > 1 else 0
     return (

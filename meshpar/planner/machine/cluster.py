@@ -243,7 +243,7 @@ class Cluster:
     link_of = renamed("Cluster.link_of", mesh_link)
 
     def _inside_bytes_per_s(self, members: int) -> float:
-        """Rate of a group in one host: of two members that of one to the other."""
+        """Return the rate of a group in one host; of two, that of one to the other."""
         device = self.device
         whole = device.link_bytes_per_s * device.efficiency.link
         if not device.meshed or members == 1:

@@ -63,6 +63,8 @@ class Execution:
             the last matmul, under `remat=full` too.
         selects_matmuls: True if `remat=selective` keeps attention's output and that of
             every second matmul of a block, and recomputes the others.
+        expert_capacity: Rows that an expert computes for each that is evenly its own: 1
+            where none is dropped, above where it has room for so many and drops others.
         tunes_matmuls: True if its compiler times several kernels for each matmul and
             takes the fastest (`Efficiency.tuned_matmul`).
         splits_stored: True if ZeRO-1 and 2 split parameters between steps too, and
@@ -160,6 +162,7 @@ class Execution:
     fused_norms: bool = True
     loss_bytes: float = 36.0
     tunes_matmuls: bool = False
+    expert_capacity: float = 1.0
     splits_stored: bool = False
     measured_overlap: bool = False
     rails: int = 0
@@ -207,6 +210,7 @@ _RANGES = {
     "bucket_bytes": (0, math.inf),
     "reserve": (0, 1),
     "rails": (0, 72),
+    "expert_capacity": (1, 1000),
 }
 _KINDS = {
     "bool": (lambda value: isinstance(value, bool), "true or false"),
@@ -518,6 +522,10 @@ above their arithmetic grows with the gradients' bytes, and as much over 8x8 as 
 4x8. They run collectives over `tensor` whole, beside the weights' gradients only.
 """
 
+MAXTEXT_DROPPING = replace(MAXTEXT, name="maxtext-dropping", expert_capacity=1.25)
+"""The same with experts that drop what is above their capacity, computed whole (its
+recipes of Mixtral for v6e: `capacity_factor=1.25`, `sparse_matmul=False`)."""
+
 EXECUTIONS = {
     execution.name: execution
     for execution in (
@@ -537,6 +545,7 @@ EXECUTIONS = {
         TORCH_FSDP2_COMPILE,
         LLM_FOUNDRY,
         MAXTEXT,
+        MAXTEXT_DROPPING,
     )
 }
 """Name for `--execution` -> execution."""
