@@ -9,6 +9,7 @@ from meshpar.cli.main import main
 from meshpar.planner import known_errors
 from meshpar.planner.known_errors import ErrorRange, error_range
 from meshpar.planner.machine.execution import EXECUTIONS
+from meshpar.planner.published.compiled import compiled_steps
 from meshpar.planner.published.megatron import published
 from meshpar.planner.published.others import CALIBRATES_HOST, nanotron_splits
 from meshpar.planner.published.validate import error_ranges, rows, summaries
@@ -40,6 +41,7 @@ def test_the_targets_are_met(measured):
         "step time, A100 (LLM Foundry)",
         "step time, H100 (LLM Foundry)",
         "memory",
+        "memory, compiled programs",
     } <= with_target
     korthikanti = found["step time, A100 (Korthikanti et al. 2022)"]
     assert (korthikanti.target_mean, korthikanti.target_max) == (0.0365, 0.0887)
@@ -195,6 +197,8 @@ def test_what_papers_got_from_formulas_is_shown_but_not_counted(measured):
     assert {row.quantity for row in formulas} == {"memory"}
     groups = {summary.group: summary.count for summary in summaries(measured)}
     assert "memory, Korthikanti et al. 2022" not in groups
+    programs = groups.pop("memory, compiled programs")
+    assert programs == groups["compiled memory, XLA"] == len(compiled_steps())
     by_source = [n for group, n in groups.items() if group.startswith("memory, ")]
     assert by_source[:3] == [14, 11, 8] and sum(by_source) == groups["memory"]
 
@@ -206,6 +210,14 @@ def test_memory_is_in_the_units_that_the_programs_print(measured):
     ours = [row for row in rows if row.source == "Tazi et al. 2025"]
     for row, theirs in zip(ours, data, strict=True):
         assert row.measured * 1e9 / 2**30 == pytest.approx(theirs["mem_gb"])
+
+
+def test_programs_are_of_both_platforms_and_a_part_was_held_out(measured):
+    steps = compiled_steps()
+    assert len(steps) >= 40 and sum(step.held_out for step in steps) >= 9
+    assert {step.target.partition(":")[0] for step in steps} == {"gpu", "tpu"}
+    held_out = [abs(row.error) for row in measured if row.name.endswith(", held out")]
+    assert sum(held_out) / len(held_out) <= 0.04
 
 
 def test_every_published_group_names_its_source():
@@ -229,14 +241,15 @@ def test_the_command_prints_every_row_and_ends_with_0(capsys, measured):
     lines = capsys.readouterr().out.splitlines()
     shown = [line for line in lines if "%" in line and " rows, mean " not in line]
     assert len(shown) == len(measured)
-    assert lines[-1].startswith("memory: 40 rows, mean ")
+    assert lines[-2].startswith("memory: 40 rows, mean ")
+    assert lines[-1].startswith("memory, compiled programs: ")
     headings = [
         line
         for line in lines
         if line in {f"{row.quantity}, {row.source}" for row in measured}
     ]
-    assert len(headings) == len(set(headings)) == 16 + 22
-    assert lines[-1].endswith("target mean at most 6%: met")
+    assert len(headings) == len(set(headings)) == 16 + 22 + 1
+    assert lines[-2].endswith("target mean at most 6%: met")
 
 
 def test_the_table_as_json(capsys, measured):

@@ -17,7 +17,6 @@ from meshpar.cli.audit import adamw_step
 from meshpar.cli.options import planned_model
 from meshpar.errors import InputError
 from meshpar.hardware.devices import DEVICES, TARGET_NAMES
-from meshpar.hardware.platforms import PLATFORMS
 from meshpar.layout.requirements import layout_errors
 from meshpar.machine.mesh import absent_mesh
 from meshpar.model.contract import Model
@@ -25,6 +24,7 @@ from meshpar.model.tracing import traced_batch
 from meshpar.planner.cost.estimate import Estimate, estimate_run
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.mixed import check_one_kind
+from meshpar.planner.published.compiled import as_compiled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,9 +131,9 @@ def compiled(model: Model, target: Target, plan: Estimate) -> Confirmed:
     prediction then assumes that attention too.
     """
     layout, run = plan.run.layout, plan.run
-    if PLATFORMS[target.platform].fused_attention == "cudnn":
-        unfused = replace(run.execution, fused_attention=False)
-        plan = estimate_run(replace(run, execution=unfused))
+    execution = as_compiled(run.execution, target.platform)
+    if execution != run.execution:
+        plan = estimate_run(replace(run, execution=execution))
     names: dict[str, Any] = {"layout": str(layout), "target": str(target)}
     for error in layout_errors(layout).values():
         return Confirmed(**names, problem=str(error))

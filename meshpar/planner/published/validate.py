@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from meshpar.planner.known_errors import ErrorRange
-from meshpar.planner.published import others, tables
+from meshpar.planner.published import compiled, others, tables
 from meshpar.planner.published.megatron import Measured
 
 
@@ -140,7 +140,8 @@ _GOALS = (
     ),
 )
 _MEMORY_MEAN = 0.06
-_QUANTITIES = ("layer", "step", "memory")
+_COMPILED_MEAN, _COMPILED_MAX = 0.04, 0.12
+_QUANTITIES = ("layer", "step", "memory", "compiled memory")
 
 
 def rows() -> list[Measured]:
@@ -150,7 +151,7 @@ def rows() -> list[Measured]:
 
 @cache
 def _rows() -> tuple[Measured, ...]:
-    sources = (*others.SOURCES, *tables.SOURCES)
+    sources = (*others.SOURCES, *tables.SOURCES, compiled.compiled_memory)
     return tuple(row for source in sources for row in source())
 
 
@@ -158,6 +159,7 @@ def summaries(measured: Iterable[Measured]) -> list[Summary]:
     """Summarize the errors of each group; rows that calibrate are not counted."""
     measured = list(measured)
     memory = [row for row in measured if row.quantity == "memory"]
+    programs = [row for row in measured if row.quantity == "compiled memory"]
     return [
         *_by_source(measured),
         *(
@@ -174,6 +176,7 @@ def summaries(measured: Iterable[Measured]) -> list[Summary]:
             for goal in _GOALS
         ),
         _summary("memory", memory, _MEMORY_MEAN, None),
+        _summary("memory, compiled programs", programs, _COMPILED_MEAN, _COMPILED_MAX),
     ]
 
 
@@ -231,6 +234,7 @@ def text(measured: list[Measured]) -> str:
     lines = [f"{'measured':>9} {'predicted':>9} {'error':>7}     run"]
     heading = ("", "")
     sources = [source for goal in _GOALS for source in goal.sources]
+    sources.append(compiled.SOURCE)
 
     def place(row: Measured) -> tuple[int, int]:
         return _QUANTITIES.index(row.quantity), sources.index(row.source)

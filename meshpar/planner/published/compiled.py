@@ -1,0 +1,118 @@
+"""Memory of steps that XLA compiled for absent machines, beside the planner's.
+
+`compiled_memory.json` has the rows; `python -m recipes.bench.planner_memory` makes them
+again. GPUs' programs have XLA's own attention, since tracing finds no cuDNN without a
+GPU, and so has what is predicted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from meshpar.hardware.devices import TARGET_NAMES
+from meshpar.hardware.platforms import PLATFORMS
+from meshpar.planner.cost.estimate import Estimate, estimate
+from meshpar.planner.machine.cluster import Cluster
+from meshpar.planner.machine.clusters import cluster_of
+from meshpar.planner.machine.execution import MESHPAR, Execution
+from meshpar.planner.published.megatron import Measured
+from meshpar.planner.workload.shapes import workload_of
+from meshpar.planner.workload.workload import Workload
+
+SOURCE = "XLA"
+FILE = Path(__file__).parents[1] / "compiled_memory.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledStep:
+    """A training step in bf16 with AdamW, and its memory as compiled.
+
+    Args:
+        preset: Model by name; empty if `sizes` is all of it.
+        sizes: Sizes that differ, as `meshpar plan --model` takes them.
+        layout: Layout, without its precision.
+        target: Machine, as `meshpar audit --target` takes it.
+        global_batch: Sequences in a step.
+        seq: Tokens of a sequence.
+        held_out: True if the planner's formulas were written before it was compiled.
+        compiled_bytes: Memory of a device; 0 before it is compiled.
+        date: Day on which it was compiled.
+    """
+
+    preset: str = ""
+    sizes: str = ""
+    layout: str
+    target: str
+    global_batch: int
+    seq: int
+    held_out: bool = False
+    compiled_bytes: int = 0
+    date: str = ""
+
+    @property
+    def name(self) -> str:
+        """The model, the layout and the machine, in a line."""
+        model = " ".join(filter(None, (self.preset, self.sizes)))
+        batch = f"{self.global_batch} x {self.seq}"
+        note = ", held out" if self.held_out else ""
+        return f"{model}, {self.layout}, {batch}, {self.target}{note}"
+
+    @property
+    def _workload(self) -> Workload:
+        if not self.preset:
+            return workload_of(self.sizes)
+        return workload_of(self.preset, words=self.sizes or None)
+
+    @property
+    def plan(self) -> Estimate:
+        """The planner's estimate of the same step."""
+        cluster = _cluster(self.target)
+        platform = cluster.device.platform
+        return estimate(
+            self._workload,
+            cluster,
+            f"{self.layout},precision=bf16",
+            global_batch=self.global_batch,
+            seq=self.seq,
+            execution=as_compiled(MESHPAR, platform),
+        )
+
+
+def as_compiled(execution: Execution, platform: str) -> Execution:
+    """Return the execution of a program that was traced without its device."""
+    if PLATFORMS[platform].fused_attention == "cudnn":
+        return replace(execution, fused_attention=False)
+    return execution
+
+
+def _cluster(target: str) -> Cluster:
+    name, _, shape = target.rpartition(":")
+    hardware = next(own for own, theirs in TARGET_NAMES.items() if theirs == name)
+    if name.startswith("tpu"):
+        return cluster_of(f"{hardware}:{shape}")
+    return cluster_of(hardware, devices=math.prod(map(int, shape.split("x"))))
+
+
+@cache
+def compiled_steps() -> tuple[CompiledStep, ...]:
+    """Return the steps of `compiled_memory.json`."""
+    rows = json.loads(FILE.read_text())["rows"]
+    return tuple(CompiledStep(**row) for row in rows)
+
+
+def compiled_memory() -> Iterator[Measured]:
+    """Yield the memory of every compiled step, and the planner's."""
+    for step in compiled_steps():
+        yield Measured(
+            source=SOURCE,
+            name=step.name,
+            quantity="compiled memory",
+            unit="GB",
+            measured=step.compiled_bytes / 1e9,
+            predicted=step.plan.memory.total_bytes / 1e9,
+        )
