@@ -146,6 +146,16 @@ def test_search_finds_what_estimating_everything_finds(forbidden):
     assert found.rejected_count == found.considered_count - len(shown)
 
 
+def test_a_search_for_the_plans_alone_finds_the_same_plans():
+    found, alone = default_search(), search(request(), plans_only=True)
+    assert [str(plan.run.layout) for plan in alone.plans] == [
+        str(plan.run.layout) for plan in found.plans
+    ]
+    assert alone.considered_count == found.considered_count
+    assert alone.estimated_count <= found.estimated_count
+    assert (alone.front, alone.rejected) == ((), ())
+
+
 @pytest.mark.parametrize("lock", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize(

@@ -42,14 +42,12 @@ from meshpar.planner.machine.execution import execution_of
 from meshpar.planner.machine.mixed import crossing_first
 from meshpar.planner.plan import Plan, gigabytes, milliseconds
 from meshpar.planner.published import validate
-from meshpar.planner.search.remedies import nearest_fit, sensitivities, unsearched
 from meshpar.planner.search.result import (
     PlanRequest,
     SearchResult,
     assumptions,
     guess_note,
 )
-from meshpar.planner.search.search import Request
 from meshpar.planner.search.space import Constraints
 from meshpar.planner.search.training_cost import Training, TrainingCost, training_cost
 from meshpar.planner.workload.shapes import OTHER_SHAPES, PUBLISHED
@@ -138,6 +136,10 @@ def _chosen_request(args: argparse.Namespace) -> PlanRequest:
     if is_other(args):
         cluster, constraints = chosen_cluster(args), chosen_constraints(args)
         return other_request(args, cluster, constraints, args.global_batch)
+    from meshpar.planner.search.search import (
+        Request,
+    )  # It needs numpy, as others below.
+
     workload = chosen_workload(args)
     return Request(
         workload=workload,
@@ -172,6 +174,8 @@ def _report(
     measured: Measured | None,
 ) -> dict[str, Any]:
     """Return what `--json` prints."""
+    from meshpar.planner.search.remedies import sensitivities, unsearched
+
     report: dict[str, Any] = found.as_json()
     best = found.plans[0]
     report["sensitivity"] = [change.as_json() for change in sensitivities(best)]
@@ -190,6 +194,9 @@ def _nothing_fits(
     args: argparse.Namespace, request: PlanRequest, found: SearchResult
 ) -> int:
     """Print the nearest changes that make something fit; return 1."""
+    from meshpar.planner.search.remedies import nearest_fit
+    from meshpar.planner.search.search import Request
+
     if isinstance(request, Request):
         why, changes = nearest_fit(request)
     else:
@@ -223,6 +230,8 @@ def _answer(found: SearchResult, costs: Sequence[TrainingCost]) -> list[str]:
 
 def _everything(found: SearchResult, costs: Sequence[TrainingCost]) -> list[str]:
     """Return the best plan part by part, the other plans, and the rejected."""
+    from meshpar.planner.search.remedies import sensitivities, unsearched
+
     best = found.plans[0]
     training = ["", "the whole training, plan by plan:"] if costs else []
     return [
