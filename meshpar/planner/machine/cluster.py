@@ -42,6 +42,7 @@ class Link:
             device keeps its part.
         rack: Link of those members that lie in one rack; None if all do.
         racks: Racks that the group spans; 1 if one.
+        rack_members: Members in one rack.
         rack_bytes_per_s: Rate of a device to another rack, while all go there.
         rack_hop_s: Latency of a step to another rack.
     """
@@ -56,6 +57,7 @@ class Link:
     scatters_whole: bool = False
     rack: Link | None = None
     racks: int = 1
+    rack_members: int = 1
     rack_bytes_per_s: float = math.inf
     rack_hop_s: float = 0.0
 
@@ -200,6 +202,7 @@ class Cluster:
             bytes_per_s=min(link.bytes_per_s, out * in_rack),
             rack=self._mesh_link(mesh_shape, mesh_axes, in_rack, min(inner, in_rack)),
             racks=members // in_rack,
+            rack_members=in_rack,
             rack_bytes_per_s=out,
             rack_hop_s=device.rack_hop_s or device.efficiency.network_hop_s,
         )

@@ -39,7 +39,7 @@ def all_gather_s(output_bytes: float, num_devices: int, link: Link) -> float:
     ring_s = moved / link.bytes_per_s + _ring_latency_s(num_devices, link)
     if link.rack is None:
         return ring_s
-    each = num_devices // link.racks
+    each = link.rack_members
     levels_s = all_gather_s(output_bytes / each, link.racks, link.between_racks)
     return min(ring_s, levels_s + all_gather_s(output_bytes, each, link.rack))
 
@@ -80,7 +80,7 @@ def all_reduce_s(payload_bytes: float, num_devices: int, link: Link) -> float:
         return ring_s
     if link.rack is not None:
         # Scattered in each rack, summed between racks, and gathered there.
-        each = num_devices // link.racks
+        each = link.rack_members
         sums_s = all_reduce_s(payload_bytes / each, link.racks, link.between_racks)
         ring_s = min(ring_s, 2 * all_gather_s(payload_bytes, each, link.rack) + sums_s)
     outer = max(1, num_devices // link.inner)
@@ -133,10 +133,13 @@ def all_to_all_s(payload_bytes: float, num_devices: int, link: Link) -> float:
 
 
 def send_s(payload_bytes: float, link: Link) -> float:
-    """Time from a rank to the next: one port or link, one step."""
+    """Time from a rank to the next: one port or link, one step.
+
+    Of the ranks in a rack one sends out of it, and has what leads out for all of them.
+    """
     if link.name == "none":
         return 0.0
-    port = min(link.port_bytes_per_s, link.rack_bytes_per_s)
+    port = min(link.port_bytes_per_s, link.rack_bytes_per_s * link.rack_members)
     return payload_bytes / port + max(link.hop_s, link.rack_hop_s)
 
 
