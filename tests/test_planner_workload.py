@@ -1,5 +1,6 @@
 """A workload's parameters and FLOPs are the model's, wherever its shape comes from."""
 
+import dataclasses
 import json
 import math
 from importlib.resources import files
@@ -178,6 +179,15 @@ def test_words_change_a_shape_and_what_follows_from_it():
     assert (gpt.ffn, gpt.kv_heads, gpt.head_dim) == (4 * 1536, 24, 64)
 
 
+def test_layers_with_a_window_attend_to_no_more_than_it():
+    """Every second one of GPT-OSS; a causal mask hides half of what is counted."""
+    shape = SHAPES["gpt-oss-120b"]
+    whole = dataclasses.replace(shape, window=0, window_layers=0)
+    for seq in (64, 4096):
+        mean = (whole.attention_flops(seq) + whole.attention_flops(min(seq, 256))) / 2
+        assert shape.attention_flops(seq) == mean
+
+
 @pytest.mark.parametrize(
     "sizes, refusal",
     [
@@ -193,6 +203,11 @@ def test_words_change_a_shape_and_what_follows_from_it():
         (
             {"kv_lora_rank": 8},
             ("model.missing_latent_size", "kv_lora_rank=8", "qk_nope_head_dim"),
+        ),
+        ({"window": 128}, ("model.wrong_window", "window=128", "window_layers=0")),
+        (
+            {"window": 128, "window_layers": 25},
+            ("model.wrong_window", "window_layers=25", "layers=24"),
         ),
         ({"gated": 1}, ("value.not_boolean", "gated=1")),
         ({"ffn": 1.5}, ("value.not_whole_number", "ffn=1.5")),

@@ -385,6 +385,13 @@ def _check_type(name: str, value: object, default: object) -> None:
 
 
 def _check_attention(workload: Workload) -> None:
+    window, layers = workload.window, workload.window_layers
+    if bool(window) != bool(layers) or layers > workload.layers:
+        raise InputError(
+            f"window={window} of window_layers={layers}, of layers={workload.layers}: "
+            "give both, for as many layers as there are at most, or neither",
+            key="model.wrong_window",
+        )
     if workload.kv_lora_rank:
         for name in _MLA:
             if not getattr(workload, name):
