@@ -9,7 +9,7 @@ from meshpar.planner.cost.seconds import row_link
 from meshpar.planner.cost.traffic import context_rows
 from meshpar.planner.cost.workspace import in_chunks_bytes
 from meshpar.planner.machine.clusters import cluster_of
-from meshpar.planner.search.choices import why_method, with_method
+from meshpar.planner.search.method import why_method, with_method
 from meshpar.planner.search.search import Request, search
 from meshpar.planner.search.space import Constraints
 from meshpar.planner.workload.shapes import SHAPES

@@ -26,7 +26,8 @@ from meshpar.planner.search.candidates import (
     rejected,
     settle,
 )
-from meshpar.planner.search.choices import mesh_choices, searched_meshes, why_method
+from meshpar.planner.search.choices import mesh_choices, searched_meshes
+from meshpar.planner.search.method import why_method
 from meshpar.planner.search.mixed import run_bounds
 from meshpar.planner.search.result import Rejected, SearchResult, guess_note
 from meshpar.planner.search.space import Constraints
