@@ -21,6 +21,7 @@ from meshpar.planner.cost.run import (
     table_parameters,
 )
 from meshpar.planner.cost.workspace import (
+    logits_at_once,
     stash_copy_bytes,
     tick_ends_bytes,
     workspace_bytes,
@@ -223,17 +224,11 @@ def rank_memory(run: Run, rank: int, chunks_held: float) -> Memory:
 
 
 def _logit_bytes(run: Run) -> float:
-    tokens: float = run.tokens
-    if run.execution.shared_ends:
-        tokens /= run.layout.stage
-    values = tokens * run.workload.vocab / run.layout.tensor
-    if not run.execution.eager and run.workload.logits_bytes:
-        values = min(values, run.workload.logits_bytes / 4)
     table = 0.0
     if not run.execution.eager and not run.layout.runs_in_ticks:
         # The gradient of the head's table, whole until the loss is done.
         table = table_parameters(run)
-    logits = values * run.execution.logit_bytes
+    logits = logits_at_once(run) * run.execution.logit_bytes
     return logits + table * run.execution.gradient_bytes
 
 
@@ -301,12 +296,17 @@ def _idle_bytes(run: Run, rank: int, gathered: float) -> float:
 
 
 def least_working_bytes(run: Run, rank: int) -> float:
-    """Return the bytes of a rank's backward whatever its blocks recompute."""
+    """Return the least bytes of a rank's backward: whatever its blocks recompute.
+
+    In ticks, also whatever their number.
+    """
     gathered = _gathered_bytes(run, rank)
-    busy = gathered - _idle_bytes(run, rank, gathered)
     if run.execution.eager or not run.layout.runs_in_ticks:
-        return busy
-    return busy + tick_ends_bytes(run, rank)
+        return gathered - _idle_bytes(run, rank, gathered)
+    if run.layout.stage > 1:
+        return gathered + tick_ends_bytes(run, rank, tables=0)
+    ends = min(gathered, end_parameters(run, rank) * run.dtype_bytes)
+    return gathered - ends + tick_ends_bytes(run, rank, tables=1)
 
 
 def _ends_bytes(run: Run, *, split: bool) -> float:

@@ -30,6 +30,7 @@ from meshpar.planner.cost.run import (
     Run,
     block_parameters,
     end_parameters,
+    rank_parameters,
     table_parameters,
 )
 
@@ -67,15 +68,54 @@ def workspace_bytes(run: Run, rank: int, layers: list[int], kept: float) -> floa
         return again + _head_and_block_bytes(run, layers, moe=moe)
     # What a tick's forward keeps before it has its slot.
     again += scores_at_once(run) + kept / run.layout.chunks
-    table = table_parameters(run)
+    table = table_parameters(run) * run.execution.gradient_bytes
     if not run.loops_over_ticks:
         # At a microbatch's end its gradients are added, of a tied table twice: terms
         # and one sum more than is kept lie beside one another.
-        added = 3 if run.workload.tied else 2
-        again = max(again, added * table * run.execution.gradient_bytes)
+        again = max(again, (3 if run.workload.tied else 2) * table)
+    elif not _loops_over_logits(run):
+        # The head's gradient comes last too, in the blocks' dtype first.
+        logits = logits_at_once(run) * run.dtype_bytes
+        product = table_parameters(run) * run.dtype_bytes
+        again = max(again + logits, 2 * table + product)
     elif run.layout.stage == 1 and not run.workload.tied:
-        again += table * run.dtype_bytes  # the head, turned for its backwards
-    return again + tick_ends_bytes(run, rank)
+        again += table_parameters(run) * run.dtype_bytes  # turned for its backwards
+    tables = 0
+    if _loops_over_logits(run):
+        # This tick's head's and, in a loop, one that is ready for the embedding's.
+        tables = 2 if run.loops_over_ticks else 1
+    ends = tick_ends_bytes(run, rank, tables=tables)
+    return again + ends + _scattered_bytes(run, rank)
+
+
+def logits_at_once(run: Run) -> float:
+    """Return the number of logits that a device makes at a time."""
+    logits = _tick_logits(run)
+    if run.execution.eager or not run.workload.logits_bytes:
+        return logits
+    return min(logits, run.workload.logits_bytes / _FP32_BYTES)
+
+
+def _tick_logits(run: Run) -> float:
+    """Number of a microbatch's logits on one device."""
+    shares = run.layout.stage if run.execution.shared_ends else 1
+    return run.tokens / shares * run.workload.vocab / run.layout.tensor
+
+
+def _loops_over_logits(run: Run) -> bool:
+    """Return True if the loss adds up the head's gradient, chunk by chunk."""
+    return run.layout.stage == 1 or logits_at_once(run) < _tick_logits(run)
+
+
+def _scattered_bytes(run: Run, rank: int) -> float:
+    """Bytes of a pipeline's sums as ZeRO splits them, made before the first tick."""
+    layout = run.layout
+    if layout.stage == 1 or layout.zero < 3 or not run.gathers_once:
+        return 0.0
+    if run.state_shards == 1:
+        return 0.0
+    blocks = rank_parameters(run, rank) - end_parameters(run, rank)
+    return blocks / run.state_shards * run.execution.gradient_bytes
 
 
 def recomputed_bytes(run: Run, *, moe: bool, remat: str = "") -> float:
@@ -160,19 +200,19 @@ def _turned_weights_bytes(run: Run, layers: list[int]) -> float:
     return dense * each * run.dtype_bytes
 
 
-def tick_ends_bytes(run: Run, rank: int) -> float:
+def tick_ends_bytes(run: Run, rank: int, *, tables: int) -> float:
     """Return the bytes of the gradients of the ends, in a tick, beside a block.
 
-    The sums are whole. Besides there is the table of this tick's head and, in a loop,
-    one that is ready for the embedding's.
+    Args:
+        run: The run.
+        rank: A rank of `stage`.
+        tables: Tables of gradients besides the sums, which are whole.
     """
     gradient_bytes = run.execution.gradient_bytes
     ends = end_parameters(run, rank) * gradient_bytes
-    table = table_parameters(run)
     split = run.layout.zero == 3 and not run.gathers_once
     sums = ends * (1 - 1 / run.state_shards) if split else 0.0
-    tables = 2 if run.loops_over_ticks else 1
-    return sums + tables * table * gradient_bytes
+    return sums + tables * table_parameters(run) * gradient_bytes
 
 
 def stash_copy_bytes(run: Run, stash: float, layers: list[int]) -> float:
