@@ -84,6 +84,8 @@ def test_a_mix_has_the_devices_of_its_parts_and_the_least_of_each_number():
         ("h100:8+x100:8", {}, "hardware.unknown_device", ["x100"]),
         ("h100+a100:8", {}, "hardware.uncounted_part", ["h100"]),
         ("h100:8+a100:0", {}, "hardware.uncounted_part", ["a100:0"]),
+        ("h100:8+", {}, "hardware.uncounted_part", ["h100:8+"]),
+        ("h100:8+h100-80gb:8", {}, "hardware.repeated_part", ["h100-80gb"]),
         ("h100:8+a100:8", {"devices": 16}, "hardware.counted_twice", []),
         ("h100:8+v5p:2x2x2", {}, "hardware.mixed_platforms", ["gpu", "tpu"]),
         ("v5e:2x2+v6e:2x2", {}, "hardware.mixed_slices", ["tpu-v5e", "tpu-v6e"]),

@@ -46,8 +46,10 @@ def regime(device: str, kind: str) -> str:
     Example:
         >>> regime("h100-80gb", "dense models"), regime("tpu-v5p", "volumes")
         ('h100, dense models', 'tpu-v5p, volumes')
+        >>> regime("h100-80gb+a100-80gb", "dense models")
+        'h100+a100, dense models'
     """
-    return f"{re.sub(r'-[0-9]+gb$', '', device)}, {kind}"
+    return f"{re.sub(r'-[0-9]+gb(?=[+]|$)', '', device)}, {kind}"
 
 
 def error_range(name: str) -> ErrorRange | None:

@@ -85,20 +85,13 @@ def cluster_of(
 
 def _mixed(hardware: str, devices: int | None, hosts: int | None) -> Cluster:
     """Return the cluster of `NAME:DEVICES+NAME:DEVICES`."""
-    parts = []
-    for text in hardware.split("+"):
-        name, _, count = text.partition(":")
-        device = device_of(name)
-        if not device.torus_dims and not re.fullmatch(r"[1-9]\d*", count):
-            raise InputError(
-                f"--hardware {hardware!r}: {text!r} has no number of devices; write "
-                f"{name}:8",
-                key="hardware.uncounted_part",
-            )
-        parts.append(
-            cluster_of(text)
-            if device.torus_dims
-            else cluster_of(name, devices=int(count))
+    parts = [_part(hardware, text) for text in hardware.split("+")]
+    names = [part.device.name for part in parts]
+    if len({*names}) < len(names):
+        raise InputError(
+            f"--hardware {hardware!r} names {', '.join(names)}; name each kind once, "
+            "with all its devices",
+            key="hardware.repeated_part",
         )
     if devices is not None or hosts is not None:
         raise InputError(
@@ -107,6 +100,20 @@ def _mixed(hardware: str, devices: int | None, hosts: int | None) -> Cluster:
             key="hardware.counted_twice",
         )
     return joined(*parts)
+
+
+def _part(hardware: str, text: str) -> Cluster:
+    """Return the cluster of one part, `NAME:DEVICES`, of mixed hardware."""
+    name, _, count = text.partition(":")
+    if name and device_of(name).torus_dims:
+        return cluster_of(text)
+    if not name or not re.fullmatch(r"[1-9]\d*", count):
+        raise InputError(
+            f"--hardware {hardware!r}: {text!r} has no "
+            f"{'number of devices' if name else 'name'}; write {name or 'h100'}:8",
+            key="hardware.uncounted_part",
+        )
+    return cluster_of(name, devices=int(count))
 
 
 def _fewest_hosts(devices: int, most_each: int) -> int:
