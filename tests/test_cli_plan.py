@@ -449,3 +449,12 @@ def test_seq_is_given_if_the_models_inputs_leave_it_open(own_model, refuses_comm
     refuses_command(open_, "command.no_seq_of_model", "seq", "--seq")
     vocab = [*words, *own_model, "--vocab", "9"]
     refuses_command(vocab, "command.vocab_of_own_model", "--vocab", 9)
+
+
+def test_a_plan_in_fp8_has_no_command_of_ours(capsys):
+    words = "--preset llama3-8b --hardware h100 --devices 8 --global-batch 8 --seq 2048"
+    kept = "fsdp=8,precision=fp8,remat=full,zero=3"
+    program = ["--execution", "torch-fsdp2", "--keep", kept]
+    assert main(["plan", *words.split(), *program]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last == "run it: not yet; torch-fsdp2 trains in fp8, meshpar does not"

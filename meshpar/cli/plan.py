@@ -269,6 +269,8 @@ def _row(plan: Plan) -> str:
 def _how_to_run(args: argparse.Namespace, best: Plan) -> str:
     """Return the command that trains under a plan, or why none does."""
     run = best.run
+    if run.layout.precision == "fp8":
+        return f"run it: not yet; {run.execution.name} trains in fp8, meshpar does not"
     if args.model_from is not None:
         return f"run it: {run.python_call}"
     if is_traced_preset(args) or OTHER_SHAPES.keys() & {args.preset, args.model}:
