@@ -51,6 +51,14 @@ _POSITIVE = (
 )
 
 
+_LEAST_COUNTS = {
+    "domain_devices": 1,
+    "wraps": 1,
+    "torus_dims": 0,
+    "pod_devices": 0,
+    "rack_devices": 0,
+}
+
 SHARED_HOST_LINK = 0.4
 """Fraction of the host link's data sheet that each of many copying devices achieves.
 
@@ -232,18 +240,21 @@ class Device:
         object.__setattr__(self, "attention_kernels", kernels)
         if self.fused_attention:
             check_kernel(self.name, str(self.fused_attention))
+        self._check_flags()
         self._check_counts()
         self._check_numbers()
 
+    def _check_flags(self) -> None:
+        for name in ("meshed", "shares_host_link"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise InputError(
+                    f"hardware {self.name!r}: {name}={value!r} must be true or false",
+                    key="hardware.not_true_or_false",
+                )
+
     def _check_counts(self) -> None:
-        if not isinstance(self.meshed, bool):
-            raise InputError(
-                f"hardware {self.name!r}: meshed={self.meshed!r} must be true or false",
-                key="hardware.not_true_or_false",
-            )
-        counts = {"domain_devices": 1, "wraps": 1, "torus_dims": 0, "pod_devices": 0}
-        counts["rack_devices"] = 0
-        for count, least in counts.items():
+        for count, least in _LEAST_COUNTS.items():
             value = getattr(self, count)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise InputError(
@@ -272,12 +283,6 @@ class Device:
                     key="hardware.not_a_number",
                 )
             check_plausible(f"hardware {self.name!r}:", name, getattr(self, name))
-        if not isinstance(self.shares_host_link, bool):
-            raise InputError(
-                f"hardware {self.name!r}: shares_host_link={self.shares_host_link!r} "
-                "must be true or false",
-                key="hardware.not_true_or_false",
-            )
         if not (is_number(self.reserve) and 0 <= self.reserve < 1):
             raise InputError(
                 f"hardware {self.name!r}: reserve={self.reserve!r} must be at least 0 "

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from meshpar.planner.cost.activations import active_ffn
 from meshpar.planner.cost.expert_time import bias_bytes, routed_bytes
 from meshpar.planner.cost.run import Run
-from meshpar.planner.machine.execution import Execution
-from meshpar.planner.workload.workload import Workload
 
 
 def forward_bytes(run: Run, *, moe: bool) -> float:
     """Return the bytes of a forward of one microbatch."""
-    workload, execution = run.workload, run.execution
-    tensor, values = run.layout.tensor, run.dtype_bytes
+    workload, tensor, values = run.workload, run.layout.tensor, run.dtype_bytes
     reference = _reference_bytes(run)
     # Two norms (read, write) and two residual additions (read both, write).
     stream = (2 * 2 + 2 * 3) * workload.hidden * values + reference.norm_forward
@@ -25,8 +23,8 @@ def forward_bytes(run: Run, *, moe: bool) -> float:
     heads = (workload.heads + workload.kv_heads) * workload.query_dim
     # Rotary positions, or heads brought to the front and back.
     inside = 2 * heads * values + reference.heads
-    inside += _activation_reads(workload, execution, moe) * values
-    if workload.biases and execution.eager:
+    inside += _activation_reads(run, moe) * values
+    if workload.biases and run.execution.eager:
         # That of queries, keys and values is a kernel of its own; the others' are part
         # of dropout's and the activation's.
         inside += 2 * (heads + workload.kv_heads * workload.value_dim) * values
@@ -37,8 +35,7 @@ def forward_bytes(run: Run, *, moe: bool) -> float:
 
 def backward_bytes(run: Run, *, moe: bool) -> float:
     """Return the bytes of a backward of one microbatch, without recomputation."""
-    workload, execution = run.workload, run.execution
-    tensor, values = run.layout.tensor, run.dtype_bytes
+    workload, tensor, values = run.workload, run.layout.tensor, run.dtype_bytes
     reference = _reference_bytes(run)
     # Two norms (read input and gradient, write; read both again for the scale's
     # gradient), two sums of gradients.
@@ -46,7 +43,7 @@ def backward_bytes(run: Run, *, moe: bool) -> float:
     if run.drops:
         stream += 2 * (2 * values + 1) * workload.hidden
     heads = (workload.heads + workload.kv_heads) * workload.query_dim
-    activation = 5 / 3 * _activation_reads(workload, execution, moe)
+    activation = 5 / 3 * _activation_reads(run, moe)
     inside = 2 * heads * values + reference.heads + activation * values
     if workload.biases:
         # Each bias's gradient sums the output's over all tokens.
@@ -101,11 +98,8 @@ def _reference_bytes(run: Run) -> _Reference:
     )
 
 
-def _activation_reads(workload: Workload, execution: Execution, moe: bool) -> float:
+def _activation_reads(run: Run, moe: bool) -> float:
     """Values that the activation of the MLP reads and writes for one token."""
-    active = workload.ffn
-    if moe:
-        active = workload.expert_ffn * (workload.top_k + workload.shared_experts)
-    if not workload.gated:
-        return 2 * active
-    return (3 if execution.fused_activation else 5) * active
+    if not run.workload.gated:
+        return 2 * active_ffn(run, moe)
+    return (3 if run.execution.fused_activation else 5) * active_ffn(run, moe)
