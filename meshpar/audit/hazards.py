@@ -98,9 +98,9 @@ def check_divergent(text: str, mesh_shape: Mapping[str, int]) -> None:
         waits = row.mesh_axes is None or "stage" in row.mesh_axes
         if row.in_branch and (waits or row.kind == "collective-permute"):
             raise InputError(
-                f"execution=divergent: {row.source or 'no source line'}: XLA put a "
-                f"{row.kind} over {axes_text(row.mesh_axes)} in what one rank does by "
-                "itself, and others would not take part; set execution=uniform",
+                f"execution=divergent: {row.source or 'no source line'}: what one rank "
+                f"does by itself has {row.kind} over {axes_text(row.mesh_axes)}, in "
+                "which others would not take part; set execution=uniform",
                 key="layout.divergent_permute",
             )
 
