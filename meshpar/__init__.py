@@ -48,7 +48,7 @@ _FORMER_MODULES = {
     ),
     "meshpar.parallel.token_chunks": "meshpar.parallel.remat",
     "meshpar.planner.cost.in_words": "meshpar.planner.cost.estimate",
-    "meshpar.planner.machine.execution_fields": "meshpar.planner.machine.execution",
+    "meshpar.planner.machine.execution_fields": "meshpar.planner.machine.program",
     "meshpar.planner.machine.overlap": "meshpar.planner.machine.collective_cost",
     "meshpar.planner.published.measured": "meshpar.planner.published.megatron",
     "meshpar.planner.search.assumptions": "meshpar.planner.search.result",
