@@ -223,9 +223,7 @@ class Count(NamedTuple):
 class Kept(NamedTuple):
     """Memory of one microbatch of a chunk; by default microbatches are counted.
 
-    Args:
-        forward: What a forward keeps until its B or I.
-        stash: What an I leaves for its W.
+    A forward keeps `forward` until its B or I, and an I leaves `stash` for its W.
     """
 
     forward: float = 1
@@ -234,7 +232,7 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of one microbatch on one rank.
+    """Megabytes of one microbatch on one rank.
 
     Args:
         activation_mb: Megabytes that its forwards keep.
