@@ -91,8 +91,17 @@ def all_runs(asked):
             ),
             67,
         ),
+        (
+            request(
+                workload=MOE,
+                seq=1024,
+                execution=EXECUTIONS["megatron-bridge"],
+                constraints=Constraints.parse(forbid=["data", "context"]),
+            ),
+            67,
+        ),
     ],
-    ids=["dense", "pipelined", "more dense", "experts", "overlapped"],
+    ids=["dense", "pipelined", "more dense", "experts", "overlapped", "host"],
 )
 def test_bounds_are_below_the_estimate_of_every_layout(asked, each):
     """Of each 29th or 67th: all of them take minutes."""

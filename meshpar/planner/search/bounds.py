@@ -11,7 +11,7 @@ from collections.abc import Callable
 from copy import copy
 from functools import lru_cache
 from itertools import compress
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -81,6 +81,9 @@ class LayoutBounds(Protocol):
         """Return a closer bound of a run's memory."""
 
 
+Seconds = TypeVar("Seconds", float, Array)
+
+
 class Bounds:
     """Bounds of the layouts of one workload, cluster and batch; blocks are cached.
 
@@ -134,7 +137,7 @@ class Bounds:
             block_s = self._costs.blocks(mesh, variant).least_s.sum(1)
             tick_s = self._costs.overhead_s(mesh, variant) + float(blocks @ block_s)
             seconds.append(variant.microbatches * (1 + fills) * tick_s)
-        return min(seconds) * self._slowest * (1 - _ROUNDING)
+        return self._in_step(min(seconds))
 
     def by_remat(self, mesh: Layout, choices: MeshChoices) -> BoundByRemat:
         """Return a bound of all these variants for each of their remat policies.
@@ -286,9 +289,15 @@ class Bounds:
             late_s = _each_times(blocks, times.late_s + exposed_s[:, :, 1])
             diverges = variant.execution == "divergent"
             fill_s = np.maximum(0.0, forward_s if diverges else tick_s - late_s)
-        # All devices wait for the slowest.
-        seconds = ticks * tick_s + fills * fill_s + shared.once_s[:, None]
-        return seconds * (self._slowest * (1 - _ROUNDING))
+        return self._in_step(ticks * tick_s + fills * fill_s + shared.once_s[:, None])
+
+    def _in_step(self, busy_s: Seconds) -> Seconds:
+        """Return the seconds of a step whose devices are busy for so long.
+
+        All devices wait for the slowest, and for the host between steps.
+        """
+        step_s = busy_s * self._slowest + self._like.execution.host_s
+        return step_s * (1 - _ROUNDING)
 
     def _blocks_of(self, mesh: Layout, variant: Variant) -> Array:
         """Return the blocks of each kind of the longest stage.
