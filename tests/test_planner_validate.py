@@ -6,13 +6,17 @@ from statistics import median
 import pytest
 
 from meshpar.cli.main import main
+from meshpar.layout import Layout
 from meshpar.planner import known_errors
+from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.known_errors import ErrorRange, error_range
+from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.execution import EXECUTIONS
 from meshpar.planner.published.compiled import compiled_steps
 from meshpar.planner.published.megatron import published
 from meshpar.planner.published.others import CALIBRATES_HOST, nanotron_splits
 from meshpar.planner.published.validate import error_ranges, rows, summaries
+from meshpar.planner.workload.shapes import SHAPES
 from meshpar.planner.workload.workload import Workload
 
 
@@ -218,6 +222,31 @@ def test_programs_are_of_both_platforms_and_a_part_was_held_out(measured):
     assert {step.target.partition(":")[0] for step in steps} == {"gpu", "tpu"}
     held_out = [abs(row.error) for row in measured if row.name.endswith(", held out")]
     assert sum(held_out) / len(held_out) <= 0.04
+
+
+def test_every_published_run_on_tpus_is_planned_to_fit(measured):
+    tpus = [row for row in measured if row.regime.startswith("tpu")]
+    assert len(tpus) >= 30
+    assert [row.name for row in tpus if not row.fits] == []
+    # 6 sequences of 24,576 tokens a device are no run, and are said not to fit.
+    long = {"layout": "fsdp=256,remat=full,precision=bf16", "global_batch": 1536}
+    assert not _maxtext(seq=24_576, **long).fits
+    wide, narrow = (
+        _maxtext(layout="fsdp=32,precision=bf16", global_batch=64, execution=name)
+        for name in ("maxtext", "maxtext-bf16")
+    )
+    assert wide.memory.state_bytes == 2 * narrow.memory.state_bytes
+
+
+def _maxtext(*, layout, global_batch, seq=8192, execution="maxtext"):
+    return estimate(
+        SHAPES["llama3-70b"],
+        cluster_of("tpu-v6e", devices=Layout.parse(layout).num_devices),
+        layout,
+        global_batch=global_batch,
+        seq=seq,
+        execution=EXECUTIONS[execution],
+    )
 
 
 def test_every_published_group_names_its_source():

@@ -22,6 +22,7 @@ from meshpar.planner.cost.run import (
 )
 from meshpar.planner.cost.workspace import (
     logits_at_once,
+    scanned_weights_bytes,
     stash_copy_bytes,
     tick_ends_bytes,
     workspace_bytes,
@@ -257,16 +258,16 @@ def _cast_bytes(run: Run, rank: int) -> float:
     cast before the blocks run, so that what is gathered is narrow; of whole ones the
     compiler casts a layer at a time, two where it unrolls a loop over two.
     """
-    layout, execution = run.layout, run.execution
-    split = run.splits_parameters
-    wide = layout.param_dtype == "fp32"
-    cast = not execution.eager and layout.precision == "bf16" and wide
+    layout = run.layout
+    split, cast = run.splits_parameters, run.casts_parameters
     if not split and not cast:
         return 0.0
     whole = rank_parameters(run, rank) * run.dtype_bytes
     if split and run.gathers_once:
         return whole
     ends = end_parameters(run, rank) * run.dtype_bytes
+    if run.scans_blocks:
+        return ends  # and one block's, as `workspace_bytes` counts them
     moe = run.workload.is_moe(run.workload.layers)
     unrolls = max(run.stage_blocks) <= 2 and not layout.divergent
     one_by_one = layout.stage > 1 and not (split or unrolls)
@@ -302,7 +303,7 @@ def least_working_bytes(run: Run, rank: int) -> float:
     """
     gathered = _gathered_bytes(run, rank)
     if run.execution.eager or not run.layout.runs_in_ticks:
-        return gathered - _idle_bytes(run, rank, gathered)
+        return gathered - _idle_bytes(run, rank, gathered) + scanned_weights_bytes(run)
     if run.layout.stage > 1:
         return gathered + tick_ends_bytes(run, rank, tables=0)
     ends = min(gathered, end_parameters(run, rank) * run.dtype_bytes)

@@ -180,6 +180,17 @@ class Run:
         return self.state_shards > 1 and self.layout.zero >= self.split_from["weight"]
 
     @property
+    def casts_parameters(self) -> bool:
+        """True if parameters are stored wider than compiled matmuls take them."""
+        wide = stored_bytes(self)[0] > self.dtype_bytes
+        return wide and not self.execution.eager and self.layout.precision == "bf16"
+
+    @property
+    def scans_blocks(self) -> bool:
+        """True if a loop gathers and casts one block's weights in each turn."""
+        return self.execution.scans_blocks and not self.layout.runs_in_ticks
+
+    @property
     def dtype_bytes(self) -> int:
         """Bytes of one value in the blocks."""
         return 4 if self.layout.precision == "fp32" else 2

@@ -63,6 +63,8 @@ def workspace_bytes(run: Run, rank: int, layers: list[int], kept: float) -> floa
         inner = again if remat == "stage" else stage_input_bytes(run)
         again += inner * len(layers) / run.layout.chunks
     again += _mlp_gradient_bytes(run, moe=moe)
+    if run.scans_blocks:
+        return again + scanned_weights_bytes(run) + scores_at_once(run)
     if not run.layout.runs_in_ticks:
         again += _other_softmax_bytes(run, layers)
         return again + _head_and_block_bytes(run, layers, moe=moe)
@@ -86,6 +88,17 @@ def workspace_bytes(run: Run, rank: int, layers: list[int], kept: float) -> floa
         tables = 2 if run.loops_over_ticks else 1
     ends = tick_ends_bytes(run, rank, tables=tables)
     return again + ends + _scattered_bytes(run, rank)
+
+
+def scanned_weights_bytes(run: Run) -> float:
+    """Return the bytes of a block's weights as a turn of a loop over blocks has them.
+
+    Gathered or cast; the loss, before the backward's loop, has none.
+    """
+    if not (run.scans_blocks and (run.splits_parameters or run.casts_parameters)):
+        return 0.0
+    moe = run.workload.is_moe(run.workload.layers)
+    return block_parameters(run, moe=moe) * run.dtype_bytes
 
 
 def logits_at_once(run: Run) -> float:
@@ -245,7 +258,8 @@ def in_chunks_bytes(run: Run, *, moe: bool, remat: str = "") -> float:
     """
     remat = remat or run.layout.remat
     recomputed = remat in ("full", "stage_full") or is_named(remat)
-    ours = not run.execution.eager and not moe
+    execution = run.execution
+    ours = not (execution.eager or execution.scans_blocks or moe)
     if not (recomputed and ours) or run.layout.sequence_parallel:
         return 0.0
     each = run.tokens * run.dtype_bytes / run.layout.tensor

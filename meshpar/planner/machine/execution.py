@@ -277,6 +277,7 @@ MAXTEXT = replace(
     attention_kernel=PLATFORM_KERNEL,
     tensor_overlap=True,
     gather_overlap=True,
+    scans_blocks=True,
     waits_for_scatters="tpu",
     scatters_whole=False,
     tunes_matmuls=True,
@@ -290,8 +291,20 @@ On TPUs its recipes fuse gathers with matmuls, not reduce-scatters, and set layo
 which XLA scatters (MaxText, `benchmarks/xla_flags_library.py`: `CF_FOR_ALL_GATHER`,
 `LAYOUT_FOR_ALL_REDUCE_SCATTER`). Published steps say so too: on v6e what they take
 above their arithmetic grows with the gradients' bytes, and as much over 8x8 as over
-4x8. They run collectives over `tensor` whole, beside the weights' gradients only.
+4x8. They run collectives over `tensor` whole, beside the weights' gradients only. Its
+blocks are one `nn.scan` (`scan_layers`), each under `nn.remat`.
 """
+
+MAXTEXT_BF16 = replace(
+    MAXTEXT,
+    name="maxtext-bf16",
+    weight_bytes=2,
+    gradient_bytes=2,
+    reduction_bytes=2,
+    state_bytes=4,
+)
+"""The same with `weight_dtype=bfloat16`: parameters, gradients and AdamW's two moments
+in 16 bits, without a master (`mu_dtype` is `weight_dtype` if absent)."""
 
 MAXTEXT_DROPPING = replace(MAXTEXT, name="maxtext-dropping", expert_capacity=1.25)
 """The same with experts that drop what is above their capacity, computed whole (its
@@ -316,6 +329,7 @@ EXECUTIONS = {
         TORCH_FSDP2_COMPILE,
         LLM_FOUNDRY,
         MAXTEXT,
+        MAXTEXT_BF16,
         MAXTEXT_DROPPING,
     )
 }

@@ -44,6 +44,9 @@ class Execution:
             follows for their parameters.
         update_overlap: True if updated parameters are gathered beside the next forward.
         gather_overlap: True if weights split over `fsdp` are gathered one layer ahead.
+        scans_blocks: True if a compiled loop over single blocks gathers and casts the
+            weights of one, and scatters their gradients, in each turn; ours gathers the
+            next one's too, and takes the MLP of long batches in chunks.
         gathers_again: True if they are gathered once more for what a block recomputes.
         waits_for_scatters: Kind of device, such as `tpu`, on which no work hides the
             scattering of their gradients, though it hides the gathers; empty for none.
@@ -146,6 +149,7 @@ class Execution:
     tensor_ring: bool = False
     update_overlap: bool = False
     expert_overlap: bool = True
+    scans_blocks: bool = False
     gathers_again: bool = False
     waits_for_scatters: str = ""
     scatters_whole: bool = True

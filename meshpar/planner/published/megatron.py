@@ -46,6 +46,7 @@ class Measured:
         calibrates: True if an efficiency constant was fitted to it.
         apart: Reason why it is shown but not counted; empty if it is counted.
         regime: Device and kind of model of a step time (`Plan.regime`).
+        fits: False if the planner says that the run, which ran, needs more memory.
     """
 
     source: str
@@ -57,6 +58,7 @@ class Measured:
     calibrates: bool = False
     apart: str = ""
     regime: str = ""
+    fits: bool = True
 
     @property
     def counts(self) -> bool:
@@ -87,6 +89,7 @@ def step_row(
         predicted=planned.step_s,
         calibrates=calibrates,
         regime=planned.regime,
+        fits=planned.fits,
     )
 
 

@@ -245,6 +245,7 @@ def text(measured: list[Measured]) -> str:
             lines.append(f"{row.quantity}, {row.source}")
         note = " (calibrates)" if row.calibrates else ""
         note = f" ({row.apart})" if row.apart else note
+        note += "" if row.fits else " (said not to fit)"
         lines.append(
             f"{row.measured:9.4g} {row.predicted:9.4g} {row.error:+7.1%} {row.unit:>3} "
             f"{row.name}{note}"
