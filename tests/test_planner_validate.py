@@ -40,6 +40,7 @@ def test_the_targets_are_met(measured):
         "step time, public tables, TPU",
         "step time, experts on GB200 and H100 (Megatron Bridge)",
         "step time, public tables, dense on H100",
+        "step time, public tables, dense in fp8 on H100 and Blackwell",
         "step time, A100 (PyTorch FSDP)",
         "step time, H100 (PyTorch FSDP)",
         "step time, A100 (LLM Foundry)",
@@ -93,7 +94,7 @@ def test_what_fits_two_rows_of_llm_foundry_holds_for_160_others(measured):
         assert len(errors) > 4 and median(errors) < 0.10, kind
 
 
-def test_runs_with_experts_that_fitted_nothing_are_within_a_fifth(measured):
+def test_runs_with_experts_of_the_first_table_are_within_a_fifth(measured):
     found = [row for row in measured if row.source == "Megatron Bridge 25.11"]
     rates = {row.name.split()[0]: round(row.measured, 2) for row in found}
     # Tokens of a step over GPUs and the published tokens a second of one.
@@ -102,24 +103,30 @@ def test_runs_with_experts_that_fitted_nothing_are_within_a_fifth(measured):
         "gpt-oss-120b": round(512 * 4096 / 64 / 5630, 2),
         "qwen3-235b-a22b": round(8192 * 4096 / 256 / 4916, 2),
     }
-    assert all(abs(row.error) < 0.20 and not row.calibrates for row in found)
+    assert all(abs(row.error) < 0.20 for row in found)
 
 
-def test_one_row_of_each_blackwell_gives_thirty_of_two_precisions(measured):
+def test_one_row_of_each_blackwell_gives_the_others_of_two_precisions(measured):
     """Its fraction of the peak is one number, of bf16 and of fp8."""
     families = ("NeMo dense GB200", "NeMo dense fp8", "Bridge dense fp8")
     found = [row for row in measured if row.source in families]
     errors = [abs(row.error) for row in found if not row.calibrates]
-    assert len(found) - len(errors) == 3 and len(errors) > 30
-    assert sum(errors) / len(errors) < 0.06 and max(errors) < 0.15
+    assert len(found) - len(errors) == 3 and len(errors) > 100
+    assert sum(errors) / len(errors) < 0.06
+    assert sum(error > 0.15 for error in errors) <= 2
 
 
-def test_two_rows_with_experts_leave_thirty_of_five_devices_within_a_fifth(measured):
-    families = ("NeMo experts GB200", "Bridge experts", "Bridge experts fp8")
+def test_runs_with_experts_are_all_there_also_where_they_miss(measured):
+    """Every container's, each size of H100: most are near, those far off count."""
+    families = ("NeMo experts H100", "Bridge experts", "Bridge experts fp8")
     found = [row for row in measured if row.source in families]
-    errors = [abs(row.error) for row in found if not row.calibrates]
-    assert len(found) - len(errors) == 2 and len(errors) > 30
-    assert sum(errors) / len(errors) < 0.10 and max(errors) < 0.20
+    for container in ("25.09", "25.11", "26.02", "26.02.01", "26.04"):
+        assert any(row.name.endswith(container) for row in found), container
+    errors = [abs(row.error) for row in found if row.counts]
+    assert len(errors) > 100 and max(errors) > 0.5
+    assert median(errors) < 0.12
+    fitted = {row.name.split()[0] for row in found if row.calibrates}
+    assert fitted == {"gpt-oss-120b", "qwen3-30b-a3b"}
 
 
 def test_forward_and_backward_are_right_apart(measured):
@@ -152,6 +159,7 @@ def test_calibration_rows_are_named_and_few(measured):
         ("step", "MaxText (XLA) H100", "llama2-7b"),
         ("step", "MaxText (XLA) H100", "llama2-70b"),
         ("step", "LLM Foundry A100", "mpt-1b,"),
+        ("step", "Megatron Bridge 25.11", "gpt-oss-120b"),
         ("step", "Bridge experts", "gpt-oss-120b"),
         ("step", "Bridge experts fp8", "qwen3-30b-a3b"),
         ("step", "Primus MI300X", "llama3.1-8b"),
@@ -159,7 +167,7 @@ def test_calibration_rows_are_named_and_few(measured):
         ("memory", "Qi et al. 2024", "14.6B"),
     }
     assert sum(row.quantity == "layer" for row in calibrates) == 10
-    assert sum(row.quantity == "step" for row in calibrates) == 19
+    assert sum(row.quantity == "step" for row in calibrates) == 28
     # What hosts take between steps is fixed by one row each.
     assert CALIBRATES_HOST == (16, "1.34B")
     hosts = {e.name for e in EXECUTIONS.values() if e.host_s}

@@ -151,6 +151,7 @@ def estimate_published(
 _BF16 = "precision=bf16"
 _FORMULA = "a formula, not measured"
 _KORTHIKANTI = "Korthikanti et al. 2022"
+_BRIDGE = "Megatron Bridge 25.11"
 _SELECTIVE = "sequence_parallel=true,remat=selective"
 
 
@@ -346,7 +347,8 @@ def megatron_bridge() -> Iterator[Measured]:
         )
         measured_s = row["gbs"] * data["seq"] / (row["tokens_s_gpu"] * row["gpus"])
         name = f"{row['model']} on {row['gpus']} {row['hardware']}, {layout}"
-        yield step_row("Megatron Bridge 25.11", name, measured_s, planned)
+        calibrates = row.get("calibrates", False)
+        yield step_row(_BRIDGE, name, measured_s, planned, calibrates=calibrates)
 
 
 def _layout(row: dict[str, Any]) -> Layout:
