@@ -172,9 +172,9 @@ matmuls that they feed, sends of interleaved stages beside computation.
 # kernels as counted here (of four sequences, the device decides).
 _BRIDGE_KERNEL_HOST_S = 44e-6
 
-# Calibrated: GPT-OSS-120B on 64 GB200, with its other nine rows in view. Its experts alone have biases, and its step
-# takes what no count of bytes explains. One rate serves H100, B200 and GB200, as that
-# of kernels which do not use the tensor cores of these would.
+# Calibrated: GPT-OSS-120B on 64 GB200, with nine other rows of it in view. Its experts
+# alone have biases, and its step takes what no count of bytes explains. One rate serves
+# H100, B200 and GB200, as that of kernels which do not use the tensor cores would.
 _BIASED_GRAD_FLOPS = 320e12
 
 MEGATRON_BRIDGE = replace(
