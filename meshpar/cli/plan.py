@@ -136,9 +136,8 @@ def _chosen_request(args: argparse.Namespace) -> PlanRequest:
     if is_other(args):
         cluster, constraints = chosen_cluster(args), chosen_constraints(args)
         return other_request(args, cluster, constraints, args.global_batch)
-    from meshpar.planner.search.search import (
-        Request,
-    )  # It needs numpy, as others below.
+    # It needs numpy, as the other modules imported in functions here do.
+    from meshpar.planner.search.search import Request
 
     workload = chosen_workload(args)
     return Request(

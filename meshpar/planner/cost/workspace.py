@@ -1,9 +1,9 @@
 """Bytes of a block's backward at its fullest moment, beside what forwards kept.
 
-Of programs that XLA compiled, as their buffers were assigned (`memory_rows.json` has
-the programs). The fullest moment of a block is the backward of its attention: what it
-recomputed lies there, and the MLP's gradient, since gradients of weights come last.
-Programs that run operation by operation have their own count (`workspace_bytes`).
+The counts follow the buffers of programs that XLA compiled (`compiled_memory.json`).
+The fullest moment of a block is the backward of its attention: what it recomputed lies
+there, and the MLP's gradient, since gradients of weights come last. Programs that run
+operation by operation have their own count (`workspace_bytes`).
 """
 
 from __future__ import annotations
