@@ -32,7 +32,7 @@ class ErrorRange(NamedTuple):
     most: float
 
     def step_range_s(self, step_s: float) -> tuple[float, float]:
-        """Return between which seconds such runs put a planned step."""
+        """Return the least and most seconds of a planned step, by these runs."""
         return step_s * self.least, step_s * self.most
 
 

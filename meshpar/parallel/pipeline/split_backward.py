@@ -272,7 +272,7 @@ def _halves(
 
 
 def _pruned(equation: JaxprEqn, needs: _Needs) -> list[JaxprEqn]:
-    """Return an operation, of a loop only what makes the results that are needed."""
+    """Return an operation; of a loop, only the part that makes the needed results."""
     looped = _parsed_loop(equation)
     results, operands = needs
     if looped is None or all(operands):

@@ -180,7 +180,7 @@ def _residual_bytes(run: Run, remat: str, moe: bool) -> float:
 
 
 def _selected_bytes(run: Run, moe: bool) -> float:
-    """Bytes of a token that a block keeps of which every second matmul is recomputed.
+    """Bytes that a block keeps of one token if it recomputes every second matmul.
 
     Its input, queries and values, attention's output and log-sums, the MLP's first
     output, half of which is its gate's; and its last, in a table of what was selected

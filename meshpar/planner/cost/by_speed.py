@@ -15,7 +15,7 @@ from meshpar.schedules.stage_splits import split_evenly
 
 
 def by_speed(run: Run, capacity_bytes: float = math.inf) -> Run:
-    """Return the run with stages as long as their devices are fast, and as fit.
+    """Return the run with blocks by the speed of their devices, as far as they fit.
 
     The run itself if no stage may be shorter than another, or if even ones are as fast.
     """

@@ -49,7 +49,7 @@ def routed_linears(run: Run) -> tuple[Matmuls, Matmuls]:
 
 
 def biased_grad(run: Run, moe: bool) -> Cost:
-    """Cost of experts' weight gradients that sum a bias's too, above other matmuls'."""
+    """Cost above other matmuls' of experts' weight gradients that sum a bias's too."""
     workload, rate = run.workload, run.execution.biased_grad_flops
     if not (moe and workload.biases and rate):
         return Cost()

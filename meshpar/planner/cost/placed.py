@@ -95,7 +95,7 @@ def _tick_s(run: Run, stages: frozenset[int]) -> float:
 
 
 def why_placed(run: Run) -> str:
-    """Return why the kinds of devices have so much; empty for devices of one kind."""
+    """Return why each kind of device has its share; empty for devices of one kind."""
     every = placed(run)
     if not every:
         return ""
@@ -118,7 +118,7 @@ def why_placed(run: Run) -> str:
 
 
 def _why_blocks(run: Run) -> str:
-    """Return what the stages' blocks go by, or the faster ones that do."""
+    """Return why stages have their blocks, or which blocks would be faster."""
     even = replace(run, layout=replace(run.layout, splits=()))
     best = by_speed(even, run.cluster.device.usable_bytes)
     own_s, best_s = (step_time(one).step_s for one in (run, best))
