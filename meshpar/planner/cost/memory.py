@@ -310,6 +310,31 @@ def least_working_bytes(run: Run, rank: int) -> float:
     return gathered - ends + tick_ends_bytes(run, rank, tables=1)
 
 
+def least_state_bytes(run: Run, rank: int) -> float:
+    """Return a rank's parameters, gradients and state, and what any backward needs."""
+    layout, parameters, own = (
+        run.layout,
+        rank_parameters(run, rank),
+        shared_out(run, rank),
+    )
+    weight_bytes, state_bytes = stored_bytes(run)
+    if layout.optimizer_memory == "host":
+        state_bytes = 0
+    split_from = run.split_from
+    if layout.zero == 3 and run.gathers_once:
+        split_from["gradient"] = 4  # whole until the step's end
+    each = {
+        "weight": weight_bytes,
+        "gradient": run.execution.gradient_bytes,
+        "state": state_bytes,
+    }
+    states = (
+        size * (own if layout.zero >= split_from[name] else parameters)
+        for name, size in each.items()
+    )
+    return sum(states) + least_working_bytes(run, rank)
+
+
 def _ends_bytes(run: Run, *, split: bool) -> float:
     """Bytes of tables of gradients, without those that are part of the sums."""
     table = table_parameters(run)

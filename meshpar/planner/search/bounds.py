@@ -21,7 +21,7 @@ from meshpar.planner.cost.memory import rank_memory
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.step_time import straggler_fraction
 from meshpar.planner.search.choices import MeshChoices
-from meshpar.planner.search.shared_costs import Array, SharedCosts, StepCost
+from meshpar.planner.search.shared_costs import Array, SharedCosts, StepCost, Steps
 from meshpar.planner.search.space import Splits, Variant, layout_variant
 from meshpar.schedules import SCHEDULES
 from meshpar.schedules.stage_splits import stage_sizes
@@ -100,11 +100,13 @@ class Bounds:
         counts = [count for _, count in self._costs.kinds]
         self._shares = np.array(counts) / run.workload.layers
         self._share = 1.0
+        self._least_s: dict[tuple, float] = {}
+        self._least_held: dict[tuple, tuple[float, int]] = {}
 
     def with_share(self, share: float) -> Bounds:
         """Return bounds of layouts whose longest stage has `share` of an even one."""
         changed = copy(self)
-        changed._share = share
+        changed._share, changed._least_s = share, {}
         return changed
 
     def without_capacity(self) -> Bounds:
@@ -125,6 +127,22 @@ class Bounds:
 
     def least_s(self, mesh: Layout, choices: MeshChoices) -> float:
         """Return a bound of the time of all these variants, from their blocks alone."""
+        key = self._blocks_key(mesh, choices)
+        if key not in self._least_s:
+            self._least_s[key] = self._blocks_s(mesh, choices)
+        return self._least_s[key]
+
+    def _blocks_key(self, mesh: Layout, choices: MeshChoices) -> tuple:
+        """Return all that the time of the blocks of these variants depends on.
+
+        Not on how replicas lie over `data` and `fsdp`, but for what ZeRO-3 repacks.
+        """
+        inner = (mesh.stage, mesh.context, mesh.expert, mesh.tensor)
+        repacked = self._like.execution.repacks and (mesh.data, choices.states)
+        ways = (choices.microbatches, choices.schedules, choices.sequence_parallel)
+        return inner, mesh.batch_shards, ways, repacked
+
+    def _blocks_s(self, mesh: Layout, choices: MeshChoices) -> float:
         lock_step = self._like.execution.lock_step
         fills = (
             0.0 if choices.splits_backward or not lock_step else _fills(mesh, choices)
@@ -160,15 +178,8 @@ class Bounds:
         Each state of them has its own time and memory.
         """
         many, chunks = max(choices.microbatches), _most_chunks(choices)
-        # A microbatch's way to the last rank, unless a schedule says less.
-        lock_step = self._like.execution.lock_step
-        by_schedule = (
-            _held(schedule, mesh.stage, many, each, lock_step)
-            for schedule, each, *_ in choices.schedules
-        )
-        held = min(many, mesh.stage, *by_schedule)
-        own = min(self._own_blocks(mesh, *one[:3]) for one in choices.schedules)
-        shared = self._costs.step_costs(mesh, variant, choices)
+        held, own = self._held_by_any(mesh, many, choices)
+        shared = self._costs.steps(mesh, variant, choices)
         small, remats = (
             variant._replace(microbatches=many, chunks=chunks),
             choices.remats,
@@ -178,10 +189,28 @@ class Bounds:
         return self._timed(
             remats,
             memory,
-            lambda some: self._step_s(
-                mesh, variant, shared, ticks, fills * ticks, some
+            lambda states, some: self._step_s(
+                mesh, variant, shared.costs(states), ticks, fills * ticks, some
             ),
         )
+
+    def _held_by_any(
+        self, mesh: Layout, many: int, choices: MeshChoices
+    ) -> tuple[float, int]:
+        """Return the fewest microbatches and blocks of a first rank, of any schedule.
+
+        A microbatch's way to the last rank, unless a schedule says less.
+        """
+        key = mesh.stage, many, choices.schedules
+        if key not in self._least_held:
+            lock_step = self._like.execution.lock_step
+            by_schedule = (
+                _held(schedule, mesh.stage, many, each, lock_step)
+                for schedule, each, *_ in choices.schedules
+            )
+            own = (self._own_blocks(mesh, *one[:3]) for one in choices.schedules)
+            self._least_held[key] = min(many, mesh.stage, *by_schedule), min(own)
+        return self._least_held[key]
 
     def _fastest(self, mesh: Layout, choices: MeshChoices) -> list[Variant]:
         """Return variants of which one runs blocks as fast as any of the choices."""
@@ -205,15 +234,16 @@ class Bounds:
         self,
         remats: tuple[str, ...],
         memory: Array,
-        step_s: Callable[[tuple[str, ...]], Array],
+        step_s: Callable[[np.ndarray, tuple[str, ...]], Array],
     ) -> BoundByRemat:
         """Return the least over states that fit; infinite seconds where none does."""
         fits = memory <= self._capacity_bytes
         some = np.logical_or.reduce(fits)
         seconds = np.full(len(remats), np.inf)
         if some.any():
-            every = step_s(remats if some.all() else tuple(compress(remats, some)))
-            seconds[some] = np.where(fits[:, some], every, np.inf).min(0)
+            states = np.logical_or.reduce(fits, 1)
+            every = step_s(states, tuple(compress(remats, some)))
+            seconds[some] = np.where(fits[states][:, some], every, np.inf).min(0)
         return BoundByRemat(seconds, memory.min(0))
 
     def of_one(
@@ -224,13 +254,15 @@ class Bounds:
         lock_step = self._like.execution.lock_step
         ticks, fills = variant.microbatches * variant.chunks, mesh.stage - 1
         held = held_microbatches(mesh.stage, variant, lock_step=lock_step)
-        shared = self._costs.step_cost(mesh, variant)
+        shared = self._costs.step(mesh, variant)
         own = self._own_blocks(mesh, variant.schedule, variant.chunks, variant.splits)
         memory = self._memory(mesh, variant, shared, held, own, remats)
         bounds = self._timed(
             remats,
             memory,
-            lambda some: self._step_s(mesh, variant, shared, ticks, fills, some),
+            lambda states, some: self._step_s(
+                mesh, variant, shared.costs(states), ticks, fills, some
+            ),
         )
         return _known(*bounds)
 
@@ -284,7 +316,7 @@ class Bounds:
         forward_s, backward_s = both_s[:, 0], both_s[:, 1]
         tick_s = costs.overhead_s(mesh, variant) + forward_s + backward_s
         fill_s = tick_s if lock_step else 0.0
-        if lock_step and mesh.stage > 1 and variant.scheduled.splits_backward:
+        if lock_step and mesh.stage > 1 and variant.splits_backward:
             # With all traffic of the backward, of which W has the reductions.
             late_s = _each_times(blocks, times.late_s + exposed_s[:, :, 1])
             diverges = variant.execution == "divergent"
@@ -313,7 +345,7 @@ class Bounds:
         self,
         mesh: Layout,
         variant: Variant,
-        shared: StepCost,
+        shared: Steps,
         held: float,
         own: int,
         remats: tuple[str, ...],

@@ -14,7 +14,7 @@ from meshpar.layout import BY_COST, STAGE_REMATS, ZERO_AXES, Layout
 from meshpar.layout.layout import ATTENTION_MIXED, BLOCK_INPUT
 from meshpar.layout.requirements import own_collective
 from meshpar.planner.cost.activations import OF_MATMULS
-from meshpar.planner.cost.memory import fullest_memory
+from meshpar.planner.cost.memory import fullest_memory, least_state_bytes
 from meshpar.planner.cost.run import Run
 from meshpar.planner.search.method import with_method
 from meshpar.planner.search.space import (
@@ -208,13 +208,18 @@ def _has_room(
         remat="full", sequence_parallel=choices.sequence_parallel[-1]
     )
     capacity_bytes = constraints.capacity_bytes(like.cluster.device)
+    runs = {}
     for state in part.states:
         layout = with_variant(mesh, first.with_state(state))
         blocks = layout_stage_blocks(like.workload, layout)
         run = replace(like, layout=layout, stage_blocks=blocks)
-        if fullest_memory(run).total_bytes <= capacity_bytes:
-            return True
-    return False
+        state_bytes = least_state_bytes(run, 0)
+        if state_bytes <= capacity_bytes:
+            runs[state_bytes] = run
+    smallest_first = map(runs.__getitem__, sorted(runs))
+    return any(
+        fullest_memory(run).total_bytes <= capacity_bytes for run in smallest_first
+    )
 
 
 def _choices(

@@ -7,9 +7,10 @@ blocks serve a hundred thousand layouts.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
-from itertools import product
+from itertools import compress, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,12 +22,10 @@ from meshpar.planner.cost.activations import (
     stash_bytes,
 )
 from meshpar.planner.cost.block_time import BlockWork
-from meshpar.planner.cost.memory import least_working_bytes
+from meshpar.planner.cost.memory import least_state_bytes
 from meshpar.planner.cost.run import (
     Run,
-    rank_parameters,
     shared_out,
-    stored_bytes,
     update_bytes,
 )
 from meshpar.planner.cost.seconds import (
@@ -81,18 +80,15 @@ class BlockMemory(NamedTuple):
 
 
 class StepCost(NamedTuple):
-    """Costs of a step that all variants of a mesh shape share, in several states.
+    """Seconds of a step that all variants of a mesh shape share, in several states.
 
     Args:
-        state_bytes: Parameters, gradients, optimizer state, and what the backward needs
-            of them besides.
         once_s: Gradient reduction and optimizer.
         gather_s: FSDP's traffic: an array over states, as the others are, over kinds of
             blocks, over the forward and the backward, and of 1 for all remat policies.
         bare_s: The part of it that no work hides, however long that takes.
     """
 
-    state_bytes: Array
     once_s: Array
     gather_s: Array
     bare_s: Array
@@ -111,8 +107,8 @@ class SharedCosts:
         self.kinds = tuple((kind, count) for kind, count in kinds if count)
         """True for routed experts, and the number of such blocks."""
         self._blocks: dict[tuple, _Blocks] = {}
-        self._step_costs: dict[tuple, StepCost] = {}
-        self._all_step_costs: dict[tuple, StepCost] = {}
+        self._steps: dict[tuple, _Step] = {}
+        self._all_steps: dict[tuple, Steps] = {}
         self._overheads: dict[tuple, float] = {}
 
     def run(self, mesh: Layout, variant: Variant) -> Run:
@@ -164,7 +160,7 @@ class SharedCosts:
             # Kept in slots; collectives that take turns with those of stages.
             mesh.stage > 1 or variant.microbatches > 1,
             mesh.stage > 1 and mesh.tensor > 1,
-            mesh.stage > 1 and variant.scheduled.splits_backward,
+            mesh.stage > 1 and variant.splits_backward,
             variant.execution == "divergent",
             # Repacked for the collectives of ZeRO-3.
             self._like.execution.repacks and (variant.zero, mesh.data, mesh.fsdp),
@@ -174,33 +170,82 @@ class SharedCosts:
             self._blocks[key] = _Blocks(run, [moe for moe, _ in self.kinds])
         return self._blocks[key]
 
-    def step_cost(self, mesh: Layout, variant: Variant) -> StepCost:
+    def step(self, mesh: Layout, variant: Variant) -> Steps:
         """Return the shared costs of one layout."""
+        return Steps((self._step(mesh, variant),))
+
+    def steps(self, mesh: Layout, like: Variant, choices: MeshChoices) -> Steps:
+        """Return the shared costs of all states and splits of the choices."""
+        key = _shared_by(mesh, like), choices.states, choices.schedules
+        if key not in self._all_steps:
+            self._all_steps[key] = Steps(
+                tuple(
+                    self._step(mesh, variant) for variant in _each_step(like, choices)
+                )
+            )
+        return self._all_steps[key]
+
+    def _step(self, mesh: Layout, variant: Variant) -> _Step:
         stored = (variant.param_dtype, variant.optimizer_memory, variant.splits)
         key = _shared_by(mesh, variant), variant.zero, variant.fsdp_gather, stored
-        if key not in self._step_costs:
+        if key not in self._steps:
             if not any(variant.splits):
                 variant = variant._replace(schedule=_PLAIN.schedule, chunks=1)
             run = self.run(mesh, variant)
-            self._step_costs[key] = _step_cost(run, [moe for moe, _ in self.kinds])
-        return self._step_costs[key]
+            self._steps[key] = _Step(run, [moe for moe, _ in self.kinds])
+        return self._steps[key]
 
-    def step_costs(self, mesh: Layout, like: Variant, choices: MeshChoices) -> StepCost:
-        """Return the shared costs of all states and splits of the choices."""
-        key = _shared_by(mesh, like), choices.states, choices.schedules
-        if key in self._all_step_costs:
-            return self._all_step_costs[key]
-        costs = []
-        one_of_each_split = {one.splits: one for one in choices.schedules}
-        for state, scheduled in product(choices.states, one_of_each_split.values()):
-            even = (_PLAIN.schedule, 1, ())
-            name, chunks, splits = scheduled[:3] if any(scheduled.splits) else even
-            variant = like.with_state(state)
-            variant = variant._replace(schedule=name, chunks=chunks, splits=splits)
-            costs.append(self.step_cost(mesh, variant))
-        every = StepCost(*map(np.concatenate, zip(*costs, strict=True)))
-        self._all_step_costs[key] = every
-        return every
+
+def _each_step(like: Variant, choices: MeshChoices) -> Iterator[Variant]:
+    """Yield a variant with each of the states and splits of the choices."""
+    one_of_each_split = {one.splits: one for one in choices.schedules}
+    for state, scheduled in product(choices.states, one_of_each_split.values()):
+        even = (_PLAIN.schedule, 1, ())
+        name, chunks, splits = scheduled[:3] if any(scheduled.splits) else even
+        variant = like.with_state(state)
+        yield variant._replace(schedule=name, chunks=chunks, splits=splits)
+
+
+class Steps:
+    """Shared costs of steps in several states; times only of those that may fit."""
+
+    def __init__(self, steps: tuple[_Step, ...]) -> None:
+        self._steps = steps
+        self._costs: dict[bytes, StepCost] = {}
+        self.state_bytes: Array = np.array([one.state_bytes for one in steps])
+        """Parameters, gradients, optimizer state, and what the backward needs besides
+        of them, in each state."""
+
+    def costs(self, mask: np.ndarray) -> StepCost:
+        """Return the seconds of some of the states."""
+        key = mask.tobytes()
+        if key not in self._costs:
+            costs = (one.cost for one in compress(self._steps, mask))
+            columns = zip(*costs, strict=True)
+            self._costs[key] = StepCost(*map(np.concatenate, columns))
+        return self._costs[key]
+
+
+class _Step:
+    """Costs of a step in one state, each computed once.
+
+    Args:
+        run: A run of it.
+        kinds: True for each kind of block that has routed experts.
+    """
+
+    def __init__(self, run: Run, kinds: list[bool]) -> None:
+        self._run, self._kinds = run, kinds
+
+    @cached_property
+    def state_bytes(self) -> float:
+        """Bytes of the state, at least."""
+        return least_state_bytes(self._run, 0)
+
+    @cached_property
+    def cost(self) -> StepCost:
+        """Seconds of the step, in arrays of one state."""
+        return _step_cost(self._run, self._kinds)
 
 
 class _Blocks:
@@ -287,25 +332,7 @@ def _shared_by(mesh: Layout, variant: Variant) -> tuple:
 
 
 def _step_cost(run: Run, kinds: list[bool]) -> StepCost:
-    """Shared costs of a run whose kinds of blocks have routed experts or not."""
-    layout, parameters = run.layout, rank_parameters(run, 0)
-    own = shared_out(run, 0)
-    whole = layout.zero == 3 and run.gathers_once
-    weight_bytes, state_bytes = stored_bytes(run)
-    if layout.optimizer_memory == "host":
-        state_bytes = 0
-    state = sum(
-        each * (own if layout.zero >= level else parameters)
-        for each, level in (
-            (weight_bytes, run.split_from["weight"]),
-            (
-                run.execution.gradient_bytes,
-                4 if whole else run.split_from["gradient"],
-            ),
-            (state_bytes, run.split_from["state"]),
-        )
-    )
-    state += least_working_bytes(run, 0)
+    """Seconds of a step of a run whose kinds of blocks have routed experts or not."""
     hides = {BLOCKS: math.inf}
     late = run.prefetches or run.reduces_in_last_microbatch
     if run.execution.reduction_overlap or late:
@@ -313,6 +340,7 @@ def _step_cost(run: Run, kinds: list[bool]) -> StepCost:
     if run.execution.update_overlap or run.prefetches:
         hides[NEXT_FORWARD] = math.inf
     waits_s = exposed(run, step_rows(run, ranks=(0,)), hides).exposed_s
+    own = shared_out(run, 0)
     once_s = memory_s(run, own * update_bytes(run)) + sum(waits_s.values())
     gather_s, bare_s = [], []
     for moe in kinds:
@@ -326,4 +354,4 @@ def _step_cost(run: Run, kinds: list[bool]) -> StepCost:
         gather_s.append((seconds["forward"], seconds["backward"]))
         bare_s.append((bare["forward"], bare["backward"]))
     of_kinds = (np.array(each)[None, :, :, None] for each in (gather_s, bare_s))
-    return StepCost(np.array([state]), np.array([once_s]), *of_kinds)
+    return StepCost(np.array([once_s]), *of_kinds)

@@ -144,9 +144,9 @@ class Variant(NamedTuple):
     remat: str
 
     @property
-    def scheduled(self) -> Scheduled:
-        """The schedule, and how it runs."""
-        return Scheduled(*(getattr(self, key) for key in Scheduled._fields))
+    def splits_backward(self) -> bool:
+        """True if the backwards are split."""
+        return SCHEDULES[self.schedule].splits_backward
 
     def with_state(self, state: State) -> Variant:
         """Return the variant with one of `MeshChoices.states`."""
