@@ -72,13 +72,17 @@ class Leaf(NamedTuple):
         return next(self.choices.variants())
 
     def parts(self, bounds: LayoutBounds) -> Iterator[Leaf]:
-        """Yield the layouts in smaller leaves; at first in one with closer bounds."""
-        if self.is_quick:
+        """Yield the layouts in smaller leaves; at first in one with closer bounds.
+
+        Ways to run matmuls, whose blocks are bounded already, are told apart before.
+        """
+        if self.is_quick and len(self.choices.sequence_parallel) == 1:
             each = bounds.by_remat(self.mesh, self.choices)
             yield self._replace(bound=each.least, by_remat=each, is_quick=False)
             return
         key, mesh = self.choices.open_key, self.mesh
-        at, is_quick = _GROUPED + _PLACES.index(key), key == "microbatches"
+        at = _GROUPED + _PLACES.index(key)
+        is_quick = self.is_quick or key == "microbatches"
         for index, (choices, number) in enumerate(self.choices.parts()):
             if key == "remats":  # It is bounded already.
                 each = self.by_remat.only(slice(index, index + 1))

@@ -170,7 +170,7 @@ class MeshChoices(NamedTuple):
                 yield part, number
 
 
-_OPENED = ("microbatches", "sequence_parallel", "states", "schedules", "remats")
+_OPENED = ("sequence_parallel", "microbatches", "states", "schedules", "remats")
 """Keys in the order in which a search opens them; `remats` are bounded together."""
 
 
@@ -208,18 +208,15 @@ def _has_room(
         remat="full", sequence_parallel=choices.sequence_parallel[-1]
     )
     capacity_bytes = constraints.capacity_bytes(like.cluster.device)
-    runs = {}
     for state in part.states:
         layout = with_variant(mesh, first.with_state(state))
         blocks = layout_stage_blocks(like.workload, layout)
         run = replace(like, layout=layout, stage_blocks=blocks)
-        state_bytes = least_state_bytes(run, 0)
-        if state_bytes <= capacity_bytes:
-            runs[state_bytes] = run
-    smallest_first = map(runs.__getitem__, sorted(runs))
-    return any(
-        fullest_memory(run).total_bytes <= capacity_bytes for run in smallest_first
-    )
+        if least_state_bytes(run, 0) > capacity_bytes:
+            continue
+        if fullest_memory(run).total_bytes <= capacity_bytes:
+            return True
+    return False
 
 
 def _choices(
