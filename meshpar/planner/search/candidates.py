@@ -154,6 +154,8 @@ class Findings:
 
     def sift(self, leaf: Leaf) -> Leaf | None:
         """Reject layouts that take too much memory or time; return the others."""
+        if leaf.is_quick and leaf.bound.step_s <= self.slowest_plan_s:
+            return leaf
         large = leaf.by_remat.memory_bytes > self.capacity_bytes
         useless = self.useless(leaf.by_remat) & ~large
         for mask, rejected in ((large, self.too_large), (useless, self.too_slow)):

@@ -28,6 +28,7 @@ from meshpar.planner.search.space import (
     mesh_layouts,
     with_variant,
 )
+from meshpar.planner.search.states import LARGE_STATE, mesh_states, state_share
 from meshpar.planner.workload.problems import (
     layout_stage_blocks,
     residual_names,
@@ -42,9 +43,6 @@ they are replayed, and 16 ranks take a tenth of a second."""
 
 # What computes again least, and keeps most, comes first.
 _WORDS = ("none", "selective", "dots")
-_LARGE_STATE = 0.25
-"""Fraction of a device's memory from which its optimizer state may be shared out over
-`context` too, or go to the host."""
 
 _OF_ROUTED = ("attention_qkv", "attention_out", "experts_gate_up")
 """`OF_MATMULS` for blocks with routed experts; a shared expert's matmuls are small."""
@@ -78,8 +76,7 @@ class MeshChoices(NamedTuple):
         """Number of ways to run the mesh shape."""
         total = 0
         for part in self._by_ticks():
-            counts = map(part._scheduled, part.microbatches)
-            scheduled = sum(sum(1 for _ in each) for each in counts)
+            scheduled = _num_scheduled(part.ranks, part.microbatches, part.schedules)
             total += scheduled * len(part.states) * len(part.remats)
         return total * len(self.sequence_parallel)
 
@@ -175,6 +172,20 @@ _OPENED = ("sequence_parallel", "microbatches", "states", "schedules", "remats")
 
 
 @lru_cache(maxsize=4096)
+def _num_scheduled(
+    ranks: int, counts: tuple[int, ...], schedules: tuple[Scheduled, ...]
+) -> int:
+    """Return the pairs of a schedule and a number of microbatches that exist."""
+    if ranks == 1:
+        return len(counts) * len(schedules)
+    return sum(
+        _exists(one.schedule, ranks, count, one.chunks)
+        for count in counts
+        for one in schedules
+    )
+
+
+@lru_cache(maxsize=4096)
 def _exists(schedule: str, ranks: int, microbatches: int, chunks: int) -> bool:
     return SCHEDULES[schedule].exists(ranks, microbatches, chunks)
 
@@ -229,7 +240,7 @@ def _choices(
     compiled = not like.execution.eager
     is_host = platform_named(like.cluster.device.platform).is_host
     has_host = compiled and not is_host
-    states = tuple(_states(like, mesh, constraints, moves_more=moves_more))
+    states = tuple(mesh_states(like, mesh, constraints, moves_more=moves_more))
     ahead = like.execution.measured_overlap and mesh.fsdp_prefetch != "off"
     choices = MeshChoices(
         ranks=mesh.stage,
@@ -300,53 +311,6 @@ def _named_remats(
         if text and names["save"] != spared[:matmuls]:
             named.append(text)
     return named, without_input[::-1]
-
-
-def _states(
-    like: Run, mesh: Layout, constraints: Constraints, *, moves_more: bool
-) -> Iterator[State]:
-    """Yield values of the keys of a `State` that can help.
-
-    Of two that mean the same (ZeRO-1 over `data` or over `fsdp` alone) one is left out,
-    and so are split parameters of 16 bits, which their master makes larger, and the
-    host's memory for an optimizer state that is small beside a device's.
-    """
-    workload = like.workload
-    if "zero" in constraints.kept:
-        levels: tuple[int, ...] = (mesh.zero,)
-    elif mesh.zero_axes:
-        levels = (3, 2, 1)
-    elif mesh.fsdp > 1:
-        levels = (3, 2, 1) if mesh.data > 1 else (3,)
-    else:  # Replicas that train by themselves share nothing out.
-        shares = mesh.data * mesh.expert > 1 and mesh.sync_every == 1
-        levels = (3, 2, 1) if shares else (_PLAIN.zero,)
-        if mesh.expert > 1:
-            levels = (*levels, 0)
-    for zero in levels:
-        splits = math.prod(
-            mesh.mesh_shape[axis] for axis in replace(mesh, zero=zero).split_axes
-        )
-        if workload.hidden % splits:
-            continue  # our parameters are split along it, evenly
-        gathers = ("step", "microbatch") if zero == 3 and splits > 1 else ("step",)
-        whole = splits == 1 or (zero < 3 and not like.execution.splits_stored)
-        half = mesh.precision == "bf16" and whole and not like.execution.eager
-        fills = _state_share(like, mesh, splits) > _LARGE_STATE
-        memories = ("device", "host") if moves_more and fills else ("device",)
-        yield from product(
-            (zero,),
-            constraints.choices("fsdp_gather", gathers),
-            constraints.choices("param_dtype", ("fp32", "bf16") if half else ("fp32",)),
-            constraints.choices("optimizer_memory", memories),
-        )
-
-
-def _state_share(like: Run, mesh: Layout, splits: int) -> float:
-    """Return the least fraction of a device's memory that optimizer state fills."""
-    devices = mesh.stage * mesh.tensor * max(splits, mesh.expert)
-    state = like.workload.num_parameters * like.execution.state_bytes
-    return state / devices / like.cluster.device.usable_bytes
 
 
 def _schedules(
@@ -446,7 +410,7 @@ def searched_meshes(like: Run, constraints: Constraints) -> Iterator[Layout]:
     """Yield every mesh shape with its attention method and values of `zero_axes`.
 
     Those with `context` are added only where optimizer state would otherwise fill more
-    than `_LARGE_STATE` of a device: all axes that split tokens, and `context` alone.
+    than `LARGE_STATE` of a device: all axes that split tokens, and `context` alone.
     """
     are_free = not {"zero_axes", "sync_every"} & constraints.kept.keys()
     for mesh in mesh_layouts(like.cluster.num_devices, constraints):
@@ -456,7 +420,7 @@ def searched_meshes(like: Run, constraints: Constraints) -> Iterator[Layout]:
             continue
         sizes = mesh.mesh_shape
         splits = math.prod(sizes[axis] for axis in replace(mesh, zero=1).split_axes)
-        if _state_share(like, mesh, splits) > _LARGE_STATE:
+        if state_share(like, mesh, splits) > LARGE_STATE:
             every = tuple(axis for axis in ZERO_AXES if sizes[axis] > 1)
             for names in dict.fromkeys((every, ("context",))):
                 yield replace(mesh, zero_axes=names)
