@@ -384,9 +384,10 @@ def _most_chunks(choices: MeshChoices) -> int:
 
 def _each_times(counts: Array, seconds: Array) -> Array:
     """Return the sum over kinds of blocks, the second axis, each so many times."""
-    if len(counts) == 1:
-        return counts[0] * seconds[:, 0]
-    return np.tensordot(counts, seconds, (0, 1))
+    total = counts[0] * seconds[:, 0]
+    for kind, count in enumerate(counts[1:], 1):
+        total += count * seconds[:, kind]
+    return total
 
 
 def _known(step_s: Array, memory_bytes: Array) -> BoundByRemat:

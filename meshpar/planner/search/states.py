@@ -1,4 +1,4 @@
-"""States: how a mesh shape's devices may keep parameters, gradients and optimizer state."""
+"""States: how devices of a mesh shape may keep parameters and optimizer state."""
 
 from __future__ import annotations
 
