@@ -12,7 +12,9 @@ from meshpar import BlockGroup, Parameter
 from meshpar.cli.main import main
 from meshpar.models.presets import build
 from meshpar.parallel.sizes import LOGITS_BYTES
+from meshpar.planner.cost.activations import passed_bytes
 from meshpar.planner.cost.estimate import estimate
+from meshpar.planner.cost.memory import fullest_memory
 from meshpar.planner.from_model import traced_workload
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.execution import MESHPAR
@@ -47,6 +49,28 @@ def test_presets_of_every_family_are_planned_by_their_trace(words, capsys):
     assert memory["optimizer_bytes"] == pytest.approx(8 * count / 2, rel=0.01)
 
 
+def test_the_fullest_block_and_the_batch_are_counted():
+    decoder_takes_more = traced_preset("tiny-t5", 32)
+    needed = decoder_takes_more.traced.needed
+    # Of a decoder's blocks, which keep what the encoder made beside their own stream.
+    assert needed.fullest["none"] > needed.mean["none"]
+    assert needed.fullest["full"] == pytest.approx(
+        4 / 3 * needed.mean["full"], rel=0.01
+    )
+    run = estimate(
+        decoder_takes_more,
+        cluster_of("h100-80gb", devices=2),
+        "fsdp=2,remat=full,precision=bf16",
+        global_batch=8,
+        seq=32,
+        execution=MESHPAR,
+    ).run
+    stream = 4 * 32 * run.workload.hidden * run.dtype_bytes
+    assert passed_bytes(run) == pytest.approx(stream, rel=0.01)
+    # Source and target tokens, labels and weights, of 4 sequences on a device.
+    assert fullest_memory(run).batch_bytes == 4 * 32 * 4 * 4
+
+
 SEQ = 256
 """Of all that ask of a preset in bf16, so that each is traced once."""
 
@@ -63,7 +87,7 @@ def test_a_known_model_traces_to_its_own_sizes(name):
 
 def test_residuals_shrink_with_remat_down_to_the_input():
     workload = traced_preset("tiny", SEQ, precision="bf16")
-    kept = workload.traced.residual_bytes
+    kept = workload.traced.needed.mean
     # The block's input, and constants of a few bytes.
     assert kept["full"] == pytest.approx(2 * workload.hidden, rel=0.01)
     assert kept["full"] < kept["dots"] < kept["selective"] < kept["none"]
@@ -71,8 +95,8 @@ def test_residuals_shrink_with_remat_down_to_the_input():
 
 def test_attention_in_a_kernel_keeps_no_softmax():
     workload = traced_preset("tiny", SEQ, precision="bf16")
-    kept = workload.traced.residual_bytes
-    in_kernel = workload.traced.kernel_residual_bytes()
+    kept = workload.traced.needed.mean
+    in_kernel = workload.traced.kernel_needed().mean
     softmax = 2 * workload.heads * SEQ  # of a token, in bf16
     assert kept["none"] - in_kernel["none"] == pytest.approx(softmax, rel=0.1)
     assert kept["full"] == pytest.approx(in_kernel["full"], rel=1e-3)

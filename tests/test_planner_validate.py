@@ -228,6 +228,7 @@ def test_programs_are_of_both_platforms_and_a_part_was_held_out(measured):
     steps = compiled_steps()
     assert len(steps) >= 40 and sum(step.held_out for step in steps) >= 9
     assert {step.target.partition(":")[0] for step in steps} == {"gpu", "tpu"}
+    assert all(step.compiled_bytes for step in steps)
     held_out = [abs(row.error) for row in measured if row.name.endswith(", held out")]
     assert sum(held_out) / len(held_out) <= 0.04
 

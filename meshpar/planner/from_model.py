@@ -44,7 +44,7 @@ from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.step_traffic import sent_in_a_step
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import MESHPAR
-from meshpar.planner.workload.workload import Cut, TracedBlock, Workload
+from meshpar.planner.workload.workload import Cut, Needed, TracedBlock, Workload
 from meshpar.trace.costs import Operand, matmul_flops
 from meshpar.trace.walk import array_shape, equations
 from meshpar.train.step import Batch, TrainStep
@@ -118,11 +118,16 @@ def _traced_block(
     ends, blocks = model.split(model.parameters)
     groups = trace(None)
 
-    def residual_bytes(groups: list[_Group]) -> dict[str, float]:
-        return {
-            remat: sum(group.residual_bytes[remat] for group in groups) / layers / seq
-            for remat in _POLICIES
-        }
+    def needed(groups: list[_Group]) -> Needed:
+        def per_token(groups: list[_Group]) -> dict[str, float]:
+            tokens = seq * sum(group.num_layers for group in groups)
+            return {
+                remat: sum(group.residual_bytes[remat] for group in groups) / tokens
+                for remat in _POLICIES
+            }
+
+        each = [per_token([group]) for group in groups]
+        return Needed(per_token(groups), max(each, key=lambda kept: kept["none"]))
 
     # Attention to a sequence that devices share keeps no softmax.
     shared = TokenOrder(mesh_axis="context", num_ranks=1)
@@ -131,8 +136,9 @@ def _traced_block(
         linear_flops=sum(group.linear_flops for group in groups) / layers / seq,
         mixing_flops=sum(group.mixing_flops for group in groups) / layers / seq,
         seq=seq,
-        residual_bytes=residual_bytes(groups),
-        kernel_residual_bytes=cache(lambda: residual_bytes(trace(shared))),
+        needed=needed(groups),
+        kernel_needed=cache(lambda: needed(trace(shared))),
+        input_bytes=_array_bytes(traced_batch(model, 1, seq)) / seq,
         residual_dtype_bytes=jnp.dtype(dtype).itemsize,
         other_end_parameters=_count(ends) - sum(map(math.prod, _tables(model))),
         layer_costs=cache(partial(layer_costs, model)),
@@ -176,8 +182,14 @@ def _count(tree: Any) -> int:
     )
 
 
+def _array_bytes(tree: Any) -> int:
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+
 @dataclass(frozen=True)
 class _Group:
+    num_layers: int
     linear_flops: float
     mixing_flops: float
     residual_bytes: dict[str, float]
@@ -198,6 +210,7 @@ def _trace(model: Model, at: int, x: Any, seq: int, order: TokenOrder | None) ->
     )
     times = group.num_layers
     return _Group(
+        times,
         flops.with_weights * times,
         flops.between_activations * times,
         {
@@ -227,8 +240,7 @@ def _residual_bytes(
 
         return vjp_without(apply, (params, x), params)[1].kept
 
-    leaves = jax.eval_shape(kept, params, x, known)
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    return _array_bytes(jax.eval_shape(kept, params, x, known))
 
 
 def _mean_cut(model: Model, seq: int, dtype: Any, remat: str) -> Cut:

@@ -95,10 +95,11 @@ def block_residuals(run: Run, *, moe: bool) -> tuple[Residual, ...]:
     return tuple(rows)
 
 
-def kept_bytes(run: Run, *, moe: bool, remat: str = "") -> float:
+def kept_bytes(run: Run, *, moe: bool, remat: str = "", fullest: bool = False) -> float:
     """Return the bytes a block keeps of one microbatch, under a remat policy.
 
-    That of the run's layout when absent, here and below.
+    That of the run's layout when absent, here and below; of traced blocks the mean, or
+    the fullest.
 
     Example:
         >>> from meshpar.planner.cost.estimate import estimate
@@ -118,12 +119,31 @@ def kept_bytes(run: Run, *, moe: bool, remat: str = "") -> float:
     remat = remat or run.layout.remat
     if remat in STAGE_REMATS:
         return 0.0  # the stage's input alone: `stage_input_bytes`
-    return _policy_bytes(run, remat, moe)
+    return _policy_bytes(run, remat, moe, fullest=fullest)
 
 
 def everything_bytes(run: Run, *, moe: bool) -> float:
-    """Return the bytes a block keeps of one microbatch without recomputation."""
-    return _policy_bytes(run, "none", moe)
+    """Return the bytes of a microbatch that the fullest block keeps without remat."""
+    return _policy_bytes(run, "none", moe, fullest=True)
+
+
+def passed_bytes(run: Run) -> float:
+    """Return the bytes of gradients of what a block reads besides its own stream.
+
+    A decoder's blocks read what the encoder made; the gradients of all are added up.
+    """
+    if not run.workload.traced:
+        return 0.0
+    read = _policy_bytes(run, "full", False, fullest=True)
+    return read - stage_input_bytes(run)
+
+
+def input_bytes(run: Run) -> float:
+    """Return the bytes of the batch on one device; text is too little to count."""
+    traced = run.workload.traced
+    if not traced:
+        return 0.0
+    return traced.input_bytes * run.tokens * run.layout.microbatches
 
 
 def offloaded_bytes(run: Run, *, moe: bool, remat: str = "") -> float:
@@ -137,14 +157,13 @@ def offloaded_bytes(run: Run, *, moe: bool, remat: str = "") -> float:
     return inside + whole
 
 
-def _policy_bytes(run: Run, remat: str, moe: bool) -> float:
+def _policy_bytes(run: Run, remat: str, moe: bool, *, fullest: bool = False) -> float:
     """Bytes of one microbatch that a policy keeps: as traced, or by sizes."""
     traced = run.workload.traced
-    if not traced or remat not in traced.residual_bytes:
+    if not traced or remat not in traced.needed.mean:
         return _residual_bytes(run, remat, moe)
-    kept = traced.residual_bytes
-    if not run.stores_softmax:
-        kept = traced.kernel_residual_bytes()
+    needed = traced.needed if run.stores_softmax else traced.kernel_needed()
+    kept = needed.fullest if fullest else needed.mean
     # The residual stream is whole over `tensor`.
     each = kept[remat] * run.dtype_bytes / traced.residual_dtype_bytes
     stream = run.workload.hidden * run.dtype_bytes

@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from meshpar.layout import STAGE_REMATS, Layout
-from meshpar.planner.cost.activations import kept_bytes, stage_input_bytes, stash_bytes
+from meshpar.planner.cost.activations import (
+    input_bytes,
+    kept_bytes,
+    stage_input_bytes,
+    stash_bytes,
+)
 from meshpar.planner.cost.parts import with_places
 from meshpar.planner.cost.pipeline_time import Ticks, in_flight
 from meshpar.planner.cost.run import (
@@ -55,6 +60,7 @@ class Memory:
         in_flight: Microbatches that it holds.
         reserve: Fraction that the allocator holds besides (`Execution.reserve`).
         pending_w: Weight gradients that wait, of a stage each.
+        batch_bytes: The batch, such as images.
     """
 
     parameter_bytes: float
@@ -74,6 +80,7 @@ class Memory:
     reserve: float = 0.0
     stash_bytes: float = 0.0
     pending_w: float = 0.0
+    batch_bytes: float = 0.0
 
     @property
     def state_bytes(self) -> float:
@@ -95,16 +102,19 @@ class Memory:
         return self.gradient_bytes + max(working, later)
 
     @property
+    def lasting_bytes(self) -> float:
+        """Bytes that a step is given: parameters, optimizer state, the batch."""
+        return self.parameter_bytes + self.optimizer_bytes + self.batch_bytes
+
+    @property
     def reserve_bytes(self) -> float:
         """Bytes that the allocator holds besides all that is counted."""
-        kept = self.parameter_bytes + self.optimizer_bytes
-        return (kept + self.temporary_bytes) * self.reserve
+        return (self.lasting_bytes + self.temporary_bytes) * self.reserve
 
     @property
     def total_bytes(self) -> float:
         """Bytes of the device in all."""
-        kept = self.parameter_bytes + self.optimizer_bytes
-        return kept + self.temporary_bytes + self.reserve_bytes
+        return self.lasting_bytes + self.temporary_bytes + self.reserve_bytes
 
     def lines(self, layout: Layout) -> list[str]:
         """Return lines of text: bytes by what they are for."""
@@ -221,6 +231,7 @@ def rank_memory(run: Run, rank: int, chunks_held: float) -> Memory:
         reserve=execution.reserve,
         stash_bytes=stash * pending_w,
         pending_w=pending_w if stash else 0.0,
+        batch_bytes=input_bytes(run),
     )
 
 

@@ -23,6 +23,7 @@ from meshpar.planner.cost.activations import (
     gate_up_values,
     kept_bytes,
     mlp_values,
+    passed_bytes,
     stage_input_bytes,
     stash_bytes,
 )
@@ -62,7 +63,7 @@ def workspace_bytes(run: Run, rank: int, layers: list[int], kept: float) -> floa
     if remat in STAGE_REMATS:
         inner = again if remat == "stage" else stage_input_bytes(run)
         again += inner * len(layers) / run.layout.chunks
-    again += _mlp_gradient_bytes(run, moe=moe)
+    again += _mlp_gradient_bytes(run, moe=moe) + passed_bytes(run)
     if run.scans_blocks:
         return again + scanned_weights_bytes(run) + scores_at_once(run)
     if not run.layout.runs_in_ticks:
@@ -145,7 +146,8 @@ def recomputed_bytes(run: Run, *, moe: bool, remat: str = "") -> float:
         # One part of the batch has its MLP's values at a time.
         values = run.tokens * run.dtype_bytes / run.layout.tensor
         parts = values * mlp_values(run, moe) * (1 - 1 / run.num_parts)
-    return max(0.0, everything - parts - kept_bytes(run, moe=moe, remat=remat))
+    kept = kept_bytes(run, moe=moe, remat=remat, fullest=True)
+    return max(0.0, everything - parts - kept)
 
 
 def _mlp_gradient_bytes(run: Run, *, moe: bool) -> float:

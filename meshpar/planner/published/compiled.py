@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 from meshpar.hardware.devices import TARGET_NAMES
@@ -21,7 +22,7 @@ from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.machine.execution import MESHPAR, Execution
 from meshpar.planner.published.megatron import Measured
-from meshpar.planner.workload.shapes import workload_of
+from meshpar.planner.workload.shapes import TRACED, workload_of
 from meshpar.planner.workload.workload import Workload
 
 SOURCE = "XLA"
@@ -66,6 +67,8 @@ class CompiledStep:
     def _workload(self) -> Workload:
         if not self.preset:
             return workload_of(self.sizes)
+        if self.preset in TRACED:
+            return _traced(self.preset, self.seq)
         return workload_of(self.preset, words=self.sizes or None)
 
     @property
@@ -81,6 +84,17 @@ class CompiledStep:
             seq=self.seq,
             execution=as_compiled(MESHPAR, platform),
         )
+
+
+@cache
+def _traced(preset: str, seq: int) -> Workload:
+    """Return the workload of a preset whose arithmetic is traced.
+
+    By the names of both modules, as the command does: they need jax, as no other step.
+    """
+    presets = import_module("meshpar.models.presets")
+    tracer = import_module("meshpar.planner.from_model")
+    return tracer.traced_workload(presets.build(preset), seq=seq, name=preset)
 
 
 def as_compiled(execution: Execution, platform: str) -> Execution:

@@ -23,6 +23,18 @@ class Cut(NamedTuple):
     uncut_share: float
 
 
+class Needed(NamedTuple):
+    """Bytes of a token that a block's backward needs, by remat policy.
+
+    Args:
+        mean: Of all blocks.
+        fullest: Of the group of equal blocks that needs most without remat.
+    """
+
+    mean: Mapping[str, float]
+    fullest: Mapping[str, float]
+
+
 @dataclass(frozen=True, kw_only=True)
 class TracedBlock:
     """Mean block of a traced model, not described by sizes; FLOPs and bytes a token.
@@ -33,10 +45,10 @@ class TracedBlock:
         mixing_flops: FLOPs of the forward's matmuls between activations, such as
             attention's.
         seq: Tokens of the sequence that was traced: mixing grows with it.
-        residual_bytes: Bytes that the backward needs, by remat policy, where attention
-            keeps its softmax.
-        kernel_residual_bytes: Function that traces them where it runs in a fused kernel
-            or in tiles, which keep none.
+        needed: What the backward needs where attention keeps its softmax.
+        kernel_needed: Function that traces it where attention runs in a fused kernel or
+            in tiles, which keep none.
+        input_bytes: Bytes of the batch, as a step is given it.
         residual_dtype_bytes: Bytes of one value in that trace.
         other_end_parameters: Parameters outside the blocks besides embedding and head.
         layer_costs: Function that traces the cost of each layer, as a step does.
@@ -47,8 +59,9 @@ class TracedBlock:
     linear_flops: float
     mixing_flops: float
     seq: int
-    residual_bytes: Mapping[str, float]
-    kernel_residual_bytes: Callable[[], Mapping[str, float]]
+    needed: Needed
+    kernel_needed: Callable[[], Needed]
+    input_bytes: float
     residual_dtype_bytes: int
     other_end_parameters: int
     layer_costs: Callable[[], tuple[float, ...]]
