@@ -23,7 +23,7 @@ from meshpar.planner.search.choices import mesh_choices, searched_meshes
 from meshpar.planner.search.remedies import nearest_fit, sensitivities, unsearched
 from meshpar.planner.search.result import assumptions
 from meshpar.planner.search.search import Request, possible_meshes, search
-from meshpar.planner.search.space import Constraints, Variant
+from meshpar.planner.search.space import Constraints, Variant, layout_variant
 from meshpar.planner.workload.problems import layout_problems
 from meshpar.planner.workload.shapes import SHAPES, workload_of
 from tests.marks import slow
@@ -117,6 +117,21 @@ def test_bounds_are_below_the_estimate_of_every_layout(asked, each):
             assert bounds.memory_bytes(run) <= memory_bytes, run.layout
         count += 1
     assert count > 300
+
+
+@pytest.mark.parametrize("order", [(False, True), (True, False)])
+def test_a_bound_does_not_depend_on_what_was_bounded_before(order):
+    """Parts of the batch, with sequence parallelism alone, hide what others show."""
+    words = "data=4,fsdp=4,tensor=4,microbatches=2,fsdp_gather=microbatch,zero=3"
+    cluster = cluster_of("h100-80gb", devices=64)
+    like = request(cluster=cluster, seq=8192, global_batch=64).run
+    bounds = Bounds(like)
+    for splits in order:
+        layout = Layout.parse(f"{words},remat=dots,precision=bf16")
+        layout = dataclasses.replace(layout, sequence_parallel=splits)
+        run = dataclasses.replace(like, layout=layout)
+        bound = bounds.bound(layout, layout_variant(layout))
+        assert bound.step_s <= step_time(run).step_s
 
 
 def opened(choices, variant):

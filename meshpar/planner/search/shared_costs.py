@@ -176,7 +176,7 @@ class SharedCosts:
 
     def steps(self, mesh: Layout, like: Variant, choices: MeshChoices) -> Steps:
         """Return the shared costs of all states and splits of the choices."""
-        key = _shared_by(mesh, like), choices.states, choices.schedules
+        key = self._shared_by(mesh, like), choices.states, choices.schedules
         if key not in self._all_steps:
             self._all_steps[key] = Steps(
                 tuple(
@@ -187,13 +187,28 @@ class SharedCosts:
 
     def _step(self, mesh: Layout, variant: Variant) -> _Step:
         stored = (variant.param_dtype, variant.optimizer_memory, variant.splits)
-        key = _shared_by(mesh, variant), variant.zero, variant.fsdp_gather, stored
+        key = self._shared_by(mesh, variant), variant.zero, variant.fsdp_gather, stored
         if key not in self._steps:
             if not any(variant.splits):
                 variant = variant._replace(schedule=_PLAIN.schedule, chunks=1)
             run = self.run(mesh, variant)
             self._steps[key] = _Step(run, [moe for moe, _ in self.kinds])
         return self._steps[key]
+
+    def _shared_by(self, mesh: Layout, variant: Variant) -> tuple:
+        """Return what a step's shared costs depend on, except its states and splits.
+
+        Mesh sizes; whether it runs in ticks; whether parts of the batch may hide what
+        moves weights.
+        """
+        in_ticks = mesh.stage > 1 or variant.microbatches > 1
+        sizes = (mesh.data, mesh.fsdp, mesh.stage, mesh.context, mesh.expert)
+        examples = self.examples(mesh, variant.microbatches)
+        num_parts = self._like.platform.num_batch_parts(
+            examples, self._tokens(mesh, variant)
+        )
+        in_parts = variant.sequence_parallel and num_parts > 1
+        return sizes, mesh.tensor, mesh.zero_axes, in_ticks, in_parts
 
 
 def _each_step(like: Variant, choices: MeshChoices) -> Iterator[Variant]:
@@ -317,18 +332,6 @@ class _Blocks:
             # All inputs wait as well, or all that its blocks keep.
             per_own += again if remat == "stage" else inputs
         return 0.0, inputs, per_own, working
-
-
-def _shared_by(mesh: Layout, variant: Variant) -> tuple:
-    """Return what a step's shared costs depend on, except its states and splits.
-
-    Mesh sizes; whether it runs in ticks; else whether parts of the batch may hide what
-    moves weights.
-    """
-    in_ticks = mesh.stage > 1 or variant.microbatches > 1
-    sizes = (mesh.data, mesh.fsdp, mesh.stage, mesh.context, mesh.expert, mesh.tensor)
-    in_parts = not in_ticks and variant.sequence_parallel
-    return sizes, mesh.zero_axes, in_ticks, in_parts
 
 
 def _step_cost(run: Run, kinds: list[bool]) -> StepCost:
