@@ -123,6 +123,14 @@ def test_fp8_keeps_its_bits(values):
     assert np.abs(numbers - given).max() <= np.abs(given).max() / 16
 
 
+def test_fp8_is_refused_on_amd_devices_whose_capability_is_no_number(refuses):
+    amd = SimpleNamespace(
+        device_kind="AMD Instinct MI300X", compute_capability="gfx942"
+    )
+    with refuses("generation.no_fp8", "'fp8'", "AMD Instinct MI300X", words=False):
+        check_weights("fp8", [amd])
+
+
 def test_what_a_device_has_not_is_refused(refuses):
     with refuses("generation.no_fp8", "'fp8'", jax.devices()[0].device_kind):
         check_weights("fp8", jax.devices())

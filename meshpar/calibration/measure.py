@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Number
 from statistics import geometric_mean
-from typing import Any
 
 import jax
 
@@ -29,6 +28,7 @@ from meshpar.calibration.trials import (
 )
 from meshpar.errors import InputError
 from meshpar.hardware.device import Device, Efficiency
+from meshpar.hardware.devices import compute_capability
 from meshpar.hardware.platforms import platform_named
 from meshpar.planner.machine.cluster import Link
 
@@ -172,7 +172,7 @@ def _attention(
 ) -> tuple[tuple[float, float] | None, Rows]:
     """Measure cuDNN's attention, where the platform has it."""
     cudnn = platform_named(devices[0].platform).fused_attention == "cudnn"
-    if not cudnn or not _capability(devices[0]):
+    if not cudnn or not compute_capability(devices[0]):
         return None, []
     peak = flops["bf16"] if like is None else like.peak_flops["bf16"]
     trials = [attention_trial(devices, size, _ATTENTION_SEQ) for size in _HEAD_DIMS]
@@ -217,7 +217,7 @@ def _measured(
         domain_devices=len(devices),
         link_bytes_per_s=speed,
         network_bytes_per_s=speed,
-        compute_capability=_capability(devices[0]),
+        compute_capability=compute_capability(devices[0]),
         efficiency=Efficiency(
             matmul=1.0,
             attention=attention,
@@ -231,14 +231,6 @@ def _measured(
             spread=0.0,
         ),
     )
-
-
-def _capability(device: Any) -> float:
-    """Return a GPU's compute capability; 0 for AMD's, which say `gfx942` there."""
-    try:
-        return float(getattr(device, "compute_capability", 0))
-    except ValueError:
-        return 0.0
 
 
 def _with_measured(like: Device, measured: Device) -> Device:

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from meshpar.errors import InputError, install_extra
+from meshpar.hardware.devices import compute_capability
 from meshpar.layout import Layout
 from meshpar.layout.requirements import check_precision
 from meshpar.model.contract import Model
@@ -44,8 +45,7 @@ def check_weights(kind: str, devices: Sequence[jax.Device]) -> None:
             key="generation.unknown_weights",
         )
     one = devices[0]
-    capability = getattr(one, "compute_capability", None) or 0
-    if kind == "fp8" and float(capability) < _FP8_CAPABILITY:
+    if kind == "fp8" and compute_capability(one) < _FP8_CAPABILITY:
         raise InputError(
             f"weights='fp8': {one.device_kind} has no fp8 (NVIDIA GPUs of compute "
             f"capability {_FP8_CAPABILITY} and above have); give weights='int8'",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 from meshpar.hardware.amd_devices import AMD, AMD_ASSUMED
 from meshpar.hardware.attention_kernels import (
@@ -414,3 +415,19 @@ def device_from_kind(device_kind: str) -> Device | None:
     words = set(re.split(r"[^A-Z0-9]+", device_kind.upper()))
     names = set() if words & _OTHER_CARDS else {*words, device_kind}
     return next((known.device for known in _KNOWN if known.kind in names), None)
+
+
+def compute_capability(device: Any) -> float:
+    """Return the compute capability of a `jax.Device`; 0 if it is no NVIDIA GPU.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> compute_capability(SimpleNamespace(compute_capability="9.0"))
+        9.0
+        >>> compute_capability(SimpleNamespace(compute_capability="gfx942"))  # AMD
+        0.0
+    """
+    try:
+        return float(getattr(device, "compute_capability", None) or 0)
+    except ValueError:
+        return 0.0
