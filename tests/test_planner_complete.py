@@ -27,7 +27,7 @@ LLAMA_3B = (
 )
 """Sizes of Llama 3.2 3B (Meta, its config.json)."""
 LIKE_KIMI = "experts=384,heads=64,kv_heads=64,dense_layers=1,vocab=163840"
-"""What Kimi K2, 1.03 T parameters, has other than DeepSeek-V3 (its config.json)."""
+"""Sizes of Kimi K2 (1.03 T parameters) unlike DeepSeek-V3's (its config.json)."""
 REQUESTS = {
     "host memory": ("llama3-70b", "h100-80gb", 16, 64, 4096),
     "one long sequence": ("llama3-70b", "h100-80gb", 64, 1, 131072),

@@ -59,7 +59,7 @@ from meshpar.planner.search.space import Constraints
 from meshpar.planner.workload.shapes import SHAPES
 
 
-def run_of(layout, *, execution=MESHPAR, hardware="h100-80gb", global_batch=None):
+def planned_run(layout, *, execution=MESHPAR, hardware="h100-80gb", global_batch=None):
     layout = Layout.parse(f"{layout},precision=bf16")
     return Run(
         workload=SHAPES["llama3-8b"],
@@ -146,7 +146,7 @@ def test_estimate_takes_a_program_of_ones_own(tmp_path, capsys):
 @pytest.mark.parametrize("head_dim, tflops", [(64, 284), (128, 319)])
 def test_a_kernel_takes_as_long_as_its_paper_says(head_dim, tflops):
     """FlashAttention-2 on an H100, causal, 4,096 tokens (Shah et al. 2024, fig. 5)."""
-    run = run_of("data=1", execution=NANOTRON)
+    run = planned_run("data=1", execution=NANOTRON)
     shape = dataclasses.replace(run.workload, head_dim=head_dim)
     run = dataclasses.replace(run, workload=shape)
     flops = run.tokens * shape.attention_flops(4096) / 2
@@ -157,7 +157,7 @@ def test_a_kernel_takes_as_long_as_its_paper_says(head_dim, tflops):
 
 def test_the_first_flash_attention_is_slow_backward():
     """30 to 50 % of an A100 forward, 25 to 35 % backward (Dao 2023, section 1)."""
-    run = run_of("data=1", execution=LLM_FOUNDRY, hardware="a100-80gb")
+    run = planned_run("data=1", execution=LLM_FOUNDRY, hardware="a100-80gb")
     flops = run.tokens * run.workload.attention_flops(4096) / 2
     for passes, least, most in (
         (flops / attention_forward_s(run), 0.30, 0.50),
@@ -167,7 +167,7 @@ def test_the_first_flash_attention_is_slow_backward():
 
 
 def test_splash_makes_scores_again_in_one_kernel_of_five_matmuls_or_two_of_seven():
-    run = run_of("fsdp=8", hardware="tpu-v5p")
+    run = planned_run("fsdp=8", hardware="tpu-v5p")
     assert run.attention.kernel == "splash"
     forward_s = attention_forward_s(run)
     assert attention_backward_s(run) == pytest.approx(2.5 * forward_s)
@@ -182,7 +182,7 @@ def test_splash_makes_scores_again_in_one_kernel_of_five_matmuls_or_two_of_seven
 def test_faster_kernels_are_faster_and_run_where_they_exist():
     seconds = [
         attention_forward_s(
-            run_of(
+            planned_run(
                 "data=1",
                 execution=dataclasses.replace(NANOTRON, attention_kernel=kernel),
             )
@@ -190,11 +190,11 @@ def test_faster_kernels_are_faster_and_run_where_they_exist():
         for kernel in ("flash-attention-2", "cudnn", "flash-attention-3")
     ]
     assert seconds == sorted(seconds, reverse=True) and seconds[0] > 1.5 * seconds[2]
-    on_tpu = run_of("fsdp=8", execution=MAXTEXT, hardware="tpu-v5p")
+    on_tpu = planned_run("fsdp=8", execution=MAXTEXT, hardware="tpu-v5p")
     assert on_tpu.fused_attention
     assert not dataclasses.replace(on_tpu, execution=NANOTRON).fused_attention
     rings = [
-        run_of("context=8", execution=MAXTEXT, hardware=hardware)
+        planned_run("context=8", execution=MAXTEXT, hardware=hardware)
         for hardware in ("h100-80gb", "tpu-v5p")
     ]
     assert [run.attention.kernel for run in rings] == ["cudnn", "splash"]
@@ -205,21 +205,21 @@ def test_faster_kernels_are_faster_and_run_where_they_exist():
 @pytest.mark.parametrize("hardware", ["mi300x", "mi325x", "mi355x"])
 def test_on_amd_s_gpus_others_programs_have_a_kernel_and_ours_has_none(hardware):
     for name, execution in EXECUTIONS.items():
-        run = run_of("fsdp=8", hardware=hardware, execution=execution)
+        run = planned_run("fsdp=8", hardware=hardware, execution=execution)
         if execution.attention_kernel == OWN_KERNEL:
             assert not run.fused_attention
             assert run.attention.obstacle in ("vendor", "")
         else:
             wanted = "composable-kernel" if execution.fused_attention else ""
             assert run.attention.kernel == wanted, name
-    own = run_of("fsdp=8", hardware=hardware).attention
+    own = planned_run("fsdp=8", hardware=hardware).attention
     assert "NVIDIA" in own.words
 
 
 def test_experts_that_compute_their_whole_capacity_take_as_much_longer():
     def experts_s(capacity: float) -> float:
         run = dataclasses.replace(
-            run_of("fsdp=8", hardware="tpu-v6e:2x4", execution=MAXTEXT),
+            planned_run("fsdp=8", hardware="tpu-v6e:2x4", execution=MAXTEXT),
             workload=SHAPES["mixtral-8x7b"],
             execution=dataclasses.replace(MAXTEXT, expert_capacity=capacity),
         )
@@ -230,7 +230,7 @@ def test_experts_that_compute_their_whole_capacity_take_as_much_longer():
 
 def test_tuned_matmuls_are_faster_where_a_device_says_so():
     def compute_s(hardware: str, tunes: bool) -> float:
-        run = run_of("fsdp=8", hardware=hardware, execution=MAXTEXT)
+        run = planned_run("fsdp=8", hardware=hardware, execution=MAXTEXT)
         execution = dataclasses.replace(MAXTEXT, tunes_matmuls=tunes)
         return matmul_s(dataclasses.replace(run, execution=execution), *[8192] * 3)
 
@@ -264,17 +264,19 @@ def test_a_device_of_ones_own_says_what_its_kernels_achieve(tmp_path, refuses):
 def test_one_rail_is_as_fast_as_one_port():
     one = dataclasses.replace(MESHPAR, rails=1)
     every, single = (
-        run_of("fsdp=64", execution=execution).link("fsdp")
+        planned_run("fsdp=64", execution=execution).link("fsdp")
         for execution in (MESHPAR, one)
     )
     assert single.bytes_per_s == single.port_bytes_per_s == 50e9 * 0.9
     assert every.bytes_per_s == 450e9 * 0.8
-    host = run_of("fsdp=8", execution=one).link("fsdp")
+    host = planned_run("fsdp=8", execution=one).link("fsdp")
     assert host.bytes_per_s == 450e9 * 0.8
 
 
 def test_every_bucket_pays_for_the_way_around():
-    whole = run_of("data=64", execution=dataclasses.replace(NANOTRON, bucket_bytes=0))
+    whole = planned_run(
+        "data=64", execution=dataclasses.replace(NANOTRON, bucket_bytes=0)
+    )
     buckets = dataclasses.replace(whole, execution=NANOTRON)
     [row] = [row for row in step_rows(whole, (0,)) if row.kind == "all-reduce"]
     count = math.ceil(row.payload_bytes / NANOTRON.bucket_bytes)
@@ -297,7 +299,7 @@ def test_more_hosts_lower_the_bandwidth_that_is_achieved():
     """Of the same bytes on each device: steps of the ring take their time."""
 
     def achieved(devices):
-        run = run_of(f"fsdp={devices}")
+        run = planned_run(f"fsdp={devices}")
         row = Row(("fsdp",), "all-gather", 436e6, "", "forward")
         return 436e6 / row_s(run, row)
 
@@ -307,7 +309,7 @@ def test_more_hosts_lower_the_bandwidth_that_is_achieved():
 
 
 def test_a_collective_takes_cores_from_what_runs_beside_it():
-    run = run_of("tensor=8", execution=MEGATRON_2023)
+    run = planned_run("tensor=8", execution=MEGATRON_2023)
     row = Row(("tensor",), "all-reduce", 1e8, "", "backward", hidden_by="work")
     wire_s = row_s(run, row)
     cost = exposed(run, (row,), {"work": 1.0})
@@ -316,7 +318,7 @@ def test_a_collective_takes_cores_from_what_runs_beside_it():
 
 
 def test_a_share_that_cannot_be_hidden_waits():
-    run = run_of("tensor=8", execution=MEGATRON_2023)
+    run = planned_run("tensor=8", execution=MEGATRON_2023)
     row = Row(
         ("tensor",), "all-reduce", 1e8, "", "backward", hidden_by="work", share=0.6
     )
@@ -339,16 +341,16 @@ def test_the_program_of_this_library_hides_what_compiled_programs_hide():
     bare = dataclasses.replace(MESHPAR, measured_overlap=False)
     hidden = sum(
         stage.forward.exposed_s["fsdp"]
-        for stage in stage_times(run_of("fsdp=64,remat=full"))
+        for stage in stage_times(planned_run("fsdp=64,remat=full"))
     )
     whole = sum(
         stage.forward.exposed_s["fsdp"]
-        for stage in stage_times(run_of("fsdp=64,remat=full", execution=bare))
+        for stage in stage_times(planned_run("fsdp=64,remat=full", execution=bare))
     )
     share = hidden_share("gpu", ("fsdp",), "all-gather")
     assert hidden == pytest.approx((1 - share) * whole)
     # So do those of a step that prefetches nothing.
-    off = stage_times(run_of("fsdp=64,remat=full,fsdp_prefetch=off"))
+    off = stage_times(planned_run("fsdp=64,remat=full,fsdp_prefetch=off"))
     assert sum(stage.forward.exposed_s["fsdp"] for stage in off) == whole
 
 
@@ -359,7 +361,7 @@ def test_the_program_of_this_library_hides_what_compiled_programs_hide():
 def test_gradients_of_microbatches_hide_as_their_programs_do(layout, kind):
     """The rest of the reduction is exposed, and so is the gather before it."""
     run, off, tpu = (
-        run_of(f"{layout},microbatches=4{more},remat=full", hardware=hardware)
+        planned_run(f"{layout},microbatches=4{more},remat=full", hardware=hardware)
         for more, hardware in (
             ("", "h100-80gb"),
             (",fsdp_prefetch=off", "h100-80gb"),
@@ -396,9 +398,9 @@ def test_experts_hide_as_programs_in_parts_do(execution, hides):
 
 
 def test_a_hop_of_megatron_waits_for_the_device():
-    late = stage_times(run_of("stage=4,microbatches=8", execution=MEGATRON_2024))
+    late = stage_times(planned_run("stage=4,microbatches=8", execution=MEGATRON_2024))
     prompt = dataclasses.replace(MEGATRON_2024, hop_wait_s=0.0)
-    early = stage_times(run_of("stage=4,microbatches=8", execution=prompt))
+    early = stage_times(planned_run("stage=4,microbatches=8", execution=prompt))
     for with_it, without in zip(late, early, strict=True):
         more_s = with_it.forward.total_s - without.forward.total_s
         assert more_s == pytest.approx(0.35e-3)
@@ -408,7 +410,7 @@ def test_a_hop_of_megatron_waits_for_the_device():
 def test_python_launches_the_forward_and_what_is_computed_again(remat, backward):
     slow, prompt = (
         block_time(
-            run_of(
+            planned_run(
                 f"data=1,remat={remat}",
                 execution=dataclasses.replace(MEGATRON_2024, launch_s=launch_s),
             ),
@@ -442,7 +444,7 @@ def test_half_the_network_is_slower_and_every_estimate_says_it():
 
 
 def test_the_allocators_reserve_is_part_of_what_has_to_fit():
-    run = run_of("fsdp=8,zero=1,remat=full", execution=MEGATRON_CORE)
+    run = planned_run("fsdp=8,zero=1,remat=full", execution=MEGATRON_CORE)
     found = estimate(
         run.workload,
         run.cluster,
@@ -504,7 +506,7 @@ def test_no_peak_is_offered_that_no_program_uses():
 @pytest.mark.parametrize("hardware", ["h100-80gb", "tpu v5p:4x4x4"])
 def test_all_traffic_together_hides_behind_no_more_than_the_matmuls(hardware):
     """A slow network, so that what moves weights takes all that `tensor` leaves."""
-    run = run_of("fsdp=8,tensor=8,sequence_parallel=true", hardware=hardware)
+    run = planned_run("fsdp=8,tensor=8,sequence_parallel=true", hardware=hardware)
     device = dataclasses.replace(
         run.cluster.device, network_bytes_per_s=1e8, link_bytes_per_s=1e9
     )
@@ -523,7 +525,7 @@ def test_all_traffic_together_hides_behind_no_more_than_the_matmuls(hardware):
 def test_a_block_in_no_parts_gets_the_shares_of_such_programs():
     layout = "fsdp=8,tensor=8,sequence_parallel=true,remat=full"
     several, one = (
-        run_of(layout, hardware="tpu v5p:4x4x4", global_batch=batch)
+        planned_run(layout, hardware="tpu v5p:4x4x4", global_batch=batch)
         for batch in (32, 8)
     )
     assert (several.num_parts, one.num_parts) == (4, 1)
@@ -572,7 +574,7 @@ def _routed(model: str, batch: int = 256, **changes) -> Run:
 
 
 def test_biases_of_experts_cost_their_traffic_and_slower_weight_gradients():
-    """Of 16,384 tokens, each with four experts' 2,880 values, 28 and 36 bytes each."""
+    """Count 28 and 36 bytes for each of the 4 x 2,880 values of 16,384 tokens."""
     biased, plain = (
         block_time(_routed("gpt-oss-120b", **changes), moe=True)
         for changes in ({}, {"adds_biases_apart": False, "biased_grad_flops": 0})

@@ -25,7 +25,7 @@ COSTS = (all_gather_s, all_reduce_s, all_to_all_s)
 PORT = 50e9 * 0.9  # of an H100's network, as achieved
 
 
-def racks_of(devices: int, **changes) -> Cluster:
+def racked_cluster(devices: int, **changes) -> Cluster:
     """Return 64 H100s in hosts of eight, so many of them to a rack."""
     device = replace(DEVICES["h100-80gb"], rack_devices=devices, **changes)
     return Cluster(device=device, hosts=8)
@@ -34,11 +34,16 @@ def racks_of(devices: int, **changes) -> Cluster:
 @pytest.mark.parametrize("payload", [1e3, 1e6, 1e9])
 def test_what_stays_in_a_rack_takes_as_long_as_without_racks(payload):
     layout = Layout(data=4, fsdp=2, tensor=8)
-    plain, racks = racks_of(0), racks_of(16, oversubscription=8.0, rack_hop_s=1e-3)
+    plain, racks = (
+        racked_cluster(0),
+        racked_cluster(16, oversubscription=8.0, rack_hop_s=1e-3),
+    )
     for axes in (("fsdp",), ("tensor",), ("fsdp", "tensor")):
         links = [each.link(layout, *axes) for each in (plain, racks)]
         assert links[0] == links[1]
-    whole = racks_of(64, oversubscription=8.0).link(layout, "data", "fsdp", "tensor")
+    whole = racked_cluster(64, oversubscription=8.0).link(
+        layout, "data", "fsdp", "tensor"
+    )
     assert whole == plain.link(layout, "data", "fsdp", "tensor")
     slower = racks.link(layout, "data")
     for cost in COSTS:
@@ -49,7 +54,7 @@ def test_what_stays_in_a_rack_takes_as_long_as_without_racks(payload):
 def test_between_racks_bytes_take_the_share_that_leaves_a_rack(axes, in_rack):
     """Every member of a rack has its part of the way out."""
     layout = Layout(data=4, fsdp=2, tensor=8)
-    link = racks_of(16, oversubscription=4.0).link(layout, *axes)
+    link = racked_cluster(16, oversubscription=4.0).link(layout, *axes)
     members = 4 * in_rack
     assert (link.racks, link.rack is not None) == (4, True)
     out = PORT / 4
@@ -64,21 +69,21 @@ def test_between_racks_bytes_take_the_share_that_leaves_a_rack(axes, in_rack):
 
 
 def test_small_sums_go_through_the_racks_in_levels():
-    """Of 64 steps of a ring few leave a rack, but each of those that do is slow."""
+    """Few of the 64 steps of a ring leave a rack, but each of those is slow."""
     layout, hop_s = Layout(data=64), 1e-3
-    link = racks_of(16, rack_hop_s=hop_s).link(layout, "data")
+    link = racked_cluster(16, rack_hop_s=hop_s).link(layout, "data")
     for cost, trips in ((all_gather_s, 1), (all_reduce_s, 2)):
         found_s = cost(1.0, 64, link)
         assert found_s <= trips * 3 * hop_s + 1e-3
         assert found_s >= trips * 2 * hop_s
     # A rack more, a step more.
-    more = racks_of(8, rack_hop_s=hop_s).link(layout, "data")
+    more = racked_cluster(8, rack_hop_s=hop_s).link(layout, "data")
     assert all_gather_s(1.0, 64, more) > all_gather_s(1.0, 64, link) + 3 * hop_s
 
 
 def test_without_oversubscription_racks_change_nothing_but_latency():
     layout = Layout(data=4, fsdp=2, tensor=8)
-    plain, racks = (racks_of(n).link(layout, "data", "fsdp") for n in (0, 16))
+    plain, racks = (racked_cluster(n).link(layout, "data", "fsdp") for n in (0, 16))
     for cost in COSTS:
         there_s, here_s = cost(1e9, 8, racks), cost(1e9, 8, plain)
         assert there_s == pytest.approx(here_s, rel=0.01)
@@ -97,7 +102,7 @@ def test_a_slice_of_a_torus_is_a_level_below_racks():
 def test_a_rack_has_whole_hosts():
     layout = Layout(data=8, tensor=8)
     for devices, racks in ((3, 8), (8, 8), (17, 4), (64, 1), (1000, 1)):
-        link = racks_of(devices, oversubscription=2.0).link(layout, "data")
+        link = racked_cluster(devices, oversubscription=2.0).link(layout, "data")
         assert (link.racks, link.rack is None) == (racks, racks == 1)
 
 
@@ -120,7 +125,7 @@ def test_a_plan_keeps_weights_in_a_site():
 
 
 def test_copies_to_the_host_wait_for_collectives_on_the_same_pcie():
-    """What hides behind matmuls on a link of its own does so one after another here."""
+    """Copies and collectives on one link hide behind matmuls one after another."""
     words = "fsdp=2,tensor=4,zero=1,sequence_parallel=true,precision=bf16"
     words += ",remat=offload:attention_qkv/mlp_gate_up"
     costs = []

@@ -111,7 +111,7 @@ def test_bounds_are_below_the_estimate_of_every_layout(asked, each):
             step_s = step_time(run).step_s * (1 + 1e-9)
             memory_bytes = fullest_memory(run).total_bytes * (1 + 1e-9)
             for some in opened(choices, variant):
-                bound = bounds.least(mesh, some)
+                bound = bounds.by_remat(mesh, some).least
                 assert bound.step_s <= step_s, (run.layout, some)
                 assert bound.memory_bytes <= memory_bytes, (run.layout, some)
             assert bounds.memory_bytes(run) <= memory_bytes, run.layout

@@ -30,7 +30,7 @@ GPT = workload_of(
 TOKENS = 8192
 
 
-def run_of(layout: str, **options) -> Run:
+def planned_run(layout: str, **options) -> Run:
     planned = estimate(
         SHAPES["llama3-8b"],
         cluster_of("h100-80gb", devices=8),
@@ -43,7 +43,9 @@ def run_of(layout: str, **options) -> Run:
 
 
 def test_recomputation_that_stops_early_makes_no_mlp_output_again():
-    early, whole = (run_of("remat=full", stops_early=stops) for stops in (True, False))
+    early, whole = (
+        planned_run("remat=full", stops_early=stops) for stops in (True, False)
+    )
     saved_s = block_time(whole, moe=False).backward.compute_s
     saved_s -= block_time(early, moe=False).backward.compute_s
     launches_s = early.cluster.device.efficiency.launch_s + early.execution.launch_s
@@ -52,7 +54,7 @@ def test_recomputation_that_stops_early_makes_no_mlp_output_again():
 
 
 def test_a_selected_block_makes_keys_attention_output_and_half_the_gate_again():
-    run = run_of("remat=selective")
+    run = planned_run("remat=selective")
     again = recomputation(run, moe=False)
     widths = {"qkv": (32 + 2 * 8) * 128, "out": 4096, "up": 2 * 14_336}
     made = {name: getattr(again, name) * width for name, width in widths.items()}
@@ -62,22 +64,24 @@ def test_a_selected_block_makes_keys_attention_output_and_half_the_gate_again():
 
 def test_a_selected_block_keeps_what_it_does_not_make_again():
     """Input, queries, values, attention's output, gate, last output, in 16 bits."""
-    kept = kept_bytes(run_of("remat=selective"), moe=False)
+    kept = kept_bytes(planned_run("remat=selective"), moe=False)
     values = 4096 + 4096 + 1024 + 4096 + 14_336 + 4096
     assert kept == TOKENS * (2 * values + 4 * 32)
-    everything = kept_bytes(run_of("remat=none"), moe=False)
-    assert kept_bytes(run_of("remat=full"), moe=False) < kept < 0.6 * everything
+    everything = kept_bytes(planned_run("remat=none"), moe=False)
+    assert kept_bytes(planned_run("remat=full"), moe=False) < kept < 0.6 * everything
 
 
 def test_shards_are_copied_to_their_matrices_and_gradients_back():
-    run, parameters = run_of("remat=full"), 1e9
+    run, parameters = planned_run("remat=full"), 1e9
     assert accumulated_s(run, parameters) == memory_s(run, 14 * parameters)
-    sums = run_of("remat=full", repacks=False)
+    sums = planned_run("remat=full", repacks=False)
     assert accumulated_s(sums, parameters) == memory_s(run, 10 * parameters)
 
 
 def test_reference_norms_and_positions_move_fp32_besides_what_kernels_do():
-    reference, fused = (run_of("remat=none", fused_norms=one) for one in (False, True))
+    reference, fused = (
+        planned_run("remat=none", fused_norms=one) for one in (False, True)
+    )
     heads = 16 * (4096 + 1024) + 2 * 2 * 4096
     for found, norm in ((forward_bytes, 2 * 32), (backward_bytes, 2 * 74)):
         more = found(reference, moe=False) - found(fused, moe=False)
@@ -86,7 +90,7 @@ def test_reference_norms_and_positions_move_fp32_besides_what_kernels_do():
 
 def test_the_loss_takes_as_long_as_the_bytes_of_its_logits():
     def ends_s(loss_bytes):
-        run = run_of("remat=full", loss_bytes=loss_bytes)
+        run = planned_run("remat=full", loss_bytes=loss_bytes)
         [stage] = stage_times(run)
         return run, stage.forward.total_s + stage.backward.total_s
 
@@ -97,7 +101,7 @@ def test_the_loss_takes_as_long_as_the_bytes_of_its_logits():
 
 def test_dynamic_scales_read_a_value_before_they_cast_it():
     """torchao: largest value (read 2), cast (2, 1), transposed (1, 1)."""
-    run = run_of("remat=full")
+    run = planned_run("remat=full")
     layout = dataclasses.replace(run.layout, precision="fp8")
     scaled = dataclasses.replace(run, layout=layout)
     assert cast_s(run, 1e9) == 0

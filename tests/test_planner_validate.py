@@ -107,7 +107,7 @@ def test_runs_with_experts_of_the_first_table_are_within_a_fifth(measured):
 
 
 def test_one_row_of_each_blackwell_gives_the_others_of_two_precisions(measured):
-    """Its fraction of the peak is one number, of bf16 and of fp8."""
+    """A device has one fraction of its peak, for bf16 and for fp8."""
     families = ("NeMo dense GB200", "NeMo dense fp8", "Bridge dense fp8")
     found = [row for row in measured if row.source in families]
     errors = [abs(row.error) for row in found if not row.calibrates]

@@ -117,13 +117,9 @@ class Bounds:
         """Return the run of a mesh shape and a variant."""
         return self._costs.run(mesh, variant)
 
-    def least(self, mesh: Layout, choices: MeshChoices) -> Bound:
-        """Return a bound of all these variants of a mesh shape."""
-        return self.by_remat(mesh, choices).least
-
     def bound(self, mesh: Layout, variant: Variant) -> Bound:
         """Return the bound of one layout."""
-        return self.of_one(mesh, variant).least
+        return self.bound_by_remat(mesh, variant).least
 
     def least_s(self, mesh: Layout, choices: MeshChoices) -> float:
         """Return a bound of the time of all these variants, from their blocks alone."""
@@ -151,7 +147,7 @@ class Bounds:
         for variant in self._fastest(mesh, choices):
             # Whole backwards take no longer than split ones, which move a stash.
             variant = variant._replace(schedule=_PLAIN.schedule, execution="auto")
-            blocks = self._blocks_of(mesh, variant)
+            blocks = self._longest_stage_blocks(mesh, variant)
             block_s = self._costs.blocks(mesh, variant).least_s.sum(1)
             tick_s = self._costs.overhead_s(mesh, variant) + float(blocks @ block_s)
             seconds.append(variant.microbatches * (1 + fills) * tick_s)
@@ -163,14 +159,15 @@ class Bounds:
         Fewest microbatches make the largest matmuls, and most of them keep least.
         """
         if choices.only_remats:
-            return self.of_one(mesh, next(choices.variants()), choices.remats)
+            return self.bound_by_remat(mesh, next(choices.variants()), choices.remats)
         bounds = [
-            self._of_some(mesh, one, choices) for one in self._fastest(mesh, choices)
+            self._bound_by_state(mesh, one, choices)
+            for one in self._fastest(mesh, choices)
         ]
         steps_s, memories = zip(*bounds, strict=True)
         return _known(np.min(steps_s, axis=0), np.min(memories, axis=0))
 
-    def _of_some(
+    def _bound_by_state(
         self, mesh: Layout, variant: Variant, choices: MeshChoices
     ) -> BoundByRemat:
         """Return the bounds of choices whose blocks run no faster than the variant's.
@@ -246,7 +243,7 @@ class Bounds:
             seconds[some] = np.where(fits[states][:, some], every, np.inf).min(0)
         return BoundByRemat(seconds, memory.min(0))
 
-    def of_one(
+    def bound_by_remat(
         self, mesh: Layout, variant: Variant, remats: tuple[str, ...] = ()
     ) -> BoundByRemat:
         """Return the bounds of one layout with each of these policies, or its own."""
@@ -307,7 +304,7 @@ class Bounds:
         only.
         """
         lock_step, costs = self._like.execution.lock_step, self._costs
-        blocks = self._blocks_of(mesh, variant)
+        blocks = self._longest_stage_blocks(mesh, variant)
         times = costs.blocks(mesh, variant).times(remats)
         hidden_s = np.minimum(shared.gather_s - shared.bare_s, times.spare_s)
         # What is hidden takes cores.
@@ -331,7 +328,7 @@ class Bounds:
         step_s = busy_s * self._slowest + self._like.execution.host_s
         return step_s * (1 - _ROUNDING)
 
-    def _blocks_of(self, mesh: Layout, variant: Variant) -> Array:
+    def _longest_stage_blocks(self, mesh: Layout, variant: Variant) -> Array:
         """Return the blocks of each kind of the longest stage.
 
         Their mean where blocks are of two kinds.

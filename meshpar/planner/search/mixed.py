@@ -61,17 +61,15 @@ class MixedBounds:
         kinds, is_uneven = self._kinds(mesh)
         return (min if is_uneven else max)(one.least_s(mesh, choices) for one in kinds)
 
-    def least(self, mesh: Layout, choices: MeshChoices) -> Bound:
-        """Return a bound of all these variants of a mesh shape."""
-        return self.by_remat(mesh, choices).least
-
     def by_remat(self, mesh: Layout, choices: MeshChoices) -> BoundByRemat:
         """Return a bound of all these variants for each of their remat policies."""
         return self._bound(mesh, lambda bounds: bounds.by_remat(mesh, choices))
 
     def bound(self, mesh: Layout, variant: Variant) -> Bound:
         """Return the bound of one layout."""
-        return self._bound(mesh, lambda bounds: bounds.of_one(mesh, variant)).least
+        return self._bound(
+            mesh, lambda bounds: bounds.bound_by_remat(mesh, variant)
+        ).least
 
     def _bound(
         self, mesh: Layout, of_kind: Callable[[Bounds], BoundByRemat]
