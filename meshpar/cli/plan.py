@@ -270,6 +270,8 @@ def _how_to_run(args: argparse.Namespace, best: Plan) -> str:
     run = best.run
     if run.layout.precision == "fp8":
         return f"run it: not yet; {run.execution.name} trains in fp8, meshpar does not"
+    if isinstance(run, Run) and run.workload.mtp_layers:
+        return f"run it: not yet; {run.execution.name} trains mtp_layers, meshpar not"
     if args.model_from is not None:
         return f"run it: {run.python_call}"
     if is_traced_preset(args) or OTHER_SHAPES.keys() & {args.preset, args.model}:

@@ -20,6 +20,7 @@ from meshpar.planner.workload.problems import (
     check_precision_on,
     layout_problems,
     layout_stage_blocks,
+    with_mtp,
 )
 from meshpar.planner.workload.workload import Workload
 
@@ -47,7 +48,7 @@ def estimate(
         seq: Tokens of a sequence; the workload's own when absent.
         execution: The program that runs it.
         stage_blocks: Blocks of every stage, where the layout cannot express it (a
-            published run with none on its first stage).
+            published run with none on its first stage), without `mtp_layers`.
 
     Raises:
         InputError: The layout is impossible; `layout_problems` has all reasons.
@@ -82,6 +83,7 @@ def estimate(
     for problem in (*options, *found, *crossing_problems(cluster, layout)):
         raise problem.error(layout)
     check_precision_on(cluster.device, layout.precision)
+    blocks = stage_blocks and with_mtp(workload, stage_blocks)
     run = Run(
         workload=workload,
         cluster=cluster,
@@ -89,7 +91,7 @@ def estimate(
         execution=execution,
         global_batch=global_batch,
         seq=seq,
-        stage_blocks=stage_blocks or layout_stage_blocks(workload, layout),
+        stage_blocks=blocks or layout_stage_blocks(workload, layout),
     )
     return estimate_run(with_execution(run))
 

@@ -240,7 +240,8 @@ def _logit_bytes(run: Run) -> float:
     if not run.execution.eager and not run.layout.runs_in_ticks:
         # The gradient of the head's table, whole until the loss is done.
         table = table_parameters(run)
-    logits = logits_at_once(run) * run.execution.logit_bytes
+    heads = 1 + run.workload.mtp_layers
+    logits = heads * logits_at_once(run) * run.execution.logit_bytes
     return logits + table * run.execution.gradient_bytes
 
 

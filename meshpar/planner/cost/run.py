@@ -533,9 +533,18 @@ def end_parameters(run: Run, rank: int) -> float:
         total += workload.embedding_parameters / tensor
     if last:
         total += workload.head_parameters / tensor + workload.final_norm_parameters
-    if last and not first and workload.tied:
+        total += workload.mtp_parameters / tensor
+    if last and not first and has_both_tables(workload):
         total += table_parameters(run)  # its own copy
     return total
+
+
+def has_both_tables(workload: Workload) -> bool:
+    """Return True if the last stage takes the table of tokens, as the first does.
+
+    For its tied head, or for the embeddings that `mtp_layers` join.
+    """
+    return workload.tied or workload.mtp_layers > 0
 
 
 def table_parameters(run: Run) -> float:

@@ -318,6 +318,8 @@ class _Ends:
             for passes in ("forward", "head", "backward")
         }
         forward_s, backward_s = _head_s(run, tokens)
+        heads = 1 + run.workload.mtp_layers
+        join_s, join_back_s = _join_s(run)
         row_bytes = run.workload.hidden * run.dtype_bytes
         # Rows looked up; back, rows added to the whole table's gradient, and that to
         # its sum.
@@ -329,7 +331,10 @@ class _Ends:
                 Cost(looked_up_s) + waits["forward"],
                 Cost(added_s) + waits["backward"],
             ),
-            StageTime(Cost(forward_s), Cost(backward_s) + waits["head"]),
+            StageTime(
+                Cost(heads * forward_s + join_s),
+                (Cost(backward_s) + waits["head"]) * heads + Cost(join_back_s),
+            ),
         )
 
     def at_stage(self, run: Run, stage: int) -> tuple[Cost, Cost]:
@@ -365,3 +370,17 @@ def _head_s(run: Run, tokens: float) -> tuple[float, float]:
     both_s = matmul_s(run, tokens, vocab, hidden, unscaled=True)
     both_s += weight_grad_s(run, tokens, hidden, vocab, unscaled=True)
     return forward_s, both_s + memory_s(run, backward_bytes * tokens * vocab)
+
+
+def _join_s(run: Run) -> tuple[float, float]:
+    """Seconds in which `mtp_layers` join two streams of tokens, forward and backward.
+
+    Both are normed and laid side by side (read 2, write 2, twice).
+    """
+    hidden, layers = run.workload.hidden, run.workload.mtp_layers
+    wide, narrow = 2 * hidden, hidden / run.layout.tensor
+    moved_s = memory_s(run, 4 * run.dtype_bytes * run.tokens * wide)
+    forward_s = matmul_s(run, run.tokens, wide, narrow)
+    backward_s = matmul_s(run, run.tokens, narrow, wide)
+    backward_s += weight_grad_s(run, run.tokens, wide, narrow)
+    return layers * (forward_s + moved_s), layers * (backward_s + 2 * moved_s)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from meshpar.planner.cost.run import (
     Run,
     end_parameters,
+    has_both_tables,
     has_ends,
     rank_parameters,
     routed_parameters,
@@ -107,9 +108,9 @@ def _outer_gradients(run: Run, dense: float, routed: float) -> Iterator[Row]:
 
 
 def _both_tables(run: Run) -> Iterator[Row]:
-    """Row of a tied table that the first and the last rank both have."""
-    workload, on_one_rank = run.workload, has_ends(run, 0) == (True, True)
-    if workload.tied and not on_one_rank:
+    """Row of a table of tokens that the first and the last rank both have."""
+    on_one_rank = has_ends(run, 0) == (True, True)
+    if has_both_tables(run.workload) and not on_one_rank:
         reduced = table_parameters(run) * run.execution.reduction_bytes
         reason = "gradients of tables"
         pair = Row(("stage",), "all-reduce", reduced, reason, "once")

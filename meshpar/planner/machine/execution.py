@@ -183,6 +183,7 @@ MEGATRON_BRIDGE = replace(
     gradient_bytes=2,
     reduction_bytes=2,
     fp8=True,
+    trains_mtp=True,
     expert_overlap=False,
     kernel_host_s=_BRIDGE_KERNEL_HOST_S,
     adds_biases_apart=True,

@@ -111,6 +111,7 @@ class Execution:
         cast_bytes: Bytes that casting a value to 8 bits reads and writes: 4 for one
             kernel that reads 16 bits and writes two copies (Transformer Engine 2.x,
             `Float8Quantizer` and `MXFP8Quantizer`).
+        trains_mtp: True if it trains a model's `mtp_layers`.
         learned_positions: Name of the execution of models with learned positions, where
             another program trains them; empty for this one.
 
@@ -139,6 +140,7 @@ class Execution:
     host_s: float
     eager: bool
     fp8: bool = False
+    trains_mtp: bool = False
     cast_bytes: float = 4.0
     launch_s: float = 0.0
     kernel_host_s: float = 0.0

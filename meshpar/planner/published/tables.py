@@ -32,7 +32,7 @@ def family_rows(family: str) -> Iterator[Measured]:
             continue
         layout = Layout.parse(row["layout"])
         planned = estimate_published(
-            workload_of(row["model"]),
+            workload_of(row["model"], words=row.get("sizes")),
             layout,
             row["global_batch"],
             row["seq"],

@@ -35,6 +35,7 @@ from meshpar.planner.workload.problems import (
     check_precision_on,
     layout_problems,
     problems_on_any_mesh,
+    with_mtp,
 )
 from meshpar.planner.workload.workload import Workload
 
@@ -124,7 +125,7 @@ class Request:
             execution=execution_for(self.workload, self.execution),
             global_batch=self.global_batch,
             seq=self.seq or self.workload.seq,
-            stage_blocks=(self.workload.layers,),
+            stage_blocks=with_mtp(self.workload, (self.workload.layers,)),
         )
 
 

@@ -71,6 +71,7 @@ def layout_problems(
     return [
         *_precision(layout, execution),
         *_positions(workload, seq, execution),
+        *_later_tokens(workload, execution),
         *_residuals(workload, layout, execution),
         *problems(facts, (*BATCH, *LOCAL_STEPS, *SIZES, *ATTENTION, *EXPERTS)),
         *_stage(workload, layout, stage_blocks),
@@ -111,6 +112,7 @@ def problems_on_any_mesh(
         *_sizes(global_batch, seq),
         *_precision(layout, execution),
         *_positions(workload, seq, execution),
+        *_later_tokens(workload, execution),
         *_residuals(workload, layout, execution),
     ]
 
@@ -158,6 +160,17 @@ def _positions(workload: Workload, seq: int, execution: Execution) -> Iterator[P
             f"sequences of {seq} tokens, but the images of {workload.name} have "
             f"{workload.seq} patches each; leave seq out",
             "plan.seq_not_patches",
+        )
+
+
+def _later_tokens(workload: Workload, execution: Execution) -> Iterator[Problem]:
+    if workload.mtp_layers and not execution.trains_mtp:
+        yield Problem(
+            "mtp_layers",
+            f"{workload.name} has mtp_layers={workload.mtp_layers}, which "
+            f"{execution.name!r} does not train; leave them out, or estimate a program "
+            "that does (--execution megatron-bridge)",
+            "plan.mtp_not_trained",
         )
 
 
@@ -224,8 +237,16 @@ def layout_stage_blocks(workload: Workload, layout: Layout) -> tuple[int, ...]:
         InputError: `splits` is of another number of stages or layers.
     """
     if layout.splits != BY_COST:
-        return stage_sizes(workload.layers, layout.stage, layout.chunks, layout.splits)
-    return _split_by_cost(workload.layer_costs, layout.stage * layout.chunks)
+        stages = layout.stage, layout.chunks, layout.splits
+        return with_mtp(workload, stage_sizes(workload.layers, *stages))
+    number = layout.stage * layout.chunks
+    return with_mtp(workload, _split_by_cost(workload.layer_costs, number))
+
+
+def with_mtp(workload: Workload, stage_blocks: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the blocks of every stage, those of `mtp_layers` on the last, too."""
+    *others, last = stage_blocks
+    return (*others, last + workload.mtp_layers)
 
 
 _split_by_cost = lru_cache(maxsize=256)(split_by_cost)

@@ -101,6 +101,9 @@ class Workload:
         expert_ffn: Hidden size of an expert; `ffn` when 0.
         shared_experts: Experts that every token goes to.
         dense_layers: Layers before the first MoE layer.
+        mtp_layers: Further blocks behind the last that predict a later token each
+            (multi-token prediction): a matrix that joins the block before and the next
+            token's embedding, a block, and the head once more.
         q_lora_rank: Compressed queries of multi-head latent attention (MLA); 0 for
             queries straight from the residual stream.
         kv_lora_rank: Compressed keys and values of MLA; 0 for usual attention.
@@ -152,6 +155,7 @@ class Workload:
     expert_ffn: int = 0
     shared_experts: int = 0
     dense_layers: int = 0
+    mtp_layers: int = 0
     q_lora_rank: int = 0
     kv_lora_rank: int = 0
     qk_nope_head_dim: int = 0
@@ -315,22 +319,37 @@ class Workload:
         return norm + self.other_end_parameters
 
     @property
+    def mtp_matrix_parameters(self) -> int:
+        """Parameters of the matrices by which `mtp_layers` join two streams."""
+        return self.mtp_layers * 2 * self.hidden**2
+
+    @property
+    def mtp_parameters(self) -> int:
+        """The same with their norms: of both streams, and before the head."""
+        return self.mtp_matrix_parameters + 3 * self.mtp_layers * self.hidden
+
+    @property
     def num_parameters(self) -> int:
         """Number of parameters; tied ones count once."""
+        last = self.is_moe(self.layers)
         blocks = sum(
             count * self.block_parameters(moe=moe) for moe, count in self.block_kinds
         )
+        blocks += self.mtp_layers * self.block_parameters(moe=last)
         ends = self.embedding_parameters + self.head_parameters
-        return blocks + ends + self.final_norm_parameters
+        return blocks + self.mtp_parameters + ends + self.final_norm_parameters
 
     @property
     def active_parameters(self) -> int:
-        """Number of matrix parameters that one token uses, the head's included."""
+        """Matrix parameters that one token uses, those of each head included."""
+        last = self.is_moe(self.layers)
         blocks = sum(
             count * self.active_block_parameters(moe=moe)
             for moe, count in self.block_kinds
         )
-        return blocks + self.vocab * self.hidden
+        blocks += self.mtp_layers * self.active_block_parameters(moe=last)
+        heads = (1 + self.mtp_layers) * self.vocab * self.hidden
+        return blocks + self.mtp_matrix_parameters + heads
 
     def attention_flops(self, seq: int) -> int:
         """Return the FLOPs of scores and mixed values of one token and layer, forward.
@@ -378,7 +397,8 @@ class Workload:
             >>> gpt.model_flops(global_batch=8, seq=32) == flops
             True
         """
-        token = 2 * self.active_parameters + self.layers * self.attention_flops(seq)
+        layers = self.layers + self.mtp_layers
+        token = 2 * self.active_parameters + layers * self.attention_flops(seq)
         return 3 * global_batch * seq * token
 
 
