@@ -44,6 +44,14 @@ from meshpar.planner.workload.workload import Workload
 _QI = "Qi et al. 2024"
 _YEUNG = "Yeung et al. 2024"
 
+_QI_VOCAB = 32_000
+"""Vocabulary of Qi et al. 2024, which the paper does not state.
+
+Its models have the parameters that name them (14.6B, 28.3B) with 32,000 tied
+embeddings and not with the 51,200 of Megatron-LM's GPT (14.7B, 28.4B), and the
+authors' script (`pretrain_zero_bubble.sh`) trains on a SentencePiece tokenizer.
+"""
+
 CALIBRATES_RESERVE = ("1F1B", "14.6B")
 """The row of Qi et al. 2024 that fixes what Megatron-LM's allocator holds besides."""
 
@@ -60,7 +68,7 @@ def zero_bubble_passes() -> Iterator[Measured]:
         size, count = row["model"], row["m"]
         model = data["models"][size]
         run = Run(
-            workload=_gpt(size, model, vocab=51_200, seq=data["seq"]),
+            workload=_gpt(size, model, vocab=_QI_VOCAB, seq=data["seq"]),
             cluster=cluster_of("a100-80gb", devices=model["p"]),
             layout=Layout(stage=model["p"], microbatches=count, precision="bf16"),
             execution=MEGATRON_2023,
@@ -97,7 +105,7 @@ def zero_bubble() -> Iterator[Measured]:
     """
     data = published()["zero_bubble_2401_10241"]
     for column, (size, model) in enumerate(data["models"].items()):
-        workload = _gpt(size, model, vocab=51_200, seq=data["seq"])
+        workload = _gpt(size, model, vocab=_QI_VOCAB, seq=data["seq"])
         for schedule in ("1F1B", "1F1B-I", "ZB-1p"):
             most_chunks = (model["layers"] + 2) // model["p"]
             chunks = most_chunks if schedule == "1F1B-I" else 1
