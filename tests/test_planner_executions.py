@@ -41,6 +41,7 @@ from meshpar.planner.machine.collective_cost import (
     all_reduce_s,
     hidden_share,
     hidden_shares,
+    overlap_condition,
 )
 from meshpar.planner.machine.execution import (
     EXECUTIONS,
@@ -326,6 +327,11 @@ def test_a_share_that_cannot_be_hidden_waits():
     assert cost.exposed_s["tensor"] == pytest.approx(0.4 * row_s(run, row))
 
 
+def _hidden(axis, kind, layout=None, platform="gpu", *, in_parts=False):
+    condition = overlap_condition(layout or Layout(), in_parts=in_parts)
+    return hidden_share(condition, platform, (axis,), kind)
+
+
 def test_the_program_of_this_library_hides_what_compiled_programs_hide():
     """A row for every axis; the times of a block follow from their shares."""
     table = hidden_shares()
@@ -336,7 +342,7 @@ def test_the_program_of_this_library_hides_what_compiled_programs_hide():
     assert all(0 <= row.share <= 1 and row.wire_bytes > 0 for row in table)
     assert all(row.command.startswith("meshpar audit ") for row in table)
     assert all(row.layout in row.command for row in table)
-    assert hidden_share("gpu", ("context",), "all-to-all") == 0.0
+    assert _hidden("context", "all-to-all") == 0.0
     # Without a table gathers wait for their whole time.
     bare = dataclasses.replace(MESHPAR, measured_overlap=False)
     hidden = sum(
@@ -347,7 +353,7 @@ def test_the_program_of_this_library_hides_what_compiled_programs_hide():
         stage.forward.exposed_s["fsdp"]
         for stage in stage_times(planned_run("fsdp=64,remat=full", execution=bare))
     )
-    share = hidden_share("gpu", ("fsdp",), "all-gather")
+    share = _hidden("fsdp", "all-gather")
     assert hidden == pytest.approx((1 - share) * whole)
     # So do those of a step that prefetches nothing.
     off = stage_times(planned_run("fsdp=64,remat=full,fsdp_prefetch=off"))
@@ -370,7 +376,7 @@ def test_gradients_of_microbatches_hide_as_their_programs_do(layout, kind):
     )
     axis = layout.partition("=")[0]
     (row,) = [row for row in step_rows(run, (0,)) if row.kind == kind]
-    share = hidden_share("gpu", (axis,), kind, run.layout)
+    share = _hidden(axis, kind, run.layout)
     exposed_s, whole_s = (step_time(each).exposed_s[axis] for each in (run, off))
     assert share > 0.8
     assert whole_s - exposed_s == pytest.approx(share * row_s(run, row))
@@ -391,7 +397,7 @@ def test_experts_hide_as_programs_in_parts_do(execution, hides):
         rows = block_rows(found.run, moe=True)
         return {row.share for row in rows if row.kind == "all-to-all" and row.hidden_by}
 
-    share = hidden_share("gpu", ("expert",), "all-to-all", Layout(expert=8))
+    share = _hidden("expert", "all-to-all", Layout(expert=8))
     assert exchanges(4096) == ({share} if hides else set())
     # One part of few rows has nothing beside it.
     assert exchanges(1024) <= {0.0}
@@ -533,10 +539,9 @@ def test_a_block_in_no_parts_gets_the_shares_of_such_programs():
         {row.share for row in block_rows(run, moe=False) if row.kind == "all-gather"}
         for run in (several, one)
     ]
-    both = (("tensor",), "all-gather", several.layout)
     assert shares == [
-        {hidden_share("tpu", *both, in_parts=True)},
-        {hidden_share("tpu", *both, in_parts=False)},
+        {_hidden("tensor", "all-gather", several.layout, "tpu", in_parts=in_parts)}
+        for in_parts in (True, False)
     ]
     assert min(shares[0]) > max(shares[1])
 

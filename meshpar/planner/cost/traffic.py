@@ -35,7 +35,7 @@ from meshpar.planner.cost.seconds import (
 )
 from meshpar.planner.machine.collective_cost import (
     Condition,
-    hidden_share_in,
+    hidden_share,
     overlap_condition,
 )
 from meshpar.schedules import SCHEDULES
@@ -356,7 +356,7 @@ def _as_measured(run: Run, row: Row, condition: Condition) -> Row:
     if ahead and not (run.prefetches or late):
         return row._replace(share=0.0)
     platform = run.cluster.device.platform
-    share = hidden_share_in(condition, platform, row.mesh_axes, row.kind, row.part)
+    share = hidden_share(condition, platform, row.mesh_axes, row.kind, row.part)
     hidden_by = row.hidden_by or MATMULS
     return row._replace(hidden_by=hidden_by, share=min(row.share, share))
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -240,42 +239,6 @@ def hidden_shares() -> tuple[HiddenShare, ...]:
     return tuple(HiddenShare(**row) for row in json.loads(text)["rows"])
 
 
-def hidden_share(
-    platform: str,
-    mesh_axes: Sequence[str],
-    kind: str,
-    layout: Layout | None = None,
-    *,
-    in_parts: bool = False,
-    part: str = "",
-) -> float:
-    """Return the share of a collective that compiled programs hide.
-
-    The mean, by bytes, of the measured programs in the same condition: which of
-    `tensor`, `stage` and `expert` had several devices, whose collectives take turns
-    with one another; whether there were microbatches without stages; and whether blocks
-    took the batch in parts. If there is none, of those without experts, or without
-    microbatches; else the least of the programs in ticks, or of those that are not, as
-    the layout's is; else the least of all. The least of several mesh axes; 0 of what
-    was not measured. Permutes over `tensor` are its gathers and scatters in chunks, so
-    the three count together, as all collectives do that are a sum of gradients.
-
-    Args:
-        platform: `gpu` or `tpu`.
-        mesh_axes: Mesh axes of the collective.
-        kind: XLA's name of the collective.
-        layout: The layout of the step; one device when absent.
-        in_parts: True if blocks take the batch in parts.
-        part: As of `Row.part`.
-
-    Example:
-        >>> round(hidden_share("gpu", ("data",), "all-reduce"), 2)
-        0.64
-    """
-    condition = overlap_condition(layout or Layout(), in_parts=in_parts)
-    return hidden_share_in(condition, platform, tuple(mesh_axes), kind, part)
-
-
 Condition = frozenset[str]
 """Mesh axes that a collective takes turns with, `microbatches` and `parts`."""
 
@@ -286,20 +249,45 @@ _MICROBATCHES, _PARTS = "microbatches", "parts"
 
 
 @cache
-def hidden_share_in(
+def hidden_share(
     condition: Condition,
     platform: str,
     mesh_axes: tuple[str, ...],
     kind: str,
-    part: str,
+    part: str = "",
 ) -> float:
-    """Return `hidden_share` in an `overlap_condition`."""
+    """Return the share of a collective that compiled programs hide.
+
+    The mean, by bytes, of the measured programs in the same condition. If there is
+    none, of those without experts, or without microbatches; else the least of the
+    programs in ticks, or of those that are not, as the layout's is; else the least of
+    all. The least of several mesh axes; 0 of what was not measured. Permutes over
+    `tensor` are its gathers and scatters in chunks, so the three count together, as all
+    collectives do that are a sum of gradients.
+
+    Args:
+        condition: An `overlap_condition`.
+        platform: `gpu` or `tpu`.
+        mesh_axes: Mesh axes of the collective.
+        kind: XLA's name of the collective.
+        part: As of `Row.part`.
+
+    Example:
+        >>> alone = overlap_condition(Layout(), in_parts=False)
+        >>> round(hidden_share(alone, "gpu", ("data",), "all-reduce"), 2)
+        0.64
+    """
     shares = [_shares().get((platform, axis, part, kind), {}) for axis in mesh_axes]
     return min(_nearest(each, condition) for each in shares)
 
 
 def overlap_condition(layout: Layout, *, in_parts: bool) -> Condition:
-    """Return all that the hidden share of a layout's collectives depends on."""
+    """Return all that the hidden share of a layout's collectives depends on.
+
+    Which of `tensor`, `stage` and `expert` have several devices, whose collectives take
+    turns with one another; whether there are microbatches without stages; and whether
+    blocks take the batch in parts.
+    """
     sizes = layout.mesh_shape
     words = [axis for axis in _TAKE_TURNS if sizes[axis] > 1]
     words += [_MICROBATCHES] if layout.runs_in_ticks and layout.stage == 1 else []
