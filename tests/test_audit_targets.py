@@ -57,6 +57,7 @@ needs_tpu_compiler = pytest.mark.skipif(
         ("tpu:v4:2x2x1", 4, 31),
         ("tpu:v5e:16x16", 256, 16),
         ("tpu:v6e:1x1", 1, 31),
+        ("tpu:v7x:2x2x2", 16, 95),
         ("gpu:h100:8x8", 64, 79),
         ("gpu:a100:1x8", 8, 79),
         ("gpu:h200:2x8", 16, 141),
@@ -240,6 +241,7 @@ def test_memory_that_a_compiler_lacks_is_its_answer(monkeypatch, tmp_path):
 TINY = [
     *("gpu:h100:1x8", "gpu:a100:1x8", "gpu:h200:1x8", "gpu:b200:2x4"),
     *("tpu:v5e:2x4", "tpu:v4:2x2x2", "tpu:v5p:2x2x2", "tpu:v6e:2x4"),
+    "tpu:v7x:2x2x1",
 ]
 
 

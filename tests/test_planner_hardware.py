@@ -151,6 +151,24 @@ def test_a_ring_of_a_torus_has_two_links_where_its_ends_are_joined():
     assert open_ends.bytes_per_s == 50e9 * 0.9
 
 
+def test_devices_of_a_chip_share_its_links(refuses):
+    """A v7x chip is two devices, neighbours in the mesh; its sizes count chips."""
+    cluster = cluster_of("v7x:4x4x4")
+    assert cluster.num_devices == 128
+    assert cluster_of("v7x", devices=128).torus == cluster.torus
+    pair = cluster.link(Layout(data=64, tensor=2), "tensor")
+    assert (pair.name, pair.spans, pair.bytes_per_s) == ("chip", (), 600e9 * 0.89)
+    whole = cluster.link(Layout(fsdp=128), "fsdp")
+    beside = cluster.link(Layout(data=64, tensor=2), "data")
+    assert whole.spans == beside.spans == ((4, 2),) * 3
+    assert whole.bytes_per_s == 2 * beside.bytes_per_s == 6 * 100e9 * 0.89
+    # Google's all-gather of 4 chips: 178.8 GB/s of a chip, whose devices do one each.
+    plane = cluster_of("v7x:2x2x1").link(Layout(data=4, tensor=2), "data")
+    assert 2 * plane.bytes_per_s == pytest.approx(178.8e9, rel=0.01)
+    with refuses("hardware.torus_device_mismatch", 128, 64):
+        cluster_of("v7x:4x4x4", devices=64)
+
+
 def test_between_slices_there_is_the_network():
     cluster = cluster_of("tpu-v5e:16x16", hosts=2)
     layout = Layout(data=2, fsdp=256)
@@ -240,6 +258,7 @@ def test_a_gather_on_a_torus_takes_the_steps_of_one_ring_a_dim():
         *((f"tpu-v5p:{torus}", True) for torus in ("2x2x2", "2x2x4", "4x4x4")),
         *((torus, True) for torus in ("tpu-v5e:4x4", "tpu-v6e:8x8")),
         ("tpu-v5p:2x2x1", False),
+        *((f"tpu-v7x:{torus}", False) for torus in ("2x2x1", "2x2x2", "4x4x4")),
         *((f"tpu-v5e:{torus}", False) for torus in ("2x2", "2x4", "4x8")),
     ],
 )
@@ -388,6 +407,7 @@ def test_numbers_of_data_sheets():
     assert (peaks["b200-180gb"], peaks["gb200-186gb"]) == (2.25e15, 2.5e15)
     fp8 = {name: each.peak_flops.get("fp8", 0) for name, each in DEVICES.items()}
     assert (fp8["h100-80gb"], fp8["gb300-288gb"]) == (1978.8e12, 5e15)
+    assert fp8["tpu-v7x"] == 2 * peaks["tpu-v7x"] == 4614e12 / 2
     assert fp8["a100-80gb"] == fp8["tpu-v6e"] == 0
     assert [peaks[f"tpu-v{name}"] for name in ("4", "5e", "5p", "6e")] == [
         275e12,
@@ -429,6 +449,7 @@ def test_a_gpu_has_the_memory_that_its_compiler_is_told(name):
         ("TPU v5 lite", "tpu-v5e"),
         ("TPU v5", "tpu-v5p"),
         ("TPU v6 lite", "tpu-v6e"),
+        ("TPU7x", "tpu-v7x"),
     ],
 )
 def test_a_device_is_known_by_what_jax_calls_it(kind, name):

@@ -32,6 +32,9 @@ _PRINTING = (
 )
 _PRINTED = "*.jit_call.*.after_optimizations.txt"
 _MEMORY_USE = "*.jit_call.*.after_optimizations-memory-usage-report.txt"
+_COMPILER_NAMES = {"v7x": "tpu7x"}
+"""Chip of a target -> libtpu's name, where it has another."""
+
 _DOES_NOT_FIT = ("RESOURCE_EXHAUSTED", "out of memory", "exceeds the limit")
 
 
@@ -100,7 +103,7 @@ def _devices(target: Target) -> list[Any]:
     if platform.is_host:
         return emulate(target.num_devices)
     if platform.has_torus:
-        name = f"{target.chip}:{shape}"
+        name = f"{_COMPILER_NAMES.get(target.chip, target.chip)}:{shape}"
         # A v4 chip's two cores are one device in practice, but not by default here.
         options = {"chip_config_name": "megacore"} if target.chip == "v4" else {}
         topology = topologies.get_topology_desc(name, platform=platform.name, **options)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from meshpar.errors import InputError, nearest
+from meshpar.hardware.device import Device
 from meshpar.hardware.devices import TARGETS
 
 _VIRTUAL = "cpu:virtual"
@@ -23,7 +24,8 @@ class Target:
     Args:
         platform: `tpu`, `gpu` or `cpu`.
         chip: Such as `v5p`, `h100` or `virtual`.
-        shape: Chips along each dim of the torus, hosts and GPUs of a host, or devices.
+        shape: Chips along each dim of the torus (`Device.chip_devices` JAX devices
+            each), hosts and GPUs of a host, or devices.
     """
 
     platform: str
@@ -74,8 +76,9 @@ class Target:
 
     @property
     def num_devices(self) -> int:
-        """Chips or GPUs in all."""
-        return math.prod(self.shape)
+        """JAX's devices in all."""
+        each = 1 if self._device is None else self._device.chip_devices
+        return math.prod(self.shape) * each
 
     @property
     def devices_per_host(self) -> int | None:
@@ -85,5 +88,9 @@ class Target:
     @property
     def memory_bytes(self) -> int | None:
         """Memory of one device; None if it has none of its own."""
-        device = TARGETS.get(f"{self.platform}:{self.chip}")
-        return None if device is None else round(device.memory_bytes)
+        return None if self._device is None else round(self._device.memory_bytes)
+
+    @property
+    def _device(self) -> Device | None:
+        """Figures of one device; None of a CPU's."""
+        return TARGETS.get(f"{self.platform}:{self.chip}")

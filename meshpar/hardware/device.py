@@ -32,6 +32,8 @@ PLAUSIBLE: dict[str, tuple[float, float]] = {
     "rack_hop_s": (0, 1),
     "wraps": (1, 1_000_000),
     "torus_dims": (0, 6),  # of any machine built: Fujitsu's Tofu (Ajima et al. 2009)
+    "chip_devices": (1, 64),
+    "chip_bytes_per_s": (0, 1e18),
     "attention_head_dim": (0, 1e6),
     "hop_s": (0, 1),
     "network_hop_s": (0, 1),
@@ -55,6 +57,7 @@ _LEAST_COUNTS = {
     "domain_devices": 1,
     "wraps": 1,
     "torus_dims": 0,
+    "chip_devices": 1,
     "pod_devices": 0,
     "rack_devices": 0,
 }
@@ -170,6 +173,9 @@ class Device:
         shares_host_link: True if collectives, or the network's card, take the link to
             the host's memory (PCIe) from what is moved there.
         torus_dims: Dims of the torus; 0 where a switch joins the domain.
+        chip_devices: Devices of each chip of a torus, whose sizes count chips; they
+            share its links, so that `link_bytes_per_s` is a chip's.
+        chip_bytes_per_s: Per direction and device, to the others of its chip.
         wraps: Devices along a dim of a torus from which on the ends are joined.
         efficiency: Fractions of these numbers that programs achieve.
         platform: `gpu`, `tpu` or `cpu`, as JAX calls it; it decides which kernels a
@@ -205,6 +211,8 @@ class Device:
     rack_hop_s: float = 0.0
     shares_host_link: bool = False
     torus_dims: int = 0
+    chip_devices: int = 1
+    chip_bytes_per_s: float = 0.0
     wraps: int = 16
     platform: str = "gpu"
     attention_kernels: Mapping[str, Kernel] = field(default_factory=dict)
@@ -275,7 +283,7 @@ class Device:
                     key="hardware.not_positive",
                 )
             check_plausible(f"hardware {self.name!r}:", name, number)
-        for name in ("oversubscription", "rack_hop_s"):
+        for name in ("oversubscription", "rack_hop_s", "chip_bytes_per_s"):
             if not is_number(getattr(self, name)):
                 raise InputError(
                     f"hardware {self.name!r}: {name}={getattr(self, name)!r} must be a "

@@ -244,26 +244,42 @@ _GPUS = (
 #                    program that is too large. Of a v5e's 16 GiB it keeps 0.25 itself,
 #                    of 32 GiB 0.75 (v6e) or 1.25 (v4); Google's pages say 95 GB (v5p).
 #   peak_flops, memory_bytes_per_s, link_bytes_per_s, network_bytes_per_s
-#                    Cloud TPU documentation, system architecture pages (read 2025): ICI
-#                    per chip over its 6 (v4, v5p) or 4 (v5e, v6e) ports. The network is
-#                    a host's NICs over its chips: 2 x 100 Gb/s over 8 (v5e), 4 x 200
-#                    over 8 (v6e); 200 Gb/s over 4 chips (v4, v5p).
+#                    Cloud TPU documentation, system architecture pages (read 2025, v7x
+#                    2026-11): ICI per chip over its 6 (v4, v5p, v7x) or 4 (v5e, v6e)
+#                    ports. The network is a host's NICs over its chips: 2 x 100 Gb/s
+#                    over 8 (v5e), 4 x 200 over 8 (v6e); 200 Gb/s over 4 (v4, v5p); 100
+#                    for each (v7x).
+#   chip_devices, chip_bytes_per_s
+#                    A v7x's two TensorCores are a device of JAX each, with half of the
+#                    chip's memory and FLOP/s (the same pages). What joins them is "six
+#                    times faster than a 1D ICI link": 6 x 100 GB/s in each direction.
 #   pod_devices      Most chips of one slice: a v4 pod 4096, a v5e or v6e pod 256, of a
-#                    v5p pod's 8960 a job has at most 6144 (the same pages).
-#   host_bytes_per_s "How to Scale Your Model" (Austin et al. 2025, chapter 2).
+#                    v5p pod's 8960 a job has at most 6144, a v7x pod 9216, which are
+#                    two devices each (the same pages).
+#   host_bytes_per_s "How to Scale Your Model" (Austin et al. 2025, chapter 2); a v7x
+#                    chip's is taken to be a v6e's, for both its devices.
 #
 #   attention        Fitted to a step of MaxText on v5p at 4M tokens, of which attention
 #                    is 98 % (the row that `meshpar plan --validate` marks), with
 #                    attention_head_dim as taken; its kernels are Tokamax's, which stem
-#                    from JAX's that we run. Of the other chips it is taken.
+#                    from JAX's that we run. v7x: fitted, with attention_head_dim, to
+#                    two steps, of an 8B model with heads of 256 at 4M tokens and of
+#                    llama3.1-70b with heads of 128 at 131,072: with five times the
+#                    FLOP/s of a v5p's TensorCores, softmax takes as long as matmuls of
+#                    134, not of 24. Of the other chips it is taken.
 #
 #   matmul           v6e: fitted to two steps of MaxText, of llama3.1-8b on 4x4 and of
 #                    llama3.1-70b on 8x16 (the rows that `meshpar plan --validate`
-#                    marks); the twelve others are 3 % off on average.
+#                    marks); the twelve others are 3 % off on average. v7x: to one, of
+#                    llama3.1-70b on 4x4x4. The eleven others of dense models, in fp8
+#                    and up to 10M tokens, are 3 % off on average. Google's benchmark of
+#                    bf16 matmuls has 0.77 (of 4096) to 0.83 (of 32768) of the peak.
 #   link             v6e: Google's benchmark of collectives, whose all-reduce of 0.6 GB
 #                    over 16x16 moves 235.8 GB/s a chip of the 400 of its four links
 #                    (AI-Hypercomputer/tpu-recipes, microbenchmarks/trillium, read
-#                    2026-11).
+#                    2026-11). v7x: an all-gather of four chips moves 178.8 GB/s a chip
+#                    of the 200 of its two links (accelerator-microbenchmarks of the
+#                    same, Ironwood/guides/collectives, read 2026-11).
 #   host             A chip copies over a port of its own, so that it achieves what one
 #                    copy does (`device.SHARED_HOST_LINK`): taken. At half of it
 #                    llama3.1-8b would take 3.75 s on v6e 2x4, where it took 3.44.
@@ -348,6 +364,31 @@ _V6E = replace(
     host_bytes_per_s=32e9,
     efficiency=replace(_TPU, matmul=0.68, link=0.59),
 )
+# A v7x runs at this part of its clock with `--xla_tpu_dvfs_p_state=7`, of which its
+# peaks are: one step of MaxText at 4M tokens takes 186.48 s so, 213.68 s without.
+_V7X_CLOCK = 0.873
+_V7X = replace(
+    _V5P,
+    name="tpu-v7x",
+    peak_flops={**_tpu_peaks(1153.5e12), "fp8": 2307e12},
+    memory_bytes=_gib(94.75),
+    memory_bytes_per_s=3.69e12,
+    domain_devices=8,
+    chip_devices=2,
+    chip_bytes_per_s=600e9,
+    network_bytes_per_s=6.25e9,
+    pod_devices=18_432,
+    efficiency=replace(
+        _TPU, matmul=0.75, attention=0.79, attention_head_dim=134, link=0.89
+    ),
+)
+_V7X_P7 = replace(
+    _V7X,
+    name="tpu-v7x-p7",
+    efficiency=replace(
+        _V7X.efficiency, matmul=0.75 / _V7X_CLOCK, attention=0.79 / _V7X_CLOCK
+    ),
+)
 
 
 _TPUS = (
@@ -355,6 +396,8 @@ _TPUS = (
     Known(_V5E, "TPU v5 lite", other_name="v5e", target="tpu:v5e"),
     Known(_V5P, "TPU v5", other_name="v5p", target="tpu:v5p"),
     Known(_V6E, "TPU v6 lite", other_name="v6e", target="tpu:v6e"),
+    Known(_V7X, "TPU7x", other_name="v7x", target="tpu:v7x"),
+    Known(_V7X_P7, "TPU7x"),
 )
 
 _KNOWN = (*_GPUS, *AMD, *_TPUS)
@@ -377,6 +420,7 @@ ASSUMED = {
     **dict.fromkeys(DEVICES, _FRACTIONS),
     **dict.fromkeys((device.name for device in _CALIBRATED), ("memory", "network")),
     "tpu-v6e": ("attention", "memory", "network"),
+    **dict.fromkeys((_V7X.name, _V7X_P7.name), ("memory", "network")),
     **AMD_ASSUMED,
     **dict.fromkeys(
         (device.name for device in _MATMULS_CALIBRATED),

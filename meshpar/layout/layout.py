@@ -72,6 +72,10 @@ _COUNTS = (*MESH_AXES, "microbatches", "chunks", "sync_every")
 
 FP8_EXECUTIONS = (
     "llm-foundry",
+    "maxtext",
+    "maxtext-bf16",
+    "maxtext-bf16-grads",
+    "maxtext-dropping",
     "megatron-bridge",
     "megatron-bridge-overlap",
     "primus",

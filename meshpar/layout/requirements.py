@@ -276,7 +276,6 @@ PRECISION = (
 """The requirement of programs without fp8, as ours are."""
 
 OPTIONS = (
-    *PRECISION,
     _without_axis("schedule", "stage"),
     _without_axis("execution", "stage"),
     _without_axis("max_pending_w", "stage"),
@@ -550,7 +549,16 @@ SIZES = (
 )
 """Requirements of a transformer's sizes, which the planner knows before a model is."""
 
-REQUIREMENTS = (*OPTIONS, *PLATFORM, *BATCH, *SIZES, *ATTENTION, *EXPERTS, *INPUTS)
+REQUIREMENTS = (
+    *PRECISION,
+    *OPTIONS,
+    *PLATFORM,
+    *BATCH,
+    *SIZES,
+    *ATTENTION,
+    *EXPERTS,
+    *INPUTS,
+)
 """All rows, in the order in which they are reported."""
 
 
@@ -577,5 +585,5 @@ def check_precision(layout: Layout) -> None:
 
 def layout_errors(layout: Layout) -> dict[str, InputError]:
     """Return the errors of a layout that no training step takes, by its option."""
-    found = problems(Facts(layout=layout), OPTIONS)
+    found = problems(Facts(layout=layout), (*PRECISION, *OPTIONS))
     return {one.option: one.error(layout) for one in found}

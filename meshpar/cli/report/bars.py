@@ -28,7 +28,12 @@ _LEGEND = {
     "yanchor": "bottom",
 }
 
-_PLACES = {"host": "in a host", "torus": "on the torus", "network": "over the network"}
+_PLACES = {
+    "chip": "in a chip",
+    "host": "in a host",
+    "torus": "on the torus",
+    "network": "over the network",
+}
 
 
 class Part(NamedTuple):

@@ -30,7 +30,7 @@ class Link:
     """Link that the collectives of a mesh axis run over.
 
     Args:
-        name: Its name in reports: `none`, `host`, `torus` or `network`.
+        name: Its name in reports: `none`, `chip`, `host`, `torus` or `network`.
         bytes_per_s: Rate that one device achieves in one direction of a ring.
         hop_s: Latency of one step.
         port_bytes_per_s: Rate from one device to one other: through its own port, or
@@ -82,7 +82,8 @@ class Cluster:
             (`meshpar.planner.machine.mixed.joined`).
         hosts: Link domains (hosts, or racks of GB200); slices of a torus.
         devices_per_host: Devices of each; the device's own number when 0.
-        torus: Sizes of a slice's torus; () if the device has none.
+        torus: Sizes of a slice's torus, in chips (`Device.chip_devices`); () if the
+            device has none.
         parts: Clusters of one kind each that the network joins, in the order of their
             devices; () if all devices are of one kind.
 
@@ -122,15 +123,16 @@ class Cluster:
                 key="hardware.wrong_torus_dims",
             )
         most = self.device.pod_devices
-        if self.torus and most and math.prod(self.torus) > most:
+        in_slice = math.prod(self.torus) * self.device.chip_devices
+        if self.torus and most and in_slice > most:
             raise InputError(
-                f"torus {self._shape} has {math.prod(self.torus)} devices, but a slice "
+                f"torus {self._shape} has {in_slice} devices, but a slice "
                 f"of {self.device.name} has at most {most}; take several slices "
-                f"(--hosts {-(-math.prod(self.torus) // most)})",
+                f"(--hosts {-(-in_slice // most)})",
                 key="hardware.torus_too_large",
             )
         if not self.devices_per_host:
-            size = math.prod(self.torus) if self.torus else self.device.domain_devices
+            size = in_slice if self.torus else self.device.domain_devices
             object.__setattr__(self, "devices_per_host", size)
 
     @property
@@ -264,16 +266,28 @@ class Cluster:
     def _torus_link(
         self, mesh_shape: Mapping[str, int], mesh_axes: Sequence[str], members: int
     ) -> Link:
-        """Return the rings along the dims of the torus that these mesh axes cover."""
-        spans, device = self._torus_spans(mesh_shape, mesh_axes), self.device
-        if math.prod(span.size for span in spans) != members:
+        """Return the rings along the dims of the torus that these mesh axes cover.
+
+        A chip's links bring what a group of all its devices gathers once, for all of
+        them; groups of fewer have a part of the links each.
+        """
+        device = self.device
+        on_chip, spans = self._torus_spans(mesh_shape, mesh_axes)
+        if on_chip == members:
+            return Link(
+                name="chip",
+                bytes_per_s=device.chip_bytes_per_s * device.efficiency.link,
+                hop_s=device.efficiency.hop_s,
+            )
+        if on_chip * math.prod(span.size for span in spans) != members:
             # The sizes share no factors: one line through all of them.
-            spans = (Span(members, 1),)
+            on_chip, spans = 1, (Span(members, 1),)
         link_bytes_per_s = device.link_bytes_per_s * device.efficiency.link
+        groups = device.chip_devices / on_chip
         return Link(
             name="torus",
-            bytes_per_s=link_bytes_per_s * sum(span.links for span in spans),
-            port_bytes_per_s=link_bytes_per_s,
+            bytes_per_s=link_bytes_per_s * sum(span.links for span in spans) / groups,
+            port_bytes_per_s=link_bytes_per_s / device.chip_devices,
             hop_s=device.efficiency.hop_s,
             spans=spans,
             scatters_whole=self._scatters_whole(members),
@@ -284,9 +298,12 @@ class Cluster:
 
         A rule from what the libtpu of jax 0.10.2 compiled (2026-11-21): true over all
         of a slice of three dims (v5p 2x2x2, 2x2x4, 4x4x4) and of a square (v5e, v6e
-        4x4, 8x8); not over 2x2x1, 2x2, 2x4, 4x8, nor over part of a slice.
+        4x4, 8x8); not over 2x2x1, 2x2, 2x4, 4x8, nor over part of a slice, nor on v7x,
+        whose chips are two devices (2x2x1, 2x2x2, 4x4x4).
         """
-        if self.hosts > 1 or members != math.prod(self.torus):
+        if self.device.chip_devices > 1:
+            return False
+        if self.hosts > 1 or members != self.devices_per_host:
             return False
         if len(self.torus) == 3:
             return min(self.torus) > 1
@@ -294,17 +311,22 @@ class Cluster:
 
     def _torus_spans(
         self, mesh_shape: Mapping[str, int], mesh_axes: Sequence[str]
-    ) -> tuple[Span, ...]:
-        """Return the part of each torus dim that a group of these mesh axes covers."""
-        left, covered = list(self.torus), [1] * len(self.torus)
+    ) -> tuple[int, tuple[Span, ...]]:
+        """Return the devices of a chip in a group of these mesh axes, and its spans.
+
+        Devices of a chip are neighbours, innermost (`mesh_utils.create_device_mesh`).
+        """
+        left = [self.device.chip_devices, *self.torus]
+        covered = [1] * len(left)
         for axis, size in reversed(list(mesh_shape.items())):
             for dim, room in enumerate(left):
                 part = math.gcd(size, room)
                 left[dim], size = room // part, size // part
                 covered[dim] *= part if axis in mesh_axes else 1
-        return tuple(
+        on_chip, *sizes = covered
+        return on_chip, tuple(
             Span(size, 2 if size == whole and self._wraps(whole) else 1)
-            for size, whole in zip(covered, self.torus, strict=True)
+            for size, whole in zip(sizes, self.torus, strict=True)
             if size > 1
         )
 

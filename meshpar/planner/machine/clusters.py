@@ -151,7 +151,7 @@ def _slices(
             key="hardware.indivisible_slices",
         )
     torus = (
-        _even_torus(devices // slices, device.torus_dims)
+        _even_torus(max(1, devices // slices // device.chip_devices), device.torus_dims)
         if devices is not None and not shape
         else tuple(map(int, shape.split("x")))
     )
