@@ -257,3 +257,8 @@ def test_the_audit_knows_the_hosts_of_a_target():
     assert found.to_json()["order"] == ("stage", "fsdp")
     one_host = target_cluster(Target.parse("gpu:h100:1x16"))
     assert _slow_axes([row], mesh, one_host) == ()
+    # FSDP has half of three lines, while a pipeline's hops are inside chips.
+    chips = target_cluster(Target.parse("tpu:v7x:2x2x2"))
+    (found,) = _slow_axes([row], mesh, chips)
+    assert found.order == ("stage", "fsdp")
+    assert "a step along the torus at 133.5 GB/s; it could at 178 GB/s" in str(found)

@@ -36,7 +36,14 @@ from meshpar.errors import InputError
 from meshpar.hardware.attention_kernels import obstacle_words
 from meshpar.hardware.platforms import platform_named
 from meshpar.layout import MESH_AXES
-from meshpar.machine.mesh import SlowAxis, slow_axes, slow_mesh_axes
+from meshpar.machine.mesh import (
+    Groups,
+    SlowAxis,
+    Speeds,
+    slow_axes,
+    slow_mesh_axes,
+    slower_axes,
+)
 from meshpar.machine.topology import Topology
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.trace.operations import Operation, operations
@@ -443,7 +450,12 @@ def _slow_axes(
     if cluster is None:
         return slow_mesh_axes(mesh, sent) if isinstance(mesh, jax.sharding.Mesh) else ()
     if cluster.torus:
-        return ()  # One slice has no slower link.
+
+        def on_torus(order: Sequence[str], groups: Groups) -> Speeds:
+            shape = {axis: mesh.shape[axis] for axis in order}
+            return {axes: cluster.mesh_link(shape, axes).bytes_per_s for axes in groups}
+
+        return slower_axes(mesh.shape, sent, on_torus, place="along the torus")
     topology = Topology(
         hosts=cluster.hosts,
         devices_per_host=cluster.devices_per_host,

@@ -40,6 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         },
     )
     add_layout_and_workload(parser)
+    parser.add_argument(
+        "--mesh-order",
+        metavar="AXES",
+        help="mesh axes from the slowest link to the fastest, such as "
+        "stage,data,tensor (default: the layout's)",
+    )
     add_table_arguments(parser)
 
 
@@ -109,6 +115,7 @@ def estimated(
         global_batch=args.global_batch or _smallest_batch(layout, cluster),
         seq=args.seq,
         execution=execution_of(args.execution),
+        order=getattr(args, "mesh_order", None),
     )
 
 

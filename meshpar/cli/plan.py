@@ -293,6 +293,9 @@ def _how_to_run(args: argparse.Namespace, best: Plan) -> str:
     words += option_words({"--preset": preset, "--model": sizes})
     words += ["--global-batch", str(run.global_batch), "--seq", str(run.seq)]
     words += ["--emulate", "0" if real else str(run.cluster.num_devices)]
+    orders = best.mesh_orders
+    if orders is not None and orders.lines:
+        words += ["--mesh-order", ",".join(orders.as_json()["fastest"])]
     command = shlex.join(["meshpar", "train", *words])
     return _on_mixed(command, run) if run.cluster.parts else f"run it: {command}"
 

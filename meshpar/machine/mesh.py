@@ -11,9 +11,9 @@ import itertools
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
@@ -21,15 +21,22 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from meshpar.errors import InputError, nearest
+from meshpar.errors import InputError
 from meshpar.hardware.platforms import platform_named
 from meshpar.layout import MESH_AXES, Layout
+from meshpar.layout.mesh_order import full_order as full_order
 from meshpar.machine.topology import Topology, device_domains
 
 _ALL_AUTO = (AxisType.Auto,) * len(MESH_AXES)
 
 Sent = Mapping[tuple[str, ...], float]
 """Mesh axes of collectives -> bytes that a device sends for them in a step."""
+
+Groups = tuple[tuple[str, ...], ...]
+"""Mesh axes of collectives."""
+
+Speeds = dict[tuple[str, ...], float]
+"""Mesh axes of collectives -> bytes/s of each device."""
 
 _GAIN = 0.95
 """An order is reported if its time is at most this part of the present one."""
@@ -214,6 +221,7 @@ class SlowAxis:
         could_bytes_per_s: Speed of the link under `order`.
         order: The faster order, outermost first.
         kept_s: Time of all axes' traffic under `order`, as a part of the present one.
+        place: Where the present link leads, in words.
     """
 
     mesh_axes: tuple[str, ...]
@@ -222,10 +230,11 @@ class SlowAxis:
     could_bytes_per_s: float | None
     order: tuple[str, ...]
     kept_s: float
+    place: str = "between hosts"
 
     def __str__(self) -> str:
         axes, order = "+".join(self.mesh_axes), ",".join(self.order)
-        between, inside = "between hosts", "inside one"
+        between, inside = self.place, "inside one"
         if self.bytes_per_s and self.could_bytes_per_s:
             between += f" at {self.bytes_per_s / 1e9:g} GB/s"
             inside = f"at {self.could_bytes_per_s / 1e9:g} GB/s"
@@ -256,46 +265,6 @@ def slow_mesh_axes(mesh: Mesh, sent: Sent) -> tuple[SlowAxis, ...]:
         sent,
         hosts=np.array(mesh_hosts(mesh)).reshape(mesh.devices.shape),
     )
-
-
-def full_order(order: Sequence[str] | str | None, sizes: Mapping[str, int]) -> tuple:
-    """Complete an order of mesh axes: axes that it leaves out come first.
-
-    Args:
-        order: Mesh axes, outermost first, or their text (`stage,data,tensor`); None
-            for `MESH_AXES`.
-        sizes: Size of each mesh axis.
-
-    Raises:
-        InputError: An axis is unknown, repeated, or missing although its size is above
-            1.
-
-    Example:
-        >>> full_order("stage,fsdp", {**dict.fromkeys(MESH_AXES, 1), "fsdp": 8})[-2:]
-        ('stage', 'fsdp')
-    """
-    if order is None:
-        return MESH_AXES
-    names = tuple(order.split(",")) if isinstance(order, str) else tuple(order)
-    for name in names:
-        if name not in MESH_AXES:
-            raise InputError(
-                f"order: no mesh axis {name!r}; {nearest(name, MESH_AXES)}",
-                key="mesh.unknown_axis",
-            )
-        if names.count(name) > 1:
-            raise InputError(
-                f"order {','.join(names)}: {name!r} is there twice",
-                key="mesh.repeated_axis",
-            )
-    missing = [axis for axis in MESH_AXES if sizes[axis] > 1 and axis not in names]
-    if missing:
-        raise InputError(
-            f"order {','.join(names)} leaves out {', '.join(map(repr, missing))} of "
-            "more than one device; name all such mesh axes, outermost first",
-            key="mesh.missing_axis",
-        )
-    return (*(axis for axis in MESH_AXES if axis not in names), *names)
 
 
 def in_order(
@@ -333,62 +302,86 @@ def slow_axes(
         hosts: The host of each device of the mesh; as `make_mesh` puts them by default.
     """
     row = np.arange(topology.num_devices) // topology.devices_per_host
-    hosts = in_order(row, sizes, MESH_AXES) if hosts is None else hosts
+    if topology.hosts == 1:
+        return ()
+
+    def speeds(order: Sequence[str], groups: Groups) -> Speeds:
+        return _speeds(topology, in_order(row, sizes, order), groups)
+
+    known = topology.host_bytes_per_s and topology.network_bytes_per_s
+    found = slower_axes(
+        sizes,
+        sent,
+        speeds,
+        now=None if hosts is None else lambda groups: _speeds(topology, hosts, groups),
+    )
+    if known:
+        return found
+    return tuple(
+        replace(one, bytes_per_s=None, could_bytes_per_s=None) for one in found
+    )
+
+
+def slower_axes(
+    sizes: Mapping[str, int],
+    sent: Sent,
+    speeds: Callable[[Sequence[str], Groups], Speeds],
+    *,
+    now: Callable[[Groups], Speeds] | None = None,
+    place: str = "between hosts",
+) -> tuple[SlowAxis, ...]:
+    """Return the mesh axes that another order puts on a faster link, worst first.
+
+    Args:
+        sizes: Size of each mesh axis.
+        sent: Bytes that a device sends over mesh axes.
+        speeds: Function that returns the bytes/s of groups of mesh axes in an order.
+        now: The same as devices lie; `MESH_AXES` when absent.
+        place: Where a slow link leads, in words.
+    """
     large = [axis for axis in MESH_AXES if sizes[axis] > 1]
     sent = {
         tuple(axis for axis in large if axis in axes): number
         for axes, number in sent.items()
     }
     sent = {axes: number for axes, number in sent.items() if axes and number}
-    if topology.hosts == 1 or not sent:
+    if not sent:
         return ()
-    now = _speeds(topology, hosts, sent)
-    best, speeds = _best_order(topology, sizes, sent)
-    kept = _seconds(speeds, sent) / _seconds(now, sent)
+    present = now(tuple(sent)) if now else speeds(MESH_AXES, tuple(sent))
+    small = [axis for axis in MESH_AXES if sizes[axis] == 1]
+    # The first is `MESH_AXES`, which no equal one replaces.
+    orders = [(*small, *inner) for inner in itertools.permutations(large)]
+    rates = [speeds(order, tuple(sent)) for order in orders]
+    best = min(range(len(orders)), key=lambda at: _seconds(rates[at], sent))
+    kept = _seconds(rates[best], sent) / _seconds(present, sent)
     if kept > _GAIN:
         return ()
-    known = topology.host_bytes_per_s and topology.network_bytes_per_s
+
+    def saved_s(axis: SlowAxis) -> float:
+        axes = axis.mesh_axes
+        return axis.sent_bytes * (1 / present[axes] - 1 / rates[best][axes])
+
     slow = [
         SlowAxis(
             mesh_axes=axes,
             sent_bytes=sent[axes],
-            bytes_per_s=now[axes] if known else None,
-            could_bytes_per_s=speeds[axes] if known else None,
-            order=tuple(axis for axis in best if sizes[axis] > 1),
+            bytes_per_s=present[axes],
+            could_bytes_per_s=rates[best][axes],
+            order=tuple(axis for axis in orders[best] if sizes[axis] > 1),
             kept_s=kept,
+            place=place,
         )
         for axes in sent
-        if speeds[axes] > now[axes]
+        if rates[best][axes] > present[axes]
     ]
-
-    def saved_s(axis: SlowAxis) -> float:
-        axes = axis.mesh_axes
-        return axis.sent_bytes * (1 / now[axes] - 1 / speeds[axes])
-
     return tuple(sorted(slow, key=saved_s, reverse=True))
-
-
-def _best_order(
-    topology: Topology, sizes: Mapping[str, int], sent: Sent
-) -> tuple[tuple[str, ...], dict[tuple[str, ...], float]]:
-    """Return the order of all mesh axes with the fastest traffic, and its speeds."""
-    row = np.arange(topology.num_devices) // topology.devices_per_host
-    small = [axis for axis in MESH_AXES if sizes[axis] == 1]
-    large = [axis for axis in MESH_AXES if sizes[axis] > 1]
-    # The first is `MESH_AXES`, which no equal one replaces.
-    orders = [(*small, *inner) for inner in itertools.permutations(large)]
-    speeds = [_speeds(topology, in_order(row, sizes, order), sent) for order in orders]
-    best = min(range(len(orders)), key=lambda at: _seconds(speeds[at], sent))
-    return orders[best], speeds[best]
 
 
 def _seconds(speeds: Mapping[tuple[str, ...], float], sent: Sent) -> float:
     return sum(number / speeds[axes] for axes, number in sent.items())
 
 
-def _speeds(
-    topology: Topology, hosts: np.ndarray, sent: Sent
-) -> dict[tuple[str, ...], float]:
+def _speeds(topology: Topology, hosts: np.ndarray, sent: Groups) -> Speeds:
     """Return the bytes/s of each device in collectives over these mesh axes."""
     host, network = topology.host_bytes_per_s, topology.network_bytes_per_s
     inside, between = (host, network) if host and network else _UNKNOWN

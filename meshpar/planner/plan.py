@@ -107,6 +107,16 @@ class Placement(NamedTuple):
         return [*(part.text for part in self.parts), *filter(None, (self.why,))]
 
 
+class Orders(Protocol):
+    """Step times in the orders of the mesh axes."""
+
+    @property
+    def lines(self) -> list[str]:
+        """Lines of text; none if no order is faster than the run's own."""
+
+    def as_json(self) -> dict[str, Any]: ...
+
+
 RunT = TypeVar("RunT", bound=PlannedRun)
 MemoryT = TypeVar("MemoryT", bound=PlannedMemory)
 
@@ -123,6 +133,8 @@ class Plan(Generic[RunT, MemoryT]):
             where the planner counts their time alone.
         placer: Function that says what each kind of device of such a run has, and why;
             None where all devices are of one kind.
+        orderer: Function that times such a run in other orders of its mesh axes; None
+            where they are not compared.
     """
 
     run: RunT
@@ -130,6 +142,7 @@ class Plan(Generic[RunT, MemoryT]):
     timer: Callable[[RunT], StepTime]
     collectives: tuple[Sent, ...] | None = None
     placer: Callable[[RunT], Placement] | None = None
+    orderer: Callable[[RunT], Orders | None] | None = None
 
     @cached_property
     def time(self) -> StepTime:
@@ -150,6 +163,16 @@ class Plan(Generic[RunT, MemoryT]):
     def placement(self) -> Placement:
         """Parts of the run that each kind of device has, if there are several."""
         return self.placer(self.run) if self.placer else Placement((), "")
+
+    @cached_property
+    def mesh_orders(self) -> Orders | None:
+        """Step times in the orders of the mesh axes, where these differ in a link."""
+        return self.orderer(self.run) if self.orderer else None
+
+    @property
+    def _order_lines(self) -> list[str]:
+        """Lines of text: mesh axes on slower links than in another order."""
+        return self.mesh_orders.lines if self.mesh_orders else []
 
     @property
     def half_network_step_s(self) -> float:
@@ -212,6 +235,8 @@ class Plan(Generic[RunT, MemoryT]):
         if self.placement.parts:
             report["parts"] = [part.as_json() for part in self.placement.parts]
             report["why_parts"] = self.placement.why
+        if self.mesh_orders is not None:
+            report["mesh_orders"] = self.mesh_orders.as_json()
         if self.collectives is not None:
             report["collectives"] = [
                 {
@@ -237,7 +262,7 @@ class Plan(Generic[RunT, MemoryT]):
             self._time_line,
             self._error_line,
             self._memory_line,
-            *(f"  {line}" for line in self.placement.lines),
+            *(f"  {line}" for line in (*self.placement.lines, *self._order_lines)),
             f"most of the step: {self._part(first)}; then {self._part(second)}",
         ]
 
@@ -294,6 +319,7 @@ class Plan(Generic[RunT, MemoryT]):
             *(f"  {line}" for line in self.memory.lines(self.run.layout)),
             self._time_line,
             self._error_line,
+            *(f"  {line}" for line in self._order_lines),
             *(f"  {line}" for line in (*self._times, *self._links)),
         ]
 

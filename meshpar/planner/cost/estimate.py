@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from meshpar.errors import renamed
 from meshpar.layout import FIXED_EXECUTIONS, Layout
+from meshpar.layout.mesh_order import full_order
 from meshpar.layout.requirements import OPTIONS, Facts, own_collective, problems
 from meshpar.planner.cost.memory import Memory, fullest_memory
+from meshpar.planner.cost.mesh_order import mesh_orders
 from meshpar.planner.cost.parts import check_execution, crossing_problems
 from meshpar.planner.cost.placed import placement
 from meshpar.planner.cost.run import Run
@@ -37,6 +40,7 @@ def estimate(
     seq: int | None = None,
     execution: Execution = MESHPAR,
     stage_blocks: tuple[int, ...] | None = None,
+    order: Sequence[str] | str | None = None,
 ) -> Estimate:
     """Estimate memory, time and communication of one step.
 
@@ -49,6 +53,8 @@ def estimate(
         execution: The program that runs it.
         stage_blocks: Blocks of every stage, where the layout cannot express it (a
             published run with none on its first stage), without `mtp_layers`.
+        order: Mesh axes, outermost first, along which devices are numbered
+            (`make_mesh(order=)`); `MESH_AXES` when absent.
 
     Raises:
         InputError: The layout is impossible; `layout_problems` has all reasons.
@@ -92,6 +98,7 @@ def estimate(
         global_batch=global_batch,
         seq=seq,
         stage_blocks=blocks or layout_stage_blocks(workload, layout),
+        order=full_order(order, layout.mesh_shape),
     )
     return estimate_run(with_execution(run))
 
@@ -125,6 +132,7 @@ def estimate_run(run: Run) -> Estimate:
         timer=step_time,
         collectives=sent_in_a_step(run),
         placer=placement,
+        orderer=mesh_orders,
     )
 
 

@@ -19,7 +19,7 @@ from meshpar.hardware.attention_kernels import (
 )
 from meshpar.hardware.platforms import Platform, platform_named
 from meshpar.hardware.splash_kernels import fuses_backward
-from meshpar.layout import ZERO_AXES, Layout
+from meshpar.layout import MESH_AXES, ZERO_AXES, Layout
 from meshpar.planner.cost.pipeline_time import Ticks, layout_ticks
 from meshpar.planner.known_errors import LONG_SEQ
 from meshpar.planner.machine.cluster import Cluster, Link
@@ -60,6 +60,8 @@ class Run:
         why_execution: Why its layout's execution was chosen; empty if it was not.
         whole: The cluster of several kinds of devices whose part `cluster` is; None if
             it is none (`meshpar.planner.cost.parts`).
+        order: All mesh axes, outermost first, along which devices are numbered
+            (`make_mesh(order=)`).
     """
 
     workload: Workload
@@ -72,6 +74,15 @@ class Run:
     ticks: Ticks | None = None
     why_execution: str = ""
     whole: Cluster | None = None
+    order: tuple[str, ...] = MESH_AXES
+
+    @property
+    def mesh_shape(self) -> dict[str, int]:
+        """Size of each mesh axis, outermost first."""
+        sizes = self.layout.mesh_shape
+        if self.order == MESH_AXES:
+            return sizes
+        return {axis: sizes[axis] for axis in self.order}
 
     @property
     def replicas(self) -> int:
@@ -331,7 +342,7 @@ class Run:
     def link(self, *mesh_axes: str) -> Link:
         """Return the link that a collective over these mesh axes runs on."""
         if mesh_axes not in self.known:
-            link = self._mesh_link(self.layout.mesh_shape, mesh_axes)
+            link = self._mesh_link(self.mesh_shape, mesh_axes)
             ours = self.execution.measured_overlap and len(self.cluster.torus) == 3
             if ours or not self.execution.scatters_whole:
                 # Ours by the options of `hardware.platforms`: a step of `fsdp=64` on
@@ -351,7 +362,7 @@ class Run:
         key = "within", mesh_axis, part, inner
         if key not in self.known:
             shape: dict[str, int] = {}
-            for axis, size in self.layout.mesh_shape.items():
+            for axis, size in self.mesh_shape.items():
                 if axis == mesh_axis:
                     shape |= {"outer": size // inner, "inner": inner}
                 else:
