@@ -23,3 +23,16 @@ def test_a_last_dim_takes_whole_lanes(lanes, hidden_columns, columns):
     kept = 64 * hidden_columns + turned
     assert live.operation == "dot_general"
     assert live.total_bytes == 4 * (kept + 64 * columns)
+
+
+def test_results_made_later_wait_with_their_operands_until_the_others_are_there():
+    def backward(weight, x, gradient):
+        of_hidden = jnp.tanh(x @ weight) * gradient
+        return x.T @ of_hidden, of_hidden @ weight.T
+
+    weight, x, gradient = jnp.zeros((200, 12)), jnp.zeros((64, 200)), jnp.zeros(12)
+    program = jax.jit(backward).trace(weight, x, gradient).jaxpr
+    of_hidden, turned, result = 64 * 12, 12 * 200, 64 * 200
+    last, all_of_it = most_live(program, later=1), most_live(program)
+    assert last.total_bytes == 4 * (of_hidden + turned + result)
+    assert all_of_it.total_bytes == last.total_bytes + 4 * weight.size

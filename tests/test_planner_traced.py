@@ -12,7 +12,6 @@ from meshpar import BlockGroup, Parameter
 from meshpar.cli.main import main
 from meshpar.models.presets import build
 from meshpar.parallel.sizes import LOGITS_BYTES
-from meshpar.planner.cost.activations import passed_bytes
 from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.cost.memory import fullest_memory
 from meshpar.planner.from_model import traced_workload
@@ -65,10 +64,21 @@ def test_the_fullest_block_and_the_batch_are_counted():
         seq=32,
         execution=MESHPAR,
     ).run
-    stream = 4 * 32 * run.workload.hidden * run.dtype_bytes
-    assert passed_bytes(run) == pytest.approx(stream, rel=0.01)
     # Source and target tokens, labels and weights, of 4 sequences on a device.
     assert fullest_memory(run).batch_bytes == 4 * 32 * 4 * 4
+
+
+def test_a_traced_backward_holds_all_that_it_needs_beside_gradients():
+    """Of a GELU block: its MLP's hidden values and their gradient, 8 h.
+
+    Of the width of the stream both norms' outputs, queries, keys, values, mixed values
+    and attention's output, and gradients of the last two, of the stream and of its sum.
+    """
+    workload = traced_preset("tiny-gpt2", SEQ, precision="bf16")
+    scores = 8 * workload.heads * SEQ  # softmax, and its gradient in fp32 and cast
+    values = workload.traced.backward_bytes(1) - scores
+    assert values / (2 * workload.hidden) == pytest.approx(8 + 7 + 4, rel=0.02)
+    assert workload.traced.backward_bytes(128) > workload.traced.backward_bytes(1)
 
 
 SEQ = 256

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
 from meshpar.audit.needs import MATMUL
@@ -45,7 +46,7 @@ from meshpar.planner.cost.step_traffic import sent_in_a_step
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import MESHPAR
 from meshpar.planner.workload.workload import Cut, Needed, TracedBlock, Workload
-from meshpar.trace.costs import Operand, matmul_flops
+from meshpar.trace.costs import Operand, matmul_flops, most_live
 from meshpar.trace.walk import array_shape, equations
 from meshpar.train.step import Batch, TrainStep
 
@@ -138,6 +139,7 @@ def _traced_block(
         seq=seq,
         needed=needed(groups),
         kernel_needed=cache(lambda: needed(trace(shared))),
+        backward_bytes=cache(partial(_backward_bytes, model, seq, dtype)),
         input_bytes=_array_bytes(traced_batch(model, 1, seq)) / seq,
         residual_dtype_bytes=jnp.dtype(dtype).itemsize,
         other_end_parameters=_count(ends) - sum(map(math.prod, _tables(model))),
@@ -241,6 +243,37 @@ def _residual_bytes(
         return vjp_without(apply, (params, x), params)[1].kept
 
     return _array_bytes(jax.eval_shape(kept, params, x, known))
+
+
+def _backward_bytes(model: Model, seq: int, dtype: Any, lanes: int) -> float:
+    """Bytes of a token at the fullest moment of a backward that keeps its input alone.
+
+    Of the group of equal blocks that needs most, before gradients of weights are made.
+    """
+    streams = in_dtype(traced_streams(model, 1, seq), dtype)
+    groups = range(len(streams))
+    programs = [_backward(model, at, streams[at], seq, dtype) for at in groups]
+    lives = (most_live(one, lanes, later=weights) for one, weights in programs)
+    return max(live.total_bytes for live in lives) / seq
+
+
+def _backward(
+    model: Model, at: int, x: Any, seq: int, dtype: Any
+) -> tuple[ClosedJaxpr, int]:
+    """Program of the backward of a group's block, and its number of parameters."""
+    params = in_dtype(one_layer_shapes(model)[1][at], dtype)
+    known = traced_batch(model, 1, seq), one_layer_state(model)[1][at]
+    call = rematerialised(model.groups[at].run, "full")
+
+    def apply(params: Any, x: Any, known: tuple) -> Any:
+        return call(lambda known: tracing_scope(*known, layer=0), params, x, known)
+
+    def backward(params: Any, x: Any, known: tuple, dy: Any) -> Any:
+        return jax.vjp(lambda p, x: apply(p, x, known), params, x)[1](dy)
+
+    dy = jax.eval_shape(apply, params, x, known)
+    program = jax.make_jaxpr(backward)(params, x, known, dy)
+    return program, len(jax.tree.leaves(params))
 
 
 def _mean_cut(model: Model, seq: int, dtype: Any, remat: str) -> Cut:

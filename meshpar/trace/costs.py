@@ -249,14 +249,16 @@ class _Flat:
         return len(self.sizes) - 1
 
 
-def most_live(program: ClosedJaxpr, lanes: int = 1) -> Live:
+def most_live(program: ClosedJaxpr, lanes: int = 1, *, later: int = 0) -> Live:
     """Return the fullest moment of a program.
 
     Args:
         program: `jax.jit(f).trace(...).jaxpr`, with the shapes of one device.
         lanes: The last dim of an array is padded to a multiple of this.
+        later: Number of results, the first, that are made after all others, whose
+            moments do not count but whose operands wait, such as gradients of weights.
     """
-    return _most_live(program, lanes)
+    return _most_live(program, lanes, later)
 
 
 def most_room(program: ClosedJaxpr, platform: str) -> int:
@@ -270,7 +272,7 @@ def most_room(program: ClosedJaxpr, platform: str) -> int:
     return round(facts.heap_over_arrays * most_live(program, facts.lanes).total_bytes)
 
 
-def _most_live(program: Program, lanes: int) -> Live:
+def _most_live(program: Program, lanes: int, later: int = 0) -> Live:
     flat = _Flat(lanes)
     given = [flat.number(atom) for atom in without_constants(program).invars]
     results = _flatten(program, given, flat)
@@ -281,6 +283,8 @@ def _most_live(program: Program, lanes: int) -> Live:
         for work in flat.works
         if any(places[result] == (result,) for result in work.results)
     ]
+    first = _needed(works, places, results[later:]) if later else works
+    works = [*first, *(work for work in works if work not in set(first))]
     for at, work in enumerate(works):
         for operand in work.operands:
             last.update(dict.fromkeys(places.get(operand, ()), at))
@@ -288,13 +292,29 @@ def _most_live(program: Program, lanes: int) -> Live:
         last.update(dict.fromkeys(places.get(result, ()), len(works)))
     held: dict[int, int] = {}
     most = Live(total_bytes=0, operation="")
-    for at, work in enumerate(works):
+    for at, work in enumerate(first):
         held.update({one: flat.sizes[one] for one in work.results if one in last})
         total = sum(held.values()) + work.inside_bytes
         if total > most.total_bytes:
             most = Live(total_bytes=total, operation=work.name)
         held = {one: size for one, size in held.items() if last[one] > at}
     return most
+
+
+def _needed(
+    works: Sequence[_Work],
+    places: dict[int, tuple[int, ...]],
+    results: Sequence[int],
+) -> list[_Work]:
+    """Return the operations that these results need, in order."""
+    read = {one for result in results for one in places.get(result, ())}
+    needed = []
+    for work in reversed(works):
+        if read.intersection(work.results):
+            needed.append(work)
+            for operand in work.operands:
+                read.update(places.get(operand, ()))
+    return needed[::-1]
 
 
 def _places(

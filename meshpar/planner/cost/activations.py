@@ -56,7 +56,7 @@ def block_residuals(run: Run, *, moe: bool) -> tuple[Residual, ...]:
     workload, execution, value = run.workload, run.execution, run.dtype_bytes
     eager, hidden = execution.eager, workload.hidden * value
     mixed, ffn = workload.heads * workload.value_dim, active_ffn(run, moe)
-    qkv, wide = _projections(run), 0.0
+    qkv, wide = projections(run), 0.0
     if workload.kv_lora_rank:
         qkv, wide = 3 * mixed, qkv - 3 * mixed
     # A fused kernel keeps the fp32 log of each softmax's sum instead of the softmax
@@ -125,17 +125,6 @@ def kept_bytes(run: Run, *, moe: bool, remat: str = "", fullest: bool = False) -
 def everything_bytes(run: Run, *, moe: bool) -> float:
     """Return the bytes of a microbatch that the fullest block keeps without remat."""
     return _policy_bytes(run, "none", moe, fullest=True)
-
-
-def passed_bytes(run: Run) -> float:
-    """Return the bytes of gradients of what a block reads besides its own stream.
-
-    A decoder's blocks read what the encoder made; the gradients of all are added up.
-    """
-    if not run.workload.traced:
-        return 0.0
-    read = _policy_bytes(run, "full", False, fullest=True)
-    return read - stage_input_bytes(run)
 
 
 def input_bytes(run: Run) -> float:
@@ -247,7 +236,7 @@ def stash_bytes(run: Run, *, moe: bool, remat: str = "") -> float:
     streams = (5 if recomputed else 7) * workload.hidden * run.residual_share
     if run.layout.sequence_parallel:
         streams += (4 - run.residual_share) * workload.hidden
-    split = _projections(run) + workload.heads * workload.value_dim
+    split = projections(run) + workload.heads * workload.value_dim
     if workload.qk_norm:
         split += (workload.heads + workload.kv_heads) * workload.query_dim
     experts = 0.0
@@ -337,8 +326,8 @@ def stage_input_bytes(run: Run) -> float:
     return run.residual_bytes * run.residual_share
 
 
-def _projections(run: Run) -> float:
-    """Number of values of queries, keys and values of one token."""
+def projections(run: Run) -> float:
+    """Return the number of values of queries, keys and values of one token."""
     workload = run.workload
     if not workload.kv_lora_rank:
         return (workload.heads + 2 * workload.kv_heads) * workload.head_dim

@@ -23,7 +23,7 @@ from meshpar.planner.cost.activations import (
     gate_up_values,
     kept_bytes,
     mlp_values,
-    passed_bytes,
+    projections,
     stage_input_bytes,
     stash_bytes,
 )
@@ -63,7 +63,8 @@ def workspace_bytes(run: Run, rank: int, layers: list[int], kept: float) -> floa
     if remat in STAGE_REMATS:
         inner = again if remat == "stage" else stage_input_bytes(run)
         again += inner * len(layers) / run.layout.chunks
-    again += _mlp_gradient_bytes(run, moe=moe) + passed_bytes(run)
+    if not run.workload.traced:  # whose trace has gradients too
+        again += _mlp_gradient_bytes(run, moe=moe) + _attention_gradient_bytes(run)
     if run.scans_blocks:
         return again + scanned_weights_bytes(run) + scores_at_once(run)
     if not run.layout.runs_in_ticks:
@@ -137,7 +138,10 @@ def recomputed_bytes(run: Run, *, moe: bool, remat: str = "") -> float:
 
     Under the remat policy of the run's layout when absent, here and below.
     """
-    everything = everything_bytes(run, moe=moe)
+    if run.workload.traced and not run.execution.eager:
+        everything = _traced_bytes(run) + stage_input_bytes(run)
+    else:
+        everything = everything_bytes(run, moe=moe)
     everything -= in_chunks_bytes(run, moe=moe, remat=remat)
     if run.execution.eager:
         return everything
@@ -148,6 +152,23 @@ def recomputed_bytes(run: Run, *, moe: bool, remat: str = "") -> float:
         parts = values * mlp_values(run, moe) * (1 - 1 / run.num_parts)
     kept = kept_bytes(run, moe=moe, remat=remat, fullest=True)
     return max(0.0, everything - parts - kept)
+
+
+def _traced_bytes(run: Run) -> float:
+    """Bytes of the fullest traced block's backward, besides its input and scores."""
+    traced = run.workload.traced
+    assert traced is not None
+    each = traced.backward_bytes(run.platform.lanes)
+    softmax = traced.score_bytes()
+    if softmax:
+        # The trace has one example, with the gradients of scores in fp32 and cast.
+        rows = run.workload.heads * traced.seq
+        each -= (
+            rows * (_FP32_BYTES + traced.residual_dtype_bytes) / _score_parts(run, 1)
+        )
+        each -= 0.0 if run.stores_softmax else softmax
+    each *= run.tokens * run.dtype_bytes / traced.residual_dtype_bytes
+    return (each - run.residual_bytes) / run.layout.tensor + stage_input_bytes(run)
 
 
 def _mlp_gradient_bytes(run: Run, *, moe: bool) -> float:
@@ -164,18 +185,45 @@ def _mlp_gradient_bytes(run: Run, *, moe: bool) -> float:
     return each * values / run.num_parts
 
 
+def _attention_gradient_bytes(run: Run) -> float:
+    """Bytes of the gradients of arrays of a block that lie beside its scores.
+
+    Of the residual stream there are two, behind the block and behind attention, whose
+    own output is free again; of heads that of their mixed values. Where a loop over
+    parts of the heads, or a kernel, writes them, those of queries, keys and values.
+    """
+    workload, each = run.workload, run.tokens * run.dtype_bytes / run.layout.tensor
+    heads: float = workload.heads * workload.value_dim
+    if run.fused_attention or run.tiled_attention or num_score_parts(run) > 1:
+        heads += projections(run)
+    gradients = stage_input_bytes(run) + each * heads
+    if run.layout.runs_in_ticks or workload.experts:
+        return gradients
+    if not (run.splits_parameters or run.casts_parameters):
+        return gradients
+    # The block's own weights are counted whole, of which those of its MLP are free.
+    matrices = workload.mlp_matrix_parameters(workload.ffn) / run.layout.tensor
+    return gradients - matrices * run.dtype_bytes
+
+
 def _other_softmax_bytes(run: Run, layers: list[int]) -> float:
-    """Bytes of the softmax of the other one of two blocks.
+    """Bytes of the softmax of the other one of two blocks, or of two attentions.
 
     A loop over one block is none to XLA, which then makes room at once for the softmax
-    of both, where loops over parts of the heads fill them.
+    of both, where loops over parts of the heads fill them. Of two attentions in a block
+    it makes equal room once, and copies it: that of softmax and of queries, keys and
+    values, or their gradients.
     """
-    if len(layers) != 2 or run.num_parts > 1 or not run.prefetches:
+    if run.num_parts > 1 or not run.prefetches or not run.stores_softmax:
         return 0.0
-    if not run.stores_softmax or num_score_parts(run) == 1:
+    if num_score_parts(run) == 1:
         return 0.0
-    scores = run.tokens * run.seq * run.workload.heads / run.layout.tensor
-    return scores * run.dtype_bytes
+    scores = run.seq * run.workload.heads
+    several = run.workload.traced and run.workload.traced.score_bytes() > 3 * scores
+    values: float = scores if len(layers) == 2 or several else 0
+    if several:
+        values += projections(run)
+    return run.tokens * values * run.dtype_bytes / run.layout.tensor
 
 
 def _head_and_block_bytes(run: Run, layers: list[int], *, moe: bool) -> float:
@@ -279,6 +327,9 @@ def scores_at_once(run: Run) -> float:
     As XLA:GPU and XLA:TPU compile `meshpar.models.layers.causal_attention`; fused
     kernels store none.
     """
+    traced = run.workload.traced
+    if traced and not traced.score_bytes():
+        return 0.0
     if run.attention.kernel == "splash":
         # Its kernel writes each fp32 log-sum-exp once for every lane.
         rows = run.tokens * run.workload.heads / run.layout.tensor
@@ -297,11 +348,14 @@ def scores_at_once(run: Run) -> float:
 
 def num_score_parts(run: Run) -> int:
     """Return the parts of the heads that attend one after another."""
+    return _score_parts(run, max(1, run.microbatch // run.num_parts))
+
+
+def _score_parts(run: Run, examples: int) -> int:
     tensor = run.layout.tensor
     heads, kv_heads = (
         max(1, n // tensor) for n in (run.workload.heads, run.workload.kv_heads)
     )
-    examples = max(1, run.microbatch // run.num_parts)
     scores = examples * (heads // kv_heads) * run.seq**2
     return score_parts(_FP32_BYTES * scores, kv_heads)
 

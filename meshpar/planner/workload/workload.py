@@ -48,6 +48,9 @@ class TracedBlock:
         needed: What the backward needs where attention keeps its softmax.
         kernel_needed: Function that traces it where attention runs in a fused kernel or
             in tiles, which keep none.
+        backward_bytes: Function that traces, for a number of lanes that pad the last
+            dim of arrays, the bytes at the fullest moment of a backward that keeps the
+            block's input alone, before gradients of weights are made.
         input_bytes: Bytes of the batch, as a step is given it.
         residual_dtype_bytes: Bytes of one value in that trace.
         other_end_parameters: Parameters outside the blocks besides embedding and head.
@@ -61,11 +64,17 @@ class TracedBlock:
     seq: int
     needed: Needed
     kernel_needed: Callable[[], Needed]
+    backward_bytes: Callable[[int], float]
     input_bytes: float
     residual_dtype_bytes: int
     other_end_parameters: int
     layer_costs: Callable[[], tuple[float, ...]]
     cut: Callable[[str], Cut]
+
+    def score_bytes(self) -> float:
+        """Return the bytes of a token of all softmax that its fullest block stores."""
+        kernel = self.kernel_needed().fullest["none"]
+        return max(0.0, self.needed.fullest["none"] - kernel)
 
 
 _COUNTS = ("layers", "hidden", "heads", "vocab")
