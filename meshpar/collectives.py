@@ -27,6 +27,7 @@ ASKED = {
     ),
     "owner_return": ("all-to-all", "owners' matrices, back to the shards"),
     "owner_gather": ("all-gather", "matrices of all owners, to all copies"),
+    "uneven_rows": ("all-gather", "rows of the batch, for uneven parts of data"),
     "loss_sum": ("all-reduce", "loss and weights summed over the global batch"),
     "batch_sum": ("all-reduce", "statistics of the global batch"),
     "gradient_norm": ("all-reduce", "global norm of the gradients"),

@@ -41,7 +41,7 @@ BUILT = {
     "remat",
     "precision",
 }
-BUILT |= {"microbatches", "schedule", "chunks", "splits"}
+BUILT |= {"microbatches", "schedule", "chunks", "splits", "data_splits"}
 BUILT |= {"execution", "max_pending_w"}
 BUILT |= {"fsdp_prefetch", "context", "attention"}
 BUILT |= {"zero", "zero_axes", "fsdp_gather", "optimizer_memory", "param_dtype"}

@@ -26,6 +26,7 @@ values = {
     **{key: counts for key in (*MESH_AXES, "microbatches", "chunks", "sync_every")},
     "max_pending_w": st.integers(min_value=0, max_value=64),
     "splits": st.lists(counts, max_size=5).map(tuple),
+    "data_splits": st.lists(counts, max_size=5).map(tuple),
     **{key: st.sampled_from(known) for key, known in choices.items()},
 }
 

@@ -23,6 +23,8 @@ from meshpar.testing.layout_cases import Case, Choices, refusal
 REFUSED = {
     ("data=2,schedule=gpipe", 8): "layout.option_without_axis",
     ("data=2,chunks=2", 8): "layout.option_without_axis",
+    ("data=2,microbatches=2,data_splits=1/2", 8): "layout.wrong_data_splits",
+    ("data=2,stage=2,microbatches=2,data_splits=1/3", 8): "layout.needs_even_shards",
     ("fsdp=2,attention=ulysses", 8): "layout.option_without_axis",
     ("data=2,remat=stage", 8): "layout.stage_remat_without_stages",
     ("stage=2,context=2,execution=divergent", 8): "layout.divergent_permute",

@@ -384,9 +384,9 @@ def test_ranks_of_tensor_diverge_if_their_compiled_program_allows_it(monkeypatch
     line = "stage=2,tensor=2,microbatches=4,schedule=zero_bubble_h1,execution=divergent"
     checked = []
 
-    def check(text, *, mesh_shape):
+    def check(text, **options):
         checked.append(text)
-        check_divergent(text, mesh_shape)
+        check_divergent(text, **options)
 
     monkeypatch.setattr("meshpar.train.step_programs.check_divergent", check)
     assert_equal_to_plain(mlp_of(8), line)

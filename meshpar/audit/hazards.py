@@ -83,26 +83,37 @@ def compiled_hazards(rows: Sequence[Collective]) -> list[Hazard]:
     ]
 
 
-def check_divergent(text: str, mesh_shape: Mapping[str, int]) -> None:
-    """Check that what a pipeline rank does by itself waits for no other rank.
+def check_divergent(
+    text: str, mesh_shape: Mapping[str, int], axis: str = "stage"
+) -> None:
+    """Check that what one rank or part of the batch does by itself waits for no other.
 
     Args:
         text: The compiled program.
         mesh_shape: Size of each mesh axis, outermost first.
+        axis: Mesh axis whose places differ in what they do: `stage` or `data`.
 
     Raises:
-        InputError: A permute, or a collective over `stage`, is inside a branch or a
-            loop that one rank runs without the others.
+        InputError: A permute, or a collective over `axis`, is inside a branch or a
+            loop that one place runs without the others.
     """
     for row in find_collectives(parse_program(text), mesh_shape):
-        waits = row.mesh_axes is None or "stage" in row.mesh_axes
+        waits = row.mesh_axes is None or axis in row.mesh_axes
         if row.in_branch and (waits or row.kind == "collective-permute"):
+            option, way_out = _DIVERGING[axis]
             raise InputError(
-                f"execution=divergent: {row.source or 'no source line'}: what one rank "
-                f"does by itself has {row.kind} over {axes_text(row.mesh_axes)}, in "
-                "which others would not take part; set execution=uniform",
+                f"{option}: {row.source or 'no source line'}: what one place of "
+                f"{axis!r} does by itself has {row.kind} over "
+                f"{axes_text(row.mesh_axes)}, in which others would not take part; "
+                f"{way_out}",
                 key="layout.divergent_permute",
             )
+
+
+_DIVERGING = {
+    "stage": ("execution=divergent", "set execution=uniform"),
+    "data": ("data_splits", "leave data_splits out"),
+}
 
 
 def traced_hazards(operations: Iterable[Operation], platform: str) -> list[Hazard]:

@@ -105,6 +105,9 @@ class Layout:
         chunks: Stages per rank of an interleaved schedule.
         splits: Blocks of each stage; empty is as even as possible in number, `cost`
             in what they cost (`BlockGroup.costs`, or else their matmul FLOPs).
+        data_splits: Microbatches of each part of `data`, `microbatches` on average;
+            empty is as many for all. `6/2` of 4 parts is six for the first two and two
+            for the others.
         max_pending_w: Most weight gradients that wait on a rank where backwards are
             split, each with a stash; 0 is as many as the schedule leaves.
         execution: How the ranks of a pipeline run: "uniform", all the same instructions
@@ -172,6 +175,7 @@ class Layout:
     schedule: str = "1f1b"
     chunks: int = 1
     splits: tuple[int, ...] | Literal["cost"] = ()
+    data_splits: tuple[int, ...] = ()
     max_pending_w: int = 0
     execution: str = "auto"
     zero: int = 3
@@ -199,8 +203,10 @@ class Layout:
             schedule_method(self.schedule)  # Which names the nearest.
         if self.max_pending_w != 0:
             _check_count("max_pending_w", self.max_pending_w)
-        for size in () if self.splits == BY_COST else self.splits:
-            _check_count("splits", size)
+        for name in ("splits", "data_splits"):
+            sizes = getattr(self, name)
+            for size in () if (name, sizes) == ("splits", BY_COST) else sizes:
+                _check_count(name, size)
         _check_zero_axes(self.zero_axes)
         open_axes = [axis for axis in MESH_AXES if getattr(self, axis) == -1]
         if len(open_axes) > 1:
@@ -305,6 +311,18 @@ class Layout:
     def batch_shards(self) -> int:
         """Number of parts the batch is split into."""
         return math.prod(self._mesh_shape[axis] for axis in BATCH_AXES)
+
+    @property
+    def data_counts(self) -> tuple[int, ...]:
+        """Microbatches of each part of `data`.
+
+        Example:
+            >>> Layout.parse("data=4,microbatches=4,data_splits=6/2").data_counts
+            (6, 6, 2, 2)
+        """
+        counts = self.data_splits or (self.microbatches,)
+        data = self._mesh_shape["data"]
+        return tuple(count for count in counts for _ in range(data // len(counts)))
 
     @property
     def divergent(self) -> bool:

@@ -261,6 +261,72 @@ STASHED_WEIGHTS = (
 )
 """Requirements of stages that update their weights by themselves."""
 
+
+def _with_uneven_shards(
+    option: str, is_broken: Callable[[Layout], bool], why: str
+) -> Requirement:
+    """Return the row of an option that a layout with `data_splits` cannot have."""
+    return Requirement(
+        "layout.needs_even_shards",
+        option,
+        lambda layout, at: bool(layout.data_splits) and is_broken(layout),
+        lambda layout, at: (
+            f"data_splits={'/'.join(map(str, layout.data_splits))} runs another number "
+            f"of microbatches on each part of 'data', but "
+            f"{option}={getattr(layout, option)} {why}; leave one of them out"
+        ),
+    )
+
+
+UNEVEN_SHARDS = (
+    _without_axis("data_splits", "data"),
+    Requirement(
+        "layout.wrong_data_splits",
+        "data_splits",
+        lambda layout, at: (
+            bool(layout.data_splits)
+            and (
+                layout.data % len(layout.data_splits) > 0
+                or sum(layout.data_splits)
+                != layout.microbatches * len(layout.data_splits)
+            )
+        ),
+        lambda layout, at: (
+            f"data_splits={'/'.join(map(str, layout.data_splits))} has "
+            f"{len(layout.data_splits)} parts of {sum(layout.data_splits)} "
+            f"microbatches together: their number must divide data={layout.data}, and "
+            f"their mean be microbatches={layout.microbatches}"
+        ),
+    ),
+    _with_uneven_shards(
+        "stage", lambda layout: layout.stage > 1, "moves activations in every tick"
+    ),
+    *(
+        _with_uneven_shards(
+            axis,
+            lambda layout, axis=axis: getattr(layout, axis) > 1,  # type: ignore[misc]
+            "may permute in the blocks, where XLA waits for all devices",
+        )
+        for axis in ("context", "expert")
+    ),
+    _with_uneven_shards(
+        "zero",
+        lambda layout: layout.zero > 1 and "data" in layout.split_axes,
+        "sums the gradients of every microbatch over 'data'",
+    ),
+    _with_uneven_shards(
+        "fsdp_prefetch",
+        lambda layout: layout.fsdp_prefetch == "on",
+        "sums gradients beside the last microbatch of all devices",
+    ),
+    _with_uneven_shards(
+        "sync_every",
+        lambda layout: layout.sync_every > 1,
+        "averages parts of 'data' that have trained on as much",
+    ),
+)
+"""Requirements of parts of `data` with different numbers of microbatches."""
+
 PRECISION = (
     Requirement(
         "layout.precision_of_others",
@@ -371,6 +437,7 @@ OPTIONS = (
     ),
     *LOCAL_STEPS,
     *STASHED_WEIGHTS,
+    *UNEVEN_SHARDS,
 )
 """Requirements of a layout alone."""
 
@@ -445,12 +512,16 @@ INPUTS = (
         "layout.unsupported_input_gradient",
         "inputs",
         lambda layout, at: (
-            bool(at.input_gradient) and (layout.sync_every > 1 or layout.context > 1)
+            bool(at.input_gradient)
+            and (
+                layout.sync_every > 1 or layout.context > 1 or bool(layout.data_splits)
+            )
         ),
         lambda layout, at: (
-            f"the gradient of input {at.input_gradient!r} is found once a step and for "
-            f"whole sequences, but sync_every={layout.sync_every} and "
-            f"context={layout.context}; leave sync_every and context out"
+            f"the gradient of input {at.input_gradient!r} is found once a step, where "
+            f"its example lies and for whole sequences, but "
+            f"sync_every={layout.sync_every}, context={layout.context} and data_splits="
+            f"{'/'.join(map(str, layout.data_splits)) or 'none'}; leave them out"
         ),
     ),
 )

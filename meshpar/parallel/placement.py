@@ -143,7 +143,7 @@ class Placement:
             replica_axes=self.replica_axes,
             expert_hosts=self.expert_hosts,
             num_microbatches=self.layout.microbatches,
-            ranks_diverge=self.layout.divergent,
+            ranks_diverge=self.layout.divergent or bool(self.layout.data_splits),
             training=training,
         )
 
@@ -325,7 +325,7 @@ class Placement:
         nothing (`docs/guides/audit.md`).
         """
         layout = self.layout
-        if layout.execution == "divergent":
+        if layout.execution == "divergent" or layout.data_splits:
             return False
         by_default = platform_named(self.platform).overlaps_last_microbatch
         wanted = (by_default and layout.stage == 1) or layout.fsdp_prefetch == "on"

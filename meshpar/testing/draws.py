@@ -64,6 +64,7 @@ DRAWS: dict[str, Draw] = {
     "max_pending_w": Draw((0, 1, 2), beside=("stage",)),  # of split backwards
     "chunks": Draw((1, 2), beside=("stage",)),  # of a schedule that has them
     "splits": Draw(((), "cost"), beside=("stage",)),  # or sizes for the layers
+    "data_splits": Draw(((),), beside=("data",)),  # or sizes for the microbatches
     "zero": Draw((3, 3, 0, 1, 2), beside=("fsdp", "data")),
     "zero_axes": Draw(
         ((), (), (), ("data",), ("fsdp",), ("data", "fsdp"), ("context",)),
@@ -205,16 +206,27 @@ def draw_layout(
     if "execution" in layout_errors(layout):
         layout = replace(layout, execution=Layout().execution)
     if "fsdp_prefetch" in layout_errors(layout):
-        return replace(layout, fsdp_prefetch=Layout().fsdp_prefetch)
-    return layout
+        layout = replace(layout, fsdp_prefetch=Layout().fsdp_prefetch)
+    return _with_uneven_shards(rng, layout)
+
+
+def _with_uneven_shards(rng: np.random.Generator, layout: Layout) -> Layout:
+    """Return every other layout that may have them with random `data_splits`."""
+    parts, count = layout.data, layout.microbatches
+    if parts == 1 or count == 1 or rng.integers(2):
+        return layout
+    sizes = _random_splits(rng, parts * count, parts)
+    uneven = replace(layout, data_splits=sizes)
+    allowed = layout_errors(uneven).keys() <= layout_errors(layout).keys()
+    return uneven if allowed else layout
 
 
 def _random_splits(
-    rng: np.random.Generator, num_layers: int, num_stages: int
+    rng: np.random.Generator, total: int, num_parts: int
 ) -> tuple[int, ...]:
-    """Draw sizes of stages, at least 1 each, that add up to the layers."""
-    cuts = rng.permutation(np.arange(1, num_layers))[: num_stages - 1]
-    bounds = [0, *sorted(int(cut) for cut in cuts), num_layers]
+    """Draw sizes of stages or shards, at least 1 each, that add up to `total`."""
+    cuts = rng.permutation(np.arange(1, total))[: num_parts - 1]
+    bounds = [0, *sorted(int(cut) for cut in cuts), total]
     return tuple(np.diff(bounds).tolist())
 
 

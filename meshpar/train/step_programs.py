@@ -243,11 +243,13 @@ class StepPlan:
 
     @property
     def _check_compiled(self) -> Callable[[str], None] | None:
-        """Check of a program whose ranks diverge, where XLA makes its collectives."""
+        """Check of a program whose places diverge, where XLA makes its collectives."""
         layout = self.options.layout
-        if not layout.divergent or layout.tensor == 1:
+        diverges = layout.divergent or layout.data_splits
+        if not diverges or layout.tensor == 1:
             return None
-        return partial(check_divergent, mesh_shape=layout.mesh_shape)
+        axis = "data" if layout.data_splits else "stage"
+        return partial(check_divergent, mesh_shape=layout.mesh_shape, axis=axis)
 
     @cached_property
     def sync_programs(self) -> SyncPrograms:

@@ -31,6 +31,7 @@ from meshpar.parallel.pipeline.crossing import (
     read,
     write,
 )
+from meshpar.parallel.pipeline.uneven_shard import UnevenShard
 from meshpar.parallel.pipeline.work import (
     At,
     Learning,
@@ -60,6 +61,8 @@ class Executor:
         first: Arrays that are computed before the first tick.
         ordered_by_data: True if nothing but data orders collectives and loops
             (`once_known`).
+        shard: Number of ticks of this device, if devices differ in it; with one rank a
+            tick is a microbatch.
         learning: Weights that change from tick to tick, where ranks diverge; None if
             `work` holds those of all ticks.
     """
@@ -69,6 +72,7 @@ class Executor:
     divergent: bool = False
     first: Sequence[jax.Array] = ()
     ordered_by_data: bool = False
+    shard: UnevenShard | None = None
     learning: Learning | None = None
 
     @cached_property
@@ -170,6 +174,8 @@ class Executor:
             # forward of the last microbatch from running before all others.
             row = {name: jnp.asarray(row[0]) for name, row in rows.items()}
             return tick(state, after(row, state.results.loss_sums))[0]
+        if self.shard is not None:
+            return self.shard.scan(tick, state, rows)
         return lax.scan(tick, state, rows)[0]
 
     def _first_state(self, *, keeps: bool = True) -> TickState:

@@ -35,6 +35,7 @@ from meshpar.parallel.pipeline.rank_stages import RankStages
 from meshpar.parallel.pipeline.seams import Enter, GroupSeams
 from meshpar.parallel.pipeline.split_stages import SplitStages
 from meshpar.parallel.pipeline.stages import Arrangement, part
+from meshpar.parallel.pipeline.uneven_shard import UnevenShard
 from meshpar.parallel.pipeline.work import At, SplitWork, Work
 from meshpar.parallel.remat import keeps_stage_input
 from meshpar.schedules import Schedule
@@ -135,6 +136,7 @@ class Microbatches:
         gradients: Shapes of each group's gradients, (chunks, places, ...).
         cut: Arrays of scopes that differ by microbatch, (microbatches, ...) each.
         random: Key of the step's randomness, if there is one.
+        shard: Which of all microbatches of `cut` this device runs; None for all.
     """
 
     functions: Functions
@@ -148,6 +150,7 @@ class Microbatches:
     gradients: Any
     cut: ScopeArrays
     random: jax.Array | None
+    shard: UnevenShard | None = None
 
     def executor(self, work: Work, *first: jax.Array) -> Executor:
         """Return what runs these functions once `first` is known."""
@@ -158,6 +161,7 @@ class Microbatches:
             divergent=self.functions.divergent,
             first=first,
             ordered_by_data=is_host,
+            shard=self.shard,
         )
 
     def work(self, of_loss: jax.Array | float = 1.0) -> Work:
@@ -201,7 +205,10 @@ class Microbatches:
             return self.executor(self.work()).loss_sums().weight
 
         def add(total: jax.Array, microbatch: jax.Array) -> tuple[jax.Array, None]:
-            return total + self._counted_weight_sum(microbatch), None
+            weight = self._counted_weight_sum(microbatch)
+            if self.shard is not None:
+                weight = jnp.where(microbatch < self.shard.count, weight, 0)
+            return total + weight, None
 
         numbers = jnp.arange(self.schedule.num_microbatches)
         return lax.scan(add, jnp.float32(0), numbers)[0]
@@ -373,7 +380,8 @@ class Microbatches:
         ]
 
     def _scope_arrays(self, microbatch: jax.Array | int) -> ScopeArrays:
-        arrays = part(self.cut, microbatch)
+        at = microbatch if self.shard is None else self.shard.first + microbatch
+        arrays = part(self.cut, at)
         return arrays._replace(microbatch=jnp.asarray(microbatch), random=self.random)
 
     def _split_work(self, stages: RankStages) -> SplitWork | None:

@@ -29,6 +29,7 @@ from meshpar.parallel.pipeline.rank_layers import mesh_hindrance
 from meshpar.parallel.pipeline.reduction import reduce_in_slices, summed_inputs
 from meshpar.parallel.pipeline.seams import Enter
 from meshpar.parallel.pipeline.stages import Arrangement, Pipeline, cut, merge
+from meshpar.parallel.pipeline.uneven_shard import UnevenShard
 from meshpar.parallel.pipeline.work import Results
 from meshpar.parallel.placement import REPLICATED, Placement, Scopes
 from meshpar.parallel.program import LossAndGradients
@@ -271,7 +272,8 @@ class PipelineProgram:
     def logits(self, *of: Any) -> Any:
         """Return the outputs of the model's `logits`, each with the example first."""
         schedule = self.pipeline.schedule.with_one_microbatch()
-        one = replace(self, pipeline=replace(self.pipeline, schedule=schedule))
+        pipeline = replace(self.pipeline, schedule=schedule, data_counts=())
+        one = replace(self, pipeline=pipeline)
 
         def local(*of: Any) -> Any:
             microbatches = one.microbatches(*of, training=False, natural=True)
@@ -309,6 +311,10 @@ class PipelineProgram:
             groups = jax.tree.map(in_own_layout, stored, groups)
         end_state, states = placement.model.split(state)
         arrays = ScopeArrays(batch=own, examples=scopes.examples(batch))
+        shard = None
+        if self.pipeline.data_counts:
+            shard = UnevenShard(self.pipeline.data_counts)
+            arrays = shard.whole(arrays)
         return Microbatches(
             functions=ModelFunctions(
                 placement=placement, scopes=scopes, end_state=end_state
@@ -321,6 +327,7 @@ class PipelineProgram:
             reduction=LastReduction(placement) if reduces else None,
             end_gradients=ends,
             gradients=jax.eval_shape(lambda tree: cut(tree, chunks), shapes),
-            cut=cut(arrays, schedule.num_microbatches),
+            cut=cut(arrays, shard.total if shard else schedule.num_microbatches),
+            shard=shard,
             random=random_key(seed, step),
         )

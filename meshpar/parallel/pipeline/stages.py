@@ -121,12 +121,15 @@ class Pipeline:
         schedule: What every rank does.
         arrangement: Which layers every rank has.
         stage_layers: How many layers each stage has, first to last.
+        data_counts: Microbatches of each part of `data`, if they differ; the schedule
+            has as many as the largest.
     """
 
     model: Model
     schedule: Schedule
     arrangement: Arrangement
     stage_layers: tuple[int, ...]
+    data_counts: tuple[int, ...] = ()
 
 
 def pipeline_for(
@@ -147,7 +150,7 @@ def pipeline_for(
     chosen = chosen_schedule(
         layout.schedule if schedule is None else schedule,
         num_ranks=layout.stage,
-        num_microbatches=layout.microbatches,
+        num_microbatches=max((layout.microbatches, *layout.data_splits)),
         chunks=layout.chunks,
         max_pending_w=layout.max_pending_w,
     )
@@ -158,6 +161,7 @@ def pipeline_for(
         schedule=chosen,
         arrangement=placed,
         stage_layers=sizes,
+        data_counts=layout.data_counts if layout.data_splits else (),
     )
 
 

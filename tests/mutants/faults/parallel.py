@@ -16,6 +16,17 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        name="uneven-part-starts-as-an-even-one",
+        effect="uneven parts of data run some rows twice and others never",
+        file="meshpar/parallel/pipeline/uneven_shard.py",
+        old="np.cumsum([0, *self.counts[:-1]])",
+        new="np.arange(len(self.counts)) * (self.total // len(self.counts))",
+        tests=(
+            "tests/test_uneven_shards.py"
+            "::test_three_steps_and_what_is_read_between_them_are_those_of_one_device",
+        ),
+    ),
+    Mutant(
         name="backward-of-newer-weights",
         effect="PipeDream's backward uses the newest weights, not its forward's",
         file="meshpar/parallel/pipeline/weight_stash.py",
