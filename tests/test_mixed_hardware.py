@@ -254,7 +254,7 @@ def test_a_plan_is_between_those_of_each_kind_alone():
         for cluster in (ALL_FAST, joined(FAST, HALF), joined(HALF, HALF))
     )
     assert fast.step_s < mixed.step_s < slow.step_s
-    assert mixed.run.layout.splits
+    assert mixed.run.layout.splits or mixed.run.layout.data_splits
 
 
 def test_a_plan_says_which_stages_lie_on_which_devices_and_why():
@@ -276,13 +276,62 @@ def test_a_plan_says_which_stages_lie_on_which_devices_and_why():
     assert [part["places"] for part in parts] == [[0], [1]]
     assert parts[0]["tick_s"] < parts[1]["tick_s"]
     shared = estimated(MIXED, "fsdp=64").placement
-    assert (
-        "one program has equal shares of fsdp, which wait for a100-80gb" in shared.why
-    )
+    assert "equal shares of fsdp wait for a100-80gb" in shared.why
     assert [part.places for part in shared.parts] == [range(32), range(32, 64)]
     apart = estimated(MIXED, "fsdp=8,stage=2,tensor=4,microbatches=8").placement
     assert "'tensor' is in the blocks" in apart.why
     assert "parts" not in estimated(FAST, "fsdp=32").as_json()
+
+
+@pytest.mark.parametrize(
+    ("hardware", "data", "fsdp"),
+    [("h100:4+a100:4", 2, 4), ("h100:2+a100:6", 4, 2), ("b200:4+h100:2+a100:2", 4, 2)],
+)
+def test_microbatches_by_speed_are_the_best_of_all(hardware, data, fsdp):
+    layout = f"data={data},fsdp={fsdp},microbatches=4"
+    run = estimated(cluster_of(hardware), layout, SMALL, 32).run
+    ways = (
+        counts
+        for counts in itertools.product(range(1, 4 * data), repeat=data)
+        if sum(counts) == 4 * data
+    )
+    seconds = {
+        counts: step_time(
+            replace(run, layout=replace(run.layout, data_splits=counts))
+        ).step_s
+        for counts in ways
+    }
+    found = by_speed(run)
+    assert step_time(found).step_s == min(seconds.values()) < step_time(run).step_s
+    assert seconds[found.layout.data_counts] == min(seconds.values())
+
+
+def test_even_parts_of_data_take_the_same_time_in_either_form():
+    layout = "data=2,fsdp=32,microbatches=4,fsdp_prefetch=off"
+    one, two = (estimated(MIXED, layout + more) for more in ("", ",data_splits=4/4"))
+    assert two.step_s == pytest.approx(one.step_s)
+    assert two.memory == one.memory and two.collectives == one.collectives
+
+
+def test_a_plan_says_how_many_microbatches_each_kind_runs_and_why():
+    layout = "data=2,fsdp=32,microbatches=4"
+    uneven = estimated(MIXED, f"{layout},data_splits=6/2")
+    even = estimated(MIXED, layout)
+    assert even.placement.why.startswith(
+        "data_splits=6/2, by the speed of the devices, would take "
+        f"{uneven.step_s:.3g} s instead of {even.step_s:.3g} s"
+    )
+    assert "by the speed of their devices" in uneven.placement.why
+    assert [part["microbatches"] for part in uneven.as_json()["parts"]] == [6, 2]
+    assert "6/2 microbatches" in uneven.run.share
+    for more, why in (
+        ("fsdp=4,tensor=8,microbatches=4", "tensor=8"),
+        ("fsdp=32", "microbatches=1"),
+        ("fsdp=32,microbatches=4,zero_axes=data/fsdp", "zero=3"),
+    ):
+        assert (
+            f"{why} keeps them even" in estimated(MIXED, f"data=2,{more}").placement.why
+        )
 
 
 def test_a_mesh_that_lies_over_no_part_whole_is_refused(refuses):

@@ -92,6 +92,7 @@ COMMANDS = [
     (f"{PLAN} --plans 0", NOT_WHOLE, "--plans", "'0'", 1),
     (f"{PLAN} --max-memory-gib nan", NOT_POSITIVE, "--max-memory-gib", "'nan'", 0),
     (f"{PLAN} --keep data=-1", "plan.open_size_kept", "data=-1"),
+    (f"{PLAN} --keep data_splits=6/2", "plan.data_splits_kept", "data_splits"),
     (f"{PLAN} --keep tensor=3", "plan.no_such_layout", 8, "tensor=3"),
     (f"{PLAN} --hosts 3", "hardware.indivisible_hosts", 8, 3),
     (f"{ESTIMATE} fsdp=0", "layout.not_whole_number", "fsdp=0", 1),

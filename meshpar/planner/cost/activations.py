@@ -132,7 +132,8 @@ def input_bytes(run: Run) -> float:
     traced = run.workload.traced
     if not traced:
         return 0.0
-    return traced.input_bytes * run.tokens * run.layout.microbatches
+    gathered = run.layout.data if run.layout.data_splits else 0
+    return traced.input_bytes * run.tokens * run.layout.microbatches * (1 + gathered)
 
 
 def offloaded_bytes(run: Run, *, moe: bool, remat: str = "") -> float:

@@ -1,4 +1,8 @@
-"""Stages by speed: fewer blocks on slow devices, for the shortest ticks that fit."""
+"""Shares by speed: fewer blocks or microbatches on slow devices, for shorter steps.
+
+Of stages for the shortest ticks that fit; of parts of `data` for the shortest time of
+all microbatches.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from operator import mul
 
 from meshpar.planner.cost.memory import fullest_memory
-from meshpar.planner.cost.parts import Part, may_be_uneven, run_parts
+from meshpar.planner.cost.parts import (
+    Part,
+    may_be_uneven,
+    run_parts,
+    shards_may_be_uneven,
+)
 from meshpar.planner.cost.run import Run
-from meshpar.planner.cost.step_time import stage_times
+from meshpar.planner.cost.step_time import stage_times, step_time
+from meshpar.planner.machine.mixed import crossing_shares
 from meshpar.schedules.stage_splits import split_evenly
 
 
@@ -18,7 +29,10 @@ def by_speed(run: Run, capacity_bytes: float = math.inf) -> Run:
     """Return the run with blocks by the speed of their devices, as far as they fit.
 
     The run itself if no stage may be shorter than another, or if even ones are as fast.
+    Where `data` crosses the kinds, the same of its parts and their microbatches.
     """
+    if shards_may_be_uneven(run):
+        return _shards_by_speed(run)
     if not may_be_uneven(run):
         return run
     parts = run_parts(run)
@@ -36,6 +50,54 @@ def by_speed(run: Run, capacity_bytes: float = math.inf) -> Run:
             return found
         smallest = max(blocks)
     return run
+
+
+def _shards_by_speed(run: Run) -> Run:
+    """Return the run with microbatches by speed, or itself if it is as fast."""
+    layout = run.layout
+    places = [len(own) for own in crossing_shares(run.cluster, layout.data)]
+    stages = (stage_times(part.run)[0] for part in run_parts(run))
+    seconds = [one.forward.total_s + one.backward.total_s for one in stages]
+    counts = counts_by_speed(layout.data * layout.microbatches, seconds, places)
+    each = math.gcd(*places)
+    splits = tuple(
+        count
+        for count, number in zip(counts, places, strict=True)
+        for _ in range(number // each)
+    )
+    if len(set(splits)) == 1:
+        return run
+    found = replace(run, layout=replace(layout, data_splits=splits))
+    return min(run, found, key=lambda one: step_time(one).step_s)
+
+
+def counts_by_speed(
+    total: int, seconds: Sequence[float], places: Sequence[int]
+) -> tuple[int, ...]:
+    """Return the microbatches of a part of `data` on each kind of device.
+
+    Those that take the least time of all ways to share them out, at least one a part.
+
+    Args:
+        total: Microbatches of all parts; a multiple of the number of parts.
+        seconds: Of a microbatch on each kind.
+        places: Number of parts on each kind.
+
+    Example:
+        >>> counts_by_speed(32, [1.0, 3.0], [2, 2])
+        (12, 4)
+    """
+
+    def step_s(counts: tuple[int, ...]) -> float:
+        return max(map(mul, counts, seconds))
+
+    each = (range(1, total // number + 1) for number in places[:-1])
+    ways = []
+    for counts in product(*each):
+        last, rest = divmod(total - sum(map(mul, counts, places)), places[-1])
+        if last > 0 and not rest:
+            ways.append((*counts, last))
+    return min(ways, key=step_s)
 
 
 def _speed(part: Part) -> StageSpeed:

@@ -8,7 +8,12 @@ from typing import Any, NamedTuple
 
 from meshpar.layout.requirements import own_collective
 from meshpar.planner.cost.by_speed import by_speed
-from meshpar.planner.cost.parts import may_be_uneven, run_parts
+from meshpar.planner.cost.parts import (
+    may_be_uneven,
+    run_parts,
+    shards_may_be_uneven,
+    why_even_shards,
+)
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.step_time import stage_times, step_time
 from meshpar.planner.machine.cluster import Cluster
@@ -28,6 +33,7 @@ class Placed(NamedTuple):
         places: Their places along it.
         blocks: Blocks of each of their stages; () without a pipeline.
         tick_s: Longest forward and backward of a microbatch on them.
+        microbatches: Microbatches that each of them runs, at most.
     """
 
     cluster: Cluster
@@ -35,6 +41,7 @@ class Placed(NamedTuple):
     places: range
     blocks: tuple[int, ...]
     tick_s: float
+    microbatches: int
 
     @property
     def text(self) -> str:
@@ -44,8 +51,15 @@ class Placed(NamedTuple):
         shown = f" of {'/'.join(map(str, self.blocks))} blocks" if self.blocks else ""
         return (
             f"{self.mesh_axis} {places}{shown} on {self.cluster.text}: a microbatch "
-            f"takes {milliseconds(self.tick_s)}"
+            f"takes {milliseconds(self.tick_s)}{self._number}"
         )
+
+    @property
+    def _number(self) -> str:
+        if self.mesh_axis != "data" or self.microbatches == 1:
+            return ""
+        whole_s = milliseconds(self.tick_s * self.microbatches)
+        return f", all {self.microbatches} of a part {whole_s}"
 
     def as_json(self) -> dict[str, Any]:
         """Return an entry of `parts` of a plan's JSON."""
@@ -56,6 +70,7 @@ class Placed(NamedTuple):
             "places": [*self.places],
             "blocks": [*self.blocks],
             "tick_s": self.tick_s,
+            "microbatches": self.microbatches,
         }
 
 
@@ -82,6 +97,7 @@ def placed(run: Run) -> tuple[Placed, ...]:
                 if layout.stage > 1
             ),
             tick_s=_tick_s(part.run, part.stages),
+            microbatches=part.microbatches,
         )
         for part, share in zip(run_parts(run), shares, strict=True)
     )
@@ -99,8 +115,8 @@ def why_placed(run: Run) -> str:
     every = placed(run)
     if not every:
         return ""
-    if may_be_uneven(run):
-        return _why_blocks(run)
+    if may_be_uneven(run) or shards_may_be_uneven(run):
+        return _why_shares(run)
     axis = every[0].mesh_axis
     slowest = max(every, key=lambda one: one.tick_s).cluster.device.name
     if axis == "stage":
@@ -111,22 +127,29 @@ def why_placed(run: Run) -> str:
     saved = _saved_by_speed(every)
     if saved < _LEAST_GAIN:
         return f"equal shares of {axis}, as all devices are as fast"
+    why = f"{axis} crosses the kinds, not 'data'"
+    if axis == "data":
+        why = f"{why_even_shards(run.layout)} keeps them even"
     return (
-        f"one program has equal shares of {axis}, which wait for {slowest}; shares by "
-        f"speed would save {saved:.0%} of that time"
+        f"equal shares of {axis} wait for {slowest}; data_splits, microbatches by the "
+        f"speed of each part of 'data', would save {saved:.0%} of that time, but "
+        f"{why}"
     )
 
 
-def _why_blocks(run: Run) -> str:
-    """Return why stages have their blocks, or which blocks would be faster."""
-    even = replace(run, layout=replace(run.layout, splits=()))
+def _why_shares(run: Run) -> str:
+    """Return why shares are as they are, or which ones by speed would be faster."""
+    even = replace(run, layout=replace(run.layout, splits=(), data_splits=()))
     best = by_speed(even, run.cluster.device.usable_bytes)
     own_s, best_s = (step_time(one).step_s for one in (run, best))
+    by_data = run.layout.stage == 1
     if best_s > own_s * (1 - _LEAST_GAIN):
-        return "stages have blocks by the speed of their devices"
-    blocks = "/".join(map(str, best.stage_blocks))
+        whole = "parts of data have microbatches" if by_data else "stages have blocks"
+        return f"{whole} by the speed of their devices"
+    splits = best.layout.data_splits if by_data else best.stage_blocks
+    name = "data_splits" if by_data else "splits"
     return (
-        f"splits={blocks}, by the speed of the devices, would take "
+        f"{name}={'/'.join(map(str, splits))}, by the speed of the devices, would take "
         f"{milliseconds(best_s)} instead of {milliseconds(own_s)}"
     )
 

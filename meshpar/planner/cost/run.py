@@ -174,6 +174,7 @@ class Run:
         if not self.execution.measured_overlap or layout.fsdp_prefetch == "off":
             return False
         in_ticks = layout.runs_in_ticks and layout.stage == 1
+        in_ticks = in_ticks and not layout.data_splits
         return in_ticks and self.platform.overlaps_last_microbatch
 
     @property
@@ -427,8 +428,9 @@ class Run:
     def share(self) -> str:
         """Part of the batch on a device, in words."""
         count = self.layout.microbatches
+        counts = "/".join(map(str, self.layout.data_splits or (count,)))
         return (
-            f"{self.global_batch} sequences of {self.seq} tokens, {count} "
+            f"{self.global_batch} sequences of {self.seq} tokens, {counts} "
             f"microbatch{'es' if count > 1 else ''} of {self.microbatch} on a device"
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,17 +105,20 @@ def step_time(run: Run) -> StepTime:
     """Return the time of one step, by what it is spent on."""
     stages = stage_times(run)
     layout = run.layout
-    all_microbatches_s = _all_microbatches_s(run, stages)
-    rank_costs = []  # of one microbatch through all chunks of a rank
-    for rank in range(layout.stage):
-        own = Cost()
-        for stage in run.rank_stages(rank):
-            own = own + stages[stage].forward + stages[stage].backward
-        rank_costs.append(own)
-    own = max(rank_costs, key=lambda cost: cost.total_s) * layout.microbatches
     parts = run_parts(run)
-    once = max((_once(part, stages) for part in parts), key=lambda cost: cost.total_s)
-    optimizer_s = max(_optimizer_s(own, rank) for own, ranks in parts for rank in ranks)
+    if layout.data_splits:
+        own = _slowest(
+            _slowest_rank(part.run, stage_times(part.run)) * part.microbatches
+            for part in parts
+        )
+        all_microbatches_s = own.total_s
+    else:
+        own = _slowest_rank(run, stages) * layout.microbatches
+        all_microbatches_s = _all_microbatches_s(run, stages)
+    once = _slowest(_once(part, stages) for part in parts)
+    optimizer_s = max(
+        _optimizer_s(part.run, rank) for part in parts for rank in part.ranks
+    )
     exposed_s = {**(Cost(0.0, own.exposed_s) + once).exposed_s}
     waits_s = run.execution.host_s + exposed_s.pop(HOST, 0.0)
     busy_s = all_microbatches_s + once.total_s + optimizer_s
@@ -127,6 +130,21 @@ def step_time(run: Run) -> StepTime:
         straggler_s=busy_s * straggler_fraction(run.cluster),
         host_s=waits_s,
     )
+
+
+def _slowest(costs: Iterable[Cost]) -> Cost:
+    return max(costs, key=lambda cost: cost.total_s)
+
+
+def _slowest_rank(run: Run, stages: tuple[StageTime, ...]) -> Cost:
+    """Cost of one microbatch through all chunks of the slowest rank."""
+    rank_costs = []
+    for rank in range(run.layout.stage):
+        own = Cost()
+        for stage in run.rank_stages(rank):
+            own = own + stages[stage].forward + stages[stage].backward
+        rank_costs.append(own)
+    return _slowest(rank_costs)
 
 
 def _all_microbatches_s(run: Run, stages: tuple[StageTime, ...]) -> float:
@@ -262,9 +280,9 @@ def tick_overhead(run: Run) -> StageTime:
     kind of device.
     """
     every = []
-    for own, _ in run_parts(run):
-        up, down = _hops(own)
-        forward, backward = _Ends.from_run(own).at_stage(own, 0)
+    for part in run_parts(run):
+        up, down = _hops(part.run)
+        forward, backward = _Ends.from_run(part.run).at_stage(part.run, 0)
         every.append(StageTime(forward + up, backward + down))
     return max(every, key=lambda time: time.forward.total_s + time.backward.total_s)
 

@@ -206,7 +206,7 @@ def _passes(run: Run) -> _Passes:
     layout = run.layout
     if layout.stage == 1 or not run.execution.lock_step:
         layers = tuple(layer for chunk in run.rank_blocks(0) for layer in chunk)
-        count = layout.microbatches
+        count = max((layout.microbatches, *layout.data_splits))
         hops = count * layout.chunks if layout.stage > 1 else 0
         return _Passes(count, count, count, hops, hops, count, layers)
     steps = run.pipeline_ticks

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import reduce
 from operator import mul
 
 import numpy as np
 
 from meshpar.layout import Layout
 from meshpar.planner.cost.by_speed import by_speed
-from meshpar.planner.cost.parts import may_be_uneven
+from meshpar.planner.cost.parts import crosses_data, may_be_uneven
 from meshpar.planner.cost.run import Run
 from meshpar.planner.machine.mixed import matmul_flops
 from meshpar.planner.search.bounds import Bound, BoundByRemat, Bounds
@@ -30,7 +31,8 @@ class MixedBounds:
 
     A step is no faster than on the slowest kind alone. Where slow devices may have
     shorter stages, one of the kinds has at least its share of the blocks by speed, so
-    that a step is no faster than on the fastest kind with its share.
+    that a step is no faster than on the fastest kind with its share. The same holds of
+    the microbatches of parts of `data`; there whole steps are scaled, by at most 1.
 
     Args:
         run: Any run, for its workload, cluster, execution and batch.
@@ -47,10 +49,12 @@ class MixedBounds:
         speeds = [matmul_flops(part.device) for part in whole.parts]
         counts = [part.num_devices / whole.num_devices for part in whole.parts]
         mean = sum(map(mul, speeds, counts))
+        shares = [speed / mean for speed in speeds]
         self._by_speed = [
-            bounds.with_share(speed / mean)
-            for bounds, speed in zip(self._even, speeds, strict=True)
+            bounds.with_share(share)
+            for bounds, share in zip(self._even, shares, strict=True)
         ]
+        self._shards = [min(share, 1.0) for share in shares]
 
     def without_capacity(self) -> MixedBounds:
         """Return bounds of the same layouts that have the time of all of them."""
@@ -58,8 +62,12 @@ class MixedBounds:
 
     def least_s(self, mesh: Layout, choices: MeshChoices) -> float:
         """Return a bound of the time of all these variants, from their blocks alone."""
-        kinds, is_uneven = self._kinds(mesh)
-        return (min if is_uneven else max)(one.least_s(mesh, choices) for one in kinds)
+        kinds, scales, least = self._kinds(mesh)
+        seconds = (
+            scale * one.least_s(mesh, choices)
+            for one, scale in zip(kinds, scales, strict=True)
+        )
+        return float(reduce(least, seconds))
 
     def by_remat(self, mesh: Layout, choices: MeshChoices) -> BoundByRemat:
         """Return a bound of all these variants for each of their remat policies."""
@@ -74,15 +82,19 @@ class MixedBounds:
     def _bound(
         self, mesh: Layout, of_kind: Callable[[Bounds], BoundByRemat]
     ) -> BoundByRemat:
-        kinds, is_uneven = self._kinds(mesh)
+        kinds, scales, least = self._kinds(mesh)
         steps_s, memories = zip(*map(of_kind, kinds), strict=True)
-        step_s = (np.min if is_uneven else np.max)(steps_s, axis=0)
-        return BoundByRemat(step_s, np.min(memories, axis=0))
+        scaled_s = (scale * s for scale, s in zip(scales, steps_s, strict=True))
+        return BoundByRemat(reduce(least, scaled_s), np.min(memories, axis=0))
 
-    def _kinds(self, mesh: Layout) -> tuple[list[Bounds], bool]:
-        """Return the bounds of each kind, and whether stages may be uneven."""
-        is_uneven = may_be_uneven(replace(self._like, layout=mesh))
-        return self._by_speed if is_uneven else self._even, is_uneven
+    def _kinds(self, mesh: Layout) -> tuple[list[Bounds], list[float], Callable]:
+        """Return the bounds of each kind, what scales their time, and how it is one."""
+        run = replace(self._like, layout=mesh)
+        if crosses_data(run):
+            return self._even, self._shards, np.minimum
+        is_uneven = may_be_uneven(run)
+        kinds = self._by_speed if is_uneven else self._even
+        return kinds, [1.0] * len(kinds), np.minimum if is_uneven else np.maximum
 
     def memory_bytes(self, run: Run) -> float:
         """Return a closer bound of a run's memory."""

@@ -47,6 +47,12 @@ class Constraints:
                     "leave it out, or keep a size",
                     key="plan.open_size_kept",
                 )
+        if self.kept.get("data_splits"):
+            raise InputError(
+                "data_splits is kept, but a search chooses it by the speed of the "
+                "devices; keep 'data' and 'microbatches', or estimate that layout",
+                key="plan.data_splits_kept",
+            )
         for axis in self.forbidden:
             if axis not in MESH_AXES:
                 raise InputError(
