@@ -605,8 +605,9 @@ def test_a_block_takes_at_least_what_its_host_needs_to_launch_it():
         free_s = free.forward.total_s + free.backward.total_s
         if not waits:
             assert whole_s == free_s
-        else:  # as many kernels as of one millisecond each: no less than in a forward
-            assert whole_s == pytest.approx(round(whole_s * 1e3) / 1e3)
+        else:  # a millisecond for each kernel, and little for matmuls of two experts
+            kernels = whole_s - 6 * 2 * _routed("qwen3-30b-a3b").execution.launch_s
+            assert kernels == pytest.approx(round(kernels * 1e3) / 1e3)
             assert whole_s > 0.1 > free_s
 
 

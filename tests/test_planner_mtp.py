@@ -6,6 +6,7 @@ import pytest
 
 from meshpar.planner.cost.block_time import block_time
 from meshpar.planner.cost.estimate import estimate
+from meshpar.planner.cost.memory import rank_memories
 from meshpar.planner.cost.run import end_parameters, rank_parameters
 from meshpar.planner.cost.seconds import matmul_s
 from meshpar.planner.cost.step_time import stage_times
@@ -87,7 +88,7 @@ def test_one_stage_has_one_table_of_tokens():
 
 
 def test_logits_of_both_heads_are_kept_at_once():
-    without, both = (_planned(count).memory for count in (0, 1))
+    without, both = (rank_memories(_planned(count).run)[-1] for count in (0, 1))
     assert both.logit_bytes == 2 * without.logit_bytes
 
 

@@ -8,10 +8,11 @@ import dataclasses
 
 import pytest
 
-from meshpar.planner.cost.activations import kept_bytes, recomputation
+from meshpar.planner.cost.activations import kept_bytes
 from meshpar.planner.cost.block_time import accumulated_s, block_time
 from meshpar.planner.cost.elementwise import backward_bytes, forward_bytes
 from meshpar.planner.cost.estimate import estimate
+from meshpar.planner.cost.recomputation import recomputation
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.seconds import cast_s, matmul_s, memory_s
 from meshpar.planner.cost.step_time import stage_times

@@ -5,10 +5,11 @@ import dataclasses
 import pytest
 
 from meshpar.layout import Layout
-from meshpar.planner.cost.activations import kept_bytes, offloaded_bytes, recomputation
+from meshpar.planner.cost.activations import kept_bytes, offloaded_bytes
 from meshpar.planner.cost.block_time import block_time
 from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.cost.pipeline_time import lock_step
+from meshpar.planner.cost.recomputation import recomputation
 from meshpar.planner.cost.run import rank_parameters, routed_parameters, update_bytes
 from meshpar.planner.cost.seconds import (
     LAST_BACKWARD,

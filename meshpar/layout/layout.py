@@ -78,6 +78,7 @@ FP8_EXECUTIONS = (
     "maxtext-dropping",
     "megatron-bridge",
     "megatron-bridge-overlap",
+    "nemo-2024",
     "primus",
     "torch-fsdp2",
     "torch-fsdp2-compile",

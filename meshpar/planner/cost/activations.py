@@ -1,4 +1,4 @@
-"""Activations that one block keeps for its backward, and what the backward recomputes.
+"""Activations that one block keeps for its backward.
 
 The count of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
 Transformer Models" (section 4.1 and Table 2), for s tokens of b sequences, h = embed, a
@@ -14,15 +14,13 @@ GELU block with ffn = 4h keeps
 
 and 2 sbh more with dropout and `none`; other blocks as `block_residuals` lists them.
 
-A residual that is kept, or comes back from the host, is not recomputed, nor is what
-only it needs. Two arrays have no name: the softmax inside of attention, and the
+Two arrays have no name: the softmax inside of attention, and the
 residual stream between the two halves, which takes attention's output, summed over
 `tensor`.
 """
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -55,6 +53,9 @@ def block_residuals(run: Run, *, moe: bool) -> tuple[Residual, ...]:
     """
     workload, execution, value = run.workload, run.execution, run.dtype_bytes
     eager, hidden = execution.eager, workload.hidden * value
+    # What matmuls alone take is kept as they take it; what others take too, twice.
+    taken = run.taken_bytes
+    cast = taken if taken < value else 0
     mixed, ffn = workload.heads * workload.value_dim, active_ffn(run, moe)
     qkv, wide = projections(run), 0.0
     if workload.kv_lora_rank:
@@ -69,19 +70,19 @@ def block_residuals(run: Run, *, moe: bool) -> tuple[Residual, ...]:
     activation = 2 if eager and workload.gated and not execution.fused_activation else 1
     rows = [
         Residual("x", hidden, "residual"),
-        Residual("attention_normed", hidden, "residual"),
+        Residual("attention_normed", workload.hidden * taken, "residual"),
         Residual("attention_qkv", qkv * value, "tensor"),
         Residual("latent_heads", wide * value, "tensor"),
         Residual(softmax[0], workload.heads * softmax[1], "tensor"),
-        Residual(ATTENTION_MIXED, mixed * value, "tensor"),
+        Residual(ATTENTION_MIXED, mixed * (value + cast), "tensor"),
         Residual("attention_out", hidden, "residual"),
-        Residual("mlp_normed", hidden, "residual"),
+        Residual("mlp_normed", _mlp_normed_bytes(run, moe, cast), "residual"),
         Residual(
             "mlp_gate_up" if workload.gated else "mlp_up",
             gate_up_values(run, moe) * value,
             "tensor",
         ),
-        Residual("mlp_hidden", activation * ffn * value, "tensor"),
+        Residual("mlp_hidden", ffn * (taken + (activation - 1) * value), "tensor"),
     ]
     if execution.dropout if eager else workload.dropout:
         rows.append(Residual("masks", 2 * _MASK_BYTES * workload.hidden, "residual"))
@@ -93,6 +94,14 @@ def block_residuals(run: Run, *, moe: bool) -> tuple[Residual, ...]:
         rows.append(Residual("gate_outputs", hidden, "residual"))
         rows.append(Residual("gate_inputs", hidden, "residual"))
     return tuple(rows)
+
+
+def _mlp_normed_bytes(run: Run, moe: bool, cast: int) -> float:
+    """Bytes of the MLP's input of one token; a router takes it whole, experts later."""
+    if not moe:
+        return run.workload.hidden * run.taken_bytes
+    shared = cast if run.workload.shared_experts else 0
+    return run.workload.hidden * (run.dtype_bytes + shared)
 
 
 def kept_bytes(run: Run, *, moe: bool, remat: str = "", fullest: bool = False) -> float:
@@ -179,13 +188,37 @@ def _residual_bytes(run: Run, remat: str, moe: bool) -> float:
             for one in block_residuals(run, moe=moe)
         }
     total = sum(size for name, size in run.known[key].items() if name in kept)
+    total -= _dropped_bytes(run, moe, kept)
     if moe and (remat in ("none", "selective") or "experts_in" in remat):
         # Tokens in the order of their experts, in and out, and the router's scores.
-        routed = 2 * run.workload.top_k * run.workload.hidden * run.dtype_bytes
+        values = run.workload.top_k * run.workload.hidden
+        routed = values * run.taken_bytes
+        if run.execution.keeps_expert_outputs:
+            routed += values * run.dtype_bytes
         total += tokens * (routed + 4 * run.workload.experts) / tensor
     elif moe and remat in ("full", "dots") and run.layout.expert > 1 and not eager:
         total += room_rows(run) * run.workload.hidden * run.dtype_bytes
     return total
+
+
+def _dropped_bytes(run: Run, moe: bool, kept: frozenset[str]) -> float:
+    """Bytes of `kept` that `Execution.recomputes` makes again instead."""
+    workload, modules, values = run.workload, run.execution.modules, 0.0
+    names = {"log_sums"} if "core_attn" in modules else set()
+    if "layernorm" in modules:
+        names |= {"attention_normed", "mlp_normed"}
+    if "mlp" in modules and not moe:
+        names |= {"mlp_gate_up", "mlp_up", "mlp_hidden"}
+    if "mla_up_proj" in modules and workload.kv_lora_rank:
+        names.add("attention_qkv")
+        if "latent_heads" in kept:
+            wider = 2 * (workload.query_dim - workload.value_dim)
+            values += workload.heads * wider * run.dtype_bytes
+    if "moe_act" in modules and moe and "mlp_hidden" in kept:
+        values += workload.top_k * workload.expert_ffn * run.taken_bytes
+    sizes: dict[str, float] = run.known["residuals", moe]
+    whole = sum(sizes[name] for name in names & kept & sizes.keys())
+    return whole + run.tokens * values / run.layout.tensor
 
 
 def _selected_bytes(run: Run, moe: bool) -> float:
@@ -368,97 +401,6 @@ OF_MATMULS = ("attention_qkv", "attention_out", "mlp_up", "mlp_gate_up")
 _FP32_BYTES = 4
 _MASK_BYTES = 1
 
-
-# Kernels of one forward of a block (24 in Megatron-LM's layer): four matmuls with
-# weights; of attention two matmuls, softmax, dropout and a transposition; the rest.
-_ATTENTION_KERNELS, _ELEMENTWISE_KERNELS = 5, 15
-
-
-class Again(NamedTuple):
-    """Times that one backward of a block repeats each part of its forward.
-
-    Args:
-        qkv, out, up, down: The matmuls with weights, in order; a fraction of one that
-            is several in the execution.
-        attention: Scores to mixed values, with the keys that move over `context`.
-        trades: Heads for tokens over `context`, and back.
-        elementwise: Norms, positions, activation.
-        sums: Sums of the residual stream over `tensor`.
-        gathers: Gathers of its sequence before a matmul.
-        exchanges: Tokens to their experts and back.
-    """
-
-    qkv: float = 0
-    attention: int = 0
-    trades: int = 0
-    out: int = 0
-    up: float = 0
-    down: int = 0
-    elementwise: int = 0
-    sums: int = 0
-    gathers: int = 0
-    exchanges: int = 0
-
-    @property
-    def kernels(self) -> int:
-        """Number of kernels launched for them."""
-        matmuls = sum(map(math.ceil, (self.qkv, self.out, self.up, self.down)))
-        attention = _ATTENTION_KERNELS * self.attention
-        return matmuls + attention + _ELEMENTWISE_KERNELS * self.elementwise
-
-
-_WHOLE = Again(*(1,) * 6, elementwise=1, sums=2, gathers=2, exchanges=1)
-
-
-def recomputation(run: Run, *, moe: bool, remat: str = "") -> Again:
-    """Return what a remat policy repeats, as counted in compiled programs."""
-    remat, eager = remat or run.layout.remat, run.execution.eager
-    if remat == "none":
-        return Again()
-    if remat == "stage":
-        # In a loop over the stage's blocks, which reads the output of each.
-        return _WHOLE
-    if remat == "full":
-        return _whole(run) if eager else _named(run, _RECEIVED, moe)
-    if remat == "stage_full":
-        last = _whole(run) if eager else _named(run, _RECEIVED, moe)
-        return Again(*map(sum, zip(_WHOLE, last, strict=True)))  # type: ignore
-    if remat == "selective" and eager:
-        if run.execution.selects_matmuls:
-            return _every_second(run)
-        scores = 0 if run.fused_attention else 1
-        return Again(attention=scores, trades=scores)
-    return _named(run, kept_names(remat), moe)
-
-
-def _whole(run: Run) -> Again:
-    """Recomputation of an eager block, without its last matmul if it stops early."""
-    return _WHOLE._replace(down=0) if run.execution.stops_early else _WHOLE
-
-
-def _every_second(run: Run) -> Again:
-    """Recomputation of every second matmul: keys, attention's output, one of a gate."""
-    workload = run.workload
-    heads, kv_heads = workload.heads, workload.kv_heads
-    return Again(
-        qkv=kv_heads / (heads + 2 * kv_heads),
-        out=1,
-        up=0.5 if workload.gated else 0,
-        elementwise=1,
-        sums=1,
-    )
-
-
-def kept_names(remat: str) -> tuple[str, ...]:
-    """Return the names of the residuals that are kept besides the block's input."""
-    names = named_residuals(remat)
-    if names is not None:
-        return names.every
-    if remat == "dots":
-        return (*OF_MATMULS, *_RECEIVED)
-    return (*NAMED, *OF_EXPERTS) if remat == "selective" else ()
-
-
 NAMED = (
     "attention_normed",
     "attention_qkv",
@@ -483,33 +425,3 @@ OF_EXPERTS = ("experts_in", "experts_gate_up")
 
 They are made in a loop over tiles, none of whose matmuls `dots` keeps.
 """
-
-_RECEIVED = OF_EXPERTS[:1]
-"""Residuals that compiled programs keep under `full` and `dots` too."""
-
-
-def _named(run: Run, kept: tuple[str, ...], moe: bool) -> Again:
-    """Recomputation if the residuals of these names are kept.
-
-    No gradient needs the MLP's output, but a router's and that of a gate on it. The
-    sequence is gathered for the weights' gradients anyway, which serves here too: equal
-    collectives merge.
-    """
-    qkv, out = int("attention_qkv" not in kept), int("attention_out" not in kept)
-    tiled = moe and not run.execution.eager
-    wide = {"experts_gate_up"} if tiled else {"mlp_up", "mlp_gate_up"}
-    up = int(not wide & set(kept))
-    gated = int(run.workload.modulations > 0)
-    # The kernel's queries, keys and values are traded again, and what it left.
-    attended = ATTENTION_MIXED in kept and run.keeps_log_sums
-    return Again(
-        qkv=qkv,
-        attention=int(not attended),
-        trades=1,
-        out=out,
-        up=up,
-        down=gated or int(moe) * up,
-        elementwise=1,
-        sums=out + gated,
-        exchanges=int("experts_in" not in kept) if tiled else int(moe) * up,
-    )

@@ -5,22 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshpar.planner.cost.activations import (
-    Again,
     kept_bytes,
     offloaded_bytes,
-    recomputation,
     stash_bytes,
 )
 from meshpar.planner.cost.elementwise import backward_bytes, forward_bytes
 from meshpar.planner.cost.expert_time import (
+    BACKWARD_KERNELS,
+    FORWARD_KERNELS,
     biased_grad,
+    host_work_s,
     routed_kernels,
     routed_linears,
 )
+from meshpar.planner.cost.recomputation import Again, recomputation
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.seconds import (
     ATTENTION,
     ATTENTION_AGAIN,
+    COMPUTING,
     HALVES,
     HOST,
     MATMULS,
@@ -35,10 +38,6 @@ from meshpar.planner.cost.seconds import (
     rows_in,
 )
 from meshpar.planner.cost.traffic import every_block_row, repeated
-
-# Kernels of one block: matmuls, attention's, norms, elementwise; in the backward twice
-# the matmuls, and additions. Counted in Megatron-LM's layer.
-_FORWARD_KERNELS, _BACKWARD_KERNELS = 24, 48
 
 
 @dataclass(frozen=True)
@@ -113,12 +112,13 @@ class BlockWork:
         moved_s = host_s(run, offloaded_bytes(run, moe=moe, remat=remat))
         forward += _waiting(moved_s, self._free_s(forward))
         input_grad += _waiting(moved_s, self._free_s(input_grad + self._weight_grad))
-        kernels = _FORWARD_KERNELS + self._routed_kernels
-        forward = _launched(run, forward, kernels)
-        back_kernels = _BACKWARD_KERNELS + 2 * self._routed_kernels
+        forward = _launched(run, forward, FORWARD_KERNELS + self._routed_kernels)
+        back_kernels = BACKWARD_KERNELS + 2 * self._routed_kernels
         input_grad = _launched(run, input_grad, again.kernels, back_kernels)
-        kernels += again.kernels + back_kernels
-        input_grad += _host_idle(run, kernels, forward + input_grad + self._weight_grad)
+        device_s = (forward + input_grad + self._weight_grad).total_s
+        # A device whose work ends before the host has launched it waits.
+        launched_s = host_work_s(run, moe, again.kernels)
+        input_grad += Cost(max(0.0, launched_s - device_s))
         splits, both = run.splits_backward, input_grad + self._weight_grad
         return BlockTime(
             forward=forward,
@@ -158,6 +158,7 @@ class BlockWork:
             cast_s(run, rows * inner * count)
             for rows, inner, _, count in self._every_linear
         )
+        hiding_s[COMPUTING] = computed_s
         waits = exposed(run, rows_in(self._rows, "forward"), hiding_s)
         return Cost(computed_s) + waits
 
@@ -176,6 +177,7 @@ class BlockWork:
         computed_s = backward_s - self._matmuls_s
         computed_s += memory_s(run, backward_bytes(run, moe=self._moe)) + back_s
         computed_s += attention_s + again.elementwise * self._elementwise_s
+        computed_s += memory_s(run, run.tokens * again.moved_bytes)
         computed_s += sum(
             cast_s(run, rows * columns * count)
             for rows, _, columns, count in self._every_linear
@@ -186,6 +188,7 @@ class BlockWork:
             MATMULS: backward_s,
         }
         hiding_s |= _backward_matmuls_s(run, self._halves)
+        hiding_s[COMPUTING] = computed_s + self._weight_grad.compute_s
         rows = repeated(rows_in(self._rows, "backward"), again)
         return Cost(computed_s) + exposed(run, rows, hiding_s)
 
@@ -330,11 +333,6 @@ def _launched(run: Run, cost: Cost, forward: int, backward: int = 0) -> Cost:
     device_s = run.cluster.device.efficiency.launch_s
     launched_s = (forward + backward) * device_s + forward * run.execution.launch_s
     return cost + Cost(launched_s)
-
-
-def _host_idle(run: Run, kernels: int, cost: Cost) -> Cost:
-    """Cost of a device whose work on a block ends before the host has launched it."""
-    return Cost(max(0.0, kernels * run.execution.kernel_host_s - cost.total_s))
 
 
 @dataclass(frozen=True)

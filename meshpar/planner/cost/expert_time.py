@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.seconds import Cost, matmul_s
 
-# Kernels that routing adds to a forward, counted in Megatron-Core's layer (its router,
-# two losses and token dispatcher): logits, scores, top-k and their weights, 4; losses,
-# 2; counts and their exchange, 2; rows in order by device and by expert, and back, 4.
-_ROUTING_KERNELS = 12
+# Kernels that routing adds to a forward, as NVIDIA counts them in Megatron-Core with a
+# fused router ("Optimizing DeepSeek-V3 Training Performance on NVIDIA GB200 NVL72",
+# 2025, section 2.1.4); those behind it that no CUDA graph takes, as the number of rows
+# changes: rows in order by device and by expert, and back, 4; matmuls, activation, sum.
+_ROUTING_KERNELS, _UNGRAPHED_KERNELS = 31, 8
 
 # Bytes for each value of an expert's output that adding its bias moves, where each
 # expert's rows are a tensor of their own and the router's weights in fp32. Forward: the
@@ -22,8 +25,26 @@ _EXPERT_BIAS_BYTES = (28, 36)
 # inputs and outputs of experts, gradients the same way.
 _PADDING_BYTES = 2 * 4
 
+# Kernels of one block: matmuls, attention's, norms, elementwise; in the backward twice
+# the matmuls, and additions. Counted in Megatron-LM's layer.
+FORWARD_KERNELS, BACKWARD_KERNELS = 24, 48
+
 # Rows of a tile of a matmul: half of each expert's last one is empty on average.
 _TILE_ROWS = 128
+
+
+def expert_axes(run: Run) -> tuple[str, ...]:
+    """Return the mesh axes whose devices have other experts each."""
+    together = run.layout.expert * run.layout.tensor
+    divides = run.workload.experts % together == 0
+    if run.execution.whole_experts and divides:
+        return "expert", "tensor"
+    return ("expert",)
+
+
+def expert_devices(run: Run) -> int:
+    """Return the number of devices that have other experts each."""
+    return math.prod(getattr(run.layout, axis) for axis in expert_axes(run))
 
 
 Matmuls = tuple[tuple[float, float, float, float], ...]
@@ -33,14 +54,16 @@ Matmuls = tuple[tuple[float, float, float, float], ...]
 def routed_linears(run: Run) -> tuple[Matmuls, Matmuls]:
     """Return the matmuls of a device's experts, in and out, as `Linears` has them.
 
-    Every expert takes its tokens from all devices of `expert`, evenly, or its whole
-    capacity. Where each has matmuls of its own, the last tile of rows is half empty.
+    Every expert takes its tokens from all devices that share the experts, evenly, or
+    its whole capacity. Where each has matmuls of its own, the last tile of rows is half
+    empty.
     """
-    workload, expert = run.workload, run.layout.expert
-    ffn, wide = workload.expert_ffn / run.layout.tensor, 2 if workload.gated else 1
-    rows = run.tokens * expert * workload.top_k / workload.experts
+    workload, devices = run.workload, expert_devices(run)
+    sharing = run.layout.expert * run.layout.tensor / devices
+    ffn, wide = workload.expert_ffn / sharing, 2 if workload.gated else 1
+    rows = run.tokens * run.layout.expert * workload.top_k / workload.experts
     rows *= run.execution.expert_capacity
-    count = workload.experts / expert
+    count = workload.experts / devices
     rows += _TILE_ROWS / 2 if run.execution.eager and count > 1 else 0
     return (
         ((rows, workload.hidden, wide * ffn, count),),
@@ -76,7 +99,31 @@ def routed_kernels(run: Run, moe: bool) -> int:
     """
     if not (moe and run.execution.eager):
         return 0
-    return _ROUTING_KERNELS + 2 * (run.workload.experts // run.layout.expert - 1)
+    return _ROUTING_KERNELS + 2 * (run.workload.experts // expert_devices(run) - 1)
+
+
+def host_work_s(run: Run, moe: bool, again: int) -> float:
+    """Return the host's seconds to launch a block's forward and backward.
+
+    Matmuls of experts are launched from one call each way, without Python. What CUDA
+    graphs hold takes none; they hold all but what routing gives a changing size.
+
+    Args:
+        run: The run.
+        moe: Whether the block has routed experts.
+        again: Kernels that the backward recomputes.
+    """
+    execution = run.execution
+    forward, backward = FORWARD_KERNELS, BACKWARD_KERNELS + again
+    forward += _ROUTING_KERNELS if moe else 0
+    backward += 2 * _ROUTING_KERNELS if moe else 0
+    if execution.graphs:
+        forward = _UNGRAPHED_KERNELS if moe else 0
+        backward = 2 * forward
+    experts = run.workload.experts / expert_devices(run) if moe else 0
+    return (forward + backward) * execution.kernel_host_s + (
+        6 * experts * execution.launch_s
+    )
 
 
 def routed_bytes(run: Run, moe: bool) -> float:

@@ -241,7 +241,8 @@ def _logit_bytes(run: Run) -> float:
         # The gradient of the head's table, whole until the loss is done.
         table = table_parameters(run)
     heads = 1 + run.workload.mtp_layers
-    logits = heads * logits_at_once(run) * run.execution.logit_bytes
+    each = run.dtype_bytes if run.execution.fused_loss else run.execution.logit_bytes
+    logits = heads * logits_at_once(run) * each
     return logits + table * run.execution.gradient_bytes
 
 

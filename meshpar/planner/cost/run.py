@@ -208,6 +208,12 @@ class Run:
         return 4 if self.layout.precision == "fp32" else 2
 
     @property
+    def taken_bytes(self) -> int:
+        """Bytes of a value that only matmuls of blocks take, as the backward has it."""
+        scaled = self.execution.keeps_fp8 and self.layout.precision == "fp8"
+        return 1 if scaled else self.dtype_bytes
+
+    @property
     def gathered_bytes(self) -> int:
         """Bytes of one value of a weight that is gathered for use."""
         return 1 if self.layout.precision == "fp8" else self.dtype_bytes

@@ -70,7 +70,7 @@ HALVES = ("attention", "mlp")
 
 ATTENTION, ATTENTION_AGAIN, LAYER = "attention", "attention again", "layer"
 BLOCKS, LAST_BACKWARD, NEXT_FORWARD = "blocks", "last backward", "next forward"
-MATMULS = "matmuls"
+MATMULS, COMPUTING = "matmuls", "computing"
 """Work that can hide collectives, where the execution overlaps them.
 
 Further names are a half's `attention outputs` (in the forward), `attention inputs` and
@@ -100,7 +100,7 @@ class Row(NamedTuple):
         part: `inner` for devices next to each other, `outer` for one of each such
             group; empty for all of the mesh axes.
         only: `SECONDS` or `BYTES` if only that sum counts the row.
-        again: Number of `activations.Again` that `times` is multiplied by.
+        again: Number of `recomputation.Again` that `times` is multiplied by.
     """
 
     mesh_axes: tuple[str, ...]

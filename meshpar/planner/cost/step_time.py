@@ -289,7 +289,8 @@ def tick_overhead(run: Run) -> StageTime:
 
 def _hops(run: Run) -> tuple[Cost, Cost]:
     """Costs of an activation's hop to the next stage, and of a gradient's back."""
-    hops = hop_rows(run) if not run.execution.hop_overlap else ()
+    beside = run.execution.hop_overlap and run.layout.chunks > 1
+    hops = () if beside else hop_rows(run)
     waited = Cost(0.0, {"stage": run.execution.hop_wait_s} if hops else {})
     hiding_s = {MATMULS: math.inf}  # those of a whole tick
     up, down = (
@@ -372,6 +373,9 @@ class _Ends:
             forward, backward = embedding.forward, embedding.backward
         if stage == run.num_stages - 1:
             forward, backward = forward + head.forward, backward + head.backward
+            later = run.workload.mtp_layers  # which look the next tokens up there
+            forward += embedding.forward * later
+            backward += embedding.backward * later
         return forward, backward
 
 
@@ -382,8 +386,10 @@ def _head_s(run: Run, tokens: float) -> tuple[float, float]:
     # Converted to fp32 (read 2, write 4), their maximum (read 4), their exponentials
     # (read 4, write 4), the sum (read 4); back, the gradient (read 4, write 4),
     # converted (read 4, write 2), and what the execution reads and writes more.
-    forward_bytes = 22
-    backward_bytes = run.execution.loss_bytes - forward_bytes
+    forward_bytes, backward_bytes = 22, run.execution.loss_bytes - 22
+    if run.execution.fused_loss:
+        # Maximum and sum (read 2), the gradient (2, 2); back, scaled (2, 2).
+        forward_bytes, backward_bytes = 6, 4
     forward_s = logits_s + memory_s(run, forward_bytes * tokens * vocab)
     both_s = matmul_s(run, tokens, vocab, hidden, unscaled=True)
     both_s += weight_grad_s(run, tokens, hidden, vocab, unscaled=True)

@@ -13,17 +13,18 @@ from typing import Any
 from meshpar.layout import Layout
 from meshpar.parallel.sizes import PICK_BYTES, ROUTE_BYTES, WEIGHT_BYTES, head_copies
 from meshpar.planner.cost.activations import (
-    Again,
-    recomputation,
     room_rows,
     round_parts,
     tokens_to_hosts,
 )
+from meshpar.planner.cost.expert_time import expert_axes, expert_devices
+from meshpar.planner.cost.recomputation import Again, recomputation
 from meshpar.planner.cost.run import Run, block_parameters
 from meshpar.planner.cost.seconds import (
     ATTENTION,
     ATTENTION_AGAIN,
     BYTES,
+    COMPUTING,
     HALVES,
     LAST_BACKWARD,
     LAYER,
@@ -61,7 +62,7 @@ def block_rows(run: Run, *, moe: bool, again: Again | None = None) -> Rows:
 
 def every_block_row(run: Run, *, moe: bool) -> Rows:
     """Return the rows of a block under any remat policy: those with `again` may run."""
-    rows = [*_tensor(run), *_context(run)]
+    rows = [*_tensor(run, moe), *_context(run)]
     if moe:
         rows += _expert(run)
     return between_devices(run, rows)
@@ -78,8 +79,13 @@ def repeated(rows: Rows, again: Again) -> Rows:
     return tuple(kept)
 
 
-def _tensor(run: Run) -> Iterator[Row]:
-    """Rows of two sums of the residual stream, forward and backward."""
+def _tensor(run: Run, moe: bool) -> Iterator[Row]:
+    """Rows of two sums of the residual stream, forward and backward.
+
+    One where the devices have whole experts, and share none that all tokens go to.
+    """
+    whole = moe and "tensor" in expert_axes(run) and not run.workload.shared_experts
+    halves = HALVES[:1] if whole else HALVES
 
     # In chunks around the ring all but the first can run beside a matmul.
     ring = run.execution.tensor_ring
@@ -91,16 +97,16 @@ def _tensor(run: Run) -> Iterator[Row]:
         return one._replace(share=share, **more)
 
     if not run.layout.sequence_parallel:
-        yield row("all-reduce", "forward", 2)
-        for half in HALVES:
+        yield row("all-reduce", "forward", len(halves))
+        for half in halves:
             yield row("all-reduce", "backward", hidden_by=f"{half} weights")
         yield row("all-reduce", "backward", again="sums")
         return
-    for half in HALVES:
+    for half in halves:
         hidden_by = f"{half} outputs" if ring else ""
         yield row("all-gather", "forward", hidden_by=hidden_by)
         yield row("reduce-scatter", "forward", hidden_by=hidden_by)
-    for half in HALVES:
+    for half in halves:
         # The output's gradient is gathered before anything can start, but in chunks.
         # The input is gathered again beside the matmul for its gradient, whose scatter
         # runs beside the one for the weights.
@@ -124,7 +130,7 @@ def _expert(run: Run) -> Iterator[Row]:
     """
     workload = run.workload
     if run.execution.eager:
-        there = run.residual_bytes * workload.top_k / run.layout.tensor
+        there = run.residual_bytes * _copies_sent(run) / run.layout.tensor
         results = back = there
     else:
         rows = room_rows(run)
@@ -138,10 +144,10 @@ def _expert(run: Run) -> Iterator[Row]:
     # Only parts have matmuls of other parts beside them, or microbatches of others.
     overlaps = run.execution.exchange_overlap
     share = 1.0 if overlaps or round_parts(run) > 1 else 0.0
-    hidden_by = MATMULS if overlaps else ""
+    hidden_by = COMPUTING if overlaps else ""
 
     def row(payload: float, passes: str, reason: str, again: str = "") -> Row:
-        one = Row(("expert",), "all-to-all", payload, reason, passes, 1, hidden_by)
+        one = Row(expert_axes(run), "all-to-all", payload, reason, passes, 1, hidden_by)
         return one._replace(share=share, again=again)
 
     yield row(there, "forward", _THERE)
@@ -151,6 +157,20 @@ def _expert(run: Run) -> Iterator[Row]:
     yield row(there, "backward", _THERE, "exchanges")
     if run.execution.eager:
         yield row(results, "backward", _BACK, "exchanges")
+
+
+def _copies_sent(run: Run) -> float:
+    """Number of copies of a token that exchanges send.
+
+    One for each of its experts; or between hosts one for each with any of them, of
+    which each of h is without with a probability of (1 - 1/h)^k. Those to a token's own
+    host are sent beside them.
+    """
+    link, copies = run.link(*expert_axes(run)), run.workload.top_k
+    if not run.execution.sends_once or link.name != "network":
+        return copies
+    hosts = expert_devices(run) / link.inner
+    return hosts * (1 - (1 - 1 / hosts) ** copies)
 
 
 def _expert_by_host(run: Run, rows: int, hosts: int, tokens: int) -> Iterator[Row]:

@@ -168,9 +168,14 @@ matmuls that they feed, sends of interleaved stages beside computation.
 """
 
 # Calibrated: Qwen3-30B-A3B on 8 B200 (`published.json`, "Bridge experts in fp8"), one
-# sequence a microbatch, waits for the host all the time: 8.8 ms for a block's 198
-# kernels as counted here (of four sequences, the device decides).
-_BRIDGE_KERNEL_HOST_S = 44e-6
+# sequence a microbatch, waits for the host all the time: 8.8 ms for a block's 165
+# kernels and the matmuls of 16 experts (of four sequences, the device decides).
+_BRIDGE_KERNEL_HOST_S = 48.7e-6
+
+# Calibrated: Qwen3-30B-A3B on 16 H100 (26.02) and Qwen3-235B-A22B on 64 B200 (25.11),
+# the mean of both. To run one microbatch's exchanges beside another's matmuls, a block
+# is launched in parts, its weight gradients apart.
+_OVERLAP_KERNEL_HOST_S = 83e-6
 
 # Calibrated: GPT-OSS-120B on 64 GB200, with nine other rows of it in view. Its experts
 # alone have biases, and its step takes what no count of bytes explains. One rate serves
@@ -183,6 +188,10 @@ MEGATRON_BRIDGE = replace(
     gradient_bytes=2,
     reduction_bytes=2,
     fp8=True,
+    keeps_fp8=True,
+    keeps_expert_outputs=False,
+    whole_experts=True,
+    fused_loss=True,
     trains_mtp=True,
     expert_overlap=False,
     kernel_host_s=_BRIDGE_KERNEL_HOST_S,
@@ -193,8 +202,23 @@ MEGATRON_BRIDGE = replace(
 summed in 16 bits (`grad_reduce_in_fp32=False`), tokens sent to their experts by an
 all-to-all that no work hides (`moe_a2a_overlap=False`), no CUDA graphs."""
 
+NEMO_2024 = replace(
+    MEGATRON_BRIDGE,
+    name="nemo-2024",
+    keeps_expert_outputs=True,
+    whole_experts=False,
+    fused_loss=False,
+    trains_mtp=False,
+)
+"""NeMo 24.09 to early 2025, the same but for what Megatron-Core did not have yet: a
+fused loss of Transformer Engine, experts apart from `tensor`, weights of the router
+before the experts' last matmul (NVIDIA/dgxc-benchmarking, `grok1_314b.yaml`)."""
+
 MEGATRON_BRIDGE_OVERLAP = replace(
-    MEGATRON_BRIDGE, name="megatron-bridge-overlap", exchange_overlap=True
+    MEGATRON_BRIDGE,
+    name="megatron-bridge-overlap",
+    exchange_overlap=True,
+    kernel_host_s=_OVERLAP_KERNEL_HOST_S,
 )
 """The same with `moe_a2a_overlap=True`, as its recipes of Qwen3-235B for H100 have."""
 
@@ -261,6 +285,7 @@ LLM_FOUNDRY = replace(
     selects_matmuls=False,
     logit_bytes=4,
     cast_bytes=NANOTRON.cast_bytes,  # Transformer Engine's
+    keeps_fp8=True,
     learned_positions="",
 )
 """LLM Foundry of 2023, as its benchmarks train MPT models: PyTorch's first fully
@@ -339,6 +364,7 @@ EXECUTIONS = {
         MEGATRON_CORE,
         MEGATRON_BRIDGE,
         MEGATRON_BRIDGE_OVERLAP,
+        NEMO_2024,
         PRIMUS,
         DEEPSPEED_ZERO3,
         TORCH_FSDP2,

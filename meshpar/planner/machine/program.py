@@ -55,6 +55,8 @@ class Execution:
         repacks: True if what is gathered is copied out of one buffer for the layer's
             matrices, and their gradients into one, in fp32, of which the device keeps
             its shard's sum; else gradients are added to a sum of the whole layer.
+        recomputes: Parts of a block that are computed again besides what `remat` says,
+            separated by "/": some of `MODULES`.
         stops_early: True if a block recomputes no more than its backward reads, so not
             the last matmul, under `remat=full` too.
         selects_matmuls: True if `remat=selective` keeps attention's output and that of
@@ -68,7 +70,8 @@ class Execution:
         measured_overlap: True if the hidden share of a step's collectives is measured
             in compiled programs (`hidden_share`), not a yes or no of the options above.
         rails: Network ports of a host that one collective uses at once; 0 for all.
-        hop_overlap: True if activations hop between stages beside computation.
+        hop_overlap: True if activations hop between stages beside computation, where
+            ranks have several stages.
         hop_split: True if a hop is split over `tensor` and gathered after it.
         fused_accumulation: True if the matmul that makes a weight gradient adds it to
             its sum.
@@ -91,6 +94,8 @@ class Execution:
         host_s: Time of the host between steps that no device work hides.
         kernel_host_s: Time that the host takes for each kernel of a block, Python,
             autograd and checks included: a device that is faster waits for it.
+        graphs: True if attention, norms, router and shared experts are launched as CUDA
+            graphs, for which the host takes no time.
         adds_biases_apart: True if biases of experts' outputs are added one expert after
             another, in fp32.
         biased_grad_flops: FLOP/s of experts' weight gradients that sum a bias's
@@ -111,6 +116,17 @@ class Execution:
         cast_bytes: Bytes that casting a value to 8 bits reads and writes: 4 for one
             kernel that reads 16 bits and writes two copies (Transformer Engine 2.x,
             `Float8Quantizer` and `MXFP8Quantizer`).
+        keeps_fp8: True if what its matmuls take in 8 bits is kept so for the backward;
+            else in 16 bits, and cast again.
+        keeps_expert_outputs: True if experts' outputs are kept, to weight them behind;
+            else the router's weights scale what the experts' last matmul takes.
+        whole_experts: True if devices of `tensor` have whole experts each, where their
+            number allows it, and tokens go to those of `expert` and `tensor` together
+            (Megatron's `expert_tensor_parallel_size=1`); else they share each expert.
+        sends_once: True if a token goes once to each host with experts of its own, and
+            is copied to their devices there (DeepEP, HybridEP); else once for each.
+        fused_loss: True if one kernel turns the logits into their gradient, in 16 bits
+            and in place; `logit_bytes` and `loss_bytes` are not used then.
         trains_mtp: True if it trains a model's `mtp_layers`.
         learned_positions: Name of the execution of models with learned positions, where
             another program trains them; empty for this one.
@@ -140,10 +156,16 @@ class Execution:
     host_s: float
     eager: bool
     fp8: bool = False
+    keeps_fp8: bool = False
+    keeps_expert_outputs: bool = True
+    whole_experts: bool = False
+    sends_once: bool = False
+    fused_loss: bool = False
     trains_mtp: bool = False
     cast_bytes: float = 4.0
     launch_s: float = 0.0
     kernel_host_s: float = 0.0
+    graphs: bool = False
     adds_biases_apart: bool = False
     biased_grad_flops: float = 0.0
     exchange_overlap: bool = False
@@ -156,6 +178,7 @@ class Execution:
     waits_for_scatters: str = ""
     scatters_whole: bool = True
     repacks: bool = False
+    recomputes: str = ""
     stops_early: bool = False
     selects_matmuls: bool = False
     fused_norms: bool = True
@@ -176,6 +199,11 @@ class Execution:
             _check(self.name, field.name, str(field.type), getattr(self, field.name))
 
     @property
+    def modules(self) -> frozenset[str]:
+        """Names in `recomputes`."""
+        return frozenset(filter(None, self.recomputes.split("/")))
+
+    @property
     def update_bytes(self) -> int:
         """Bytes that the update reads and writes for each parameter.
 
@@ -190,6 +218,11 @@ class Execution:
         copied = 2 + 4 if self.gradient_bytes == 2 else 0
         return adam + 2 * 4 + 4 + self.weight_bytes + self.gradient_bytes + copied
 
+
+MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe_act")
+"""Megatron-Core's `recompute_modules`: attention's scores and mixing, both norms, the
+matrices that expand latent queries, keys and values, a dense MLP, and the activation of
+routed experts."""
 
 # Least and most of each number.
 _RANGES = {
@@ -236,6 +269,14 @@ def _check(name: object, field: str, kind: str, value: object) -> None:
             f"{nearest(str(value), kernels)}",
             key="plan.unknown_attention_kernel",
         )
+    if field == "recomputes":
+        wrong = {*str(value).split("/")} - {"", *MODULES}
+        if wrong:
+            raise InputError(
+                f"execution {name!r}: recomputes={value!r}: no {sorted(wrong)[0]!r}; "
+                f"{nearest(sorted(wrong)[0], MODULES)}",
+                key="plan.unknown_module",
+            )
     if field in _RANGES:
         least, most = _RANGES[field]
         if not least <= value <= most:  # type: ignore[operator]

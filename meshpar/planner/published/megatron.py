@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -335,12 +335,14 @@ def megatron_bridge() -> Iterator[Measured]:
         layout, chunks = _layout(row), row["pp"] * row["vp"]
         first, last = row["first_layers"], row["last_layers"]
         left = SHAPES[row["model"]].layers - first - last
+        modules, graphs = row["recomputed"], row["graphs"]
+        program = replace(MEGATRON_BRIDGE, recomputes=modules, graphs=graphs)
         planned = estimate_published(
             SHAPES[row["model"]],
             layout,
             row["gbs"],
             data["seq"],
-            MEGATRON_BRIDGE,
+            program,
             row["hardware"],
             # Layers of each chunk: the first's, as many on all others but the last.
             stage_blocks=(first, *[left // (chunks - 2)] * (chunks - 2), last),

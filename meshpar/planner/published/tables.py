@@ -1,13 +1,15 @@
 """Rows of public performance tables, each of which says its whole run.
 
 A row of `published.json`, `public_tables`, has the words that `meshpar estimate` takes:
-hardware, model, layout, execution. One source of rows is one family. LLM Foundry's
+hardware, model, layout, execution, and `program` where its recipe changes that. One
+source of rows is one family. LLM Foundry's
 tables have a form of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,7 +38,7 @@ def family_rows(family: str) -> Iterator[Measured]:
             layout,
             row["global_batch"],
             row["seq"],
-            EXECUTIONS[row["execution"]],
+            replace(EXECUTIONS[row["execution"]], **row.get("program", {})),
             row["hardware"],
             _stage_blocks(row),
             hosts=row.get("hosts"),

@@ -116,20 +116,28 @@ _GOALS = (
         0.10,
         0.20,
     ),
-    # A mean of 10 % and a largest error of 20 % are missed: docs/guides/planner.md.
+    # Means and largest errors without targets are missed: docs/guides/planner.md.
     _Goal(
         "step time, public tables, experts on TPU v7x, no target",
         ("MaxText experts TPU v7x",),
         None,
     ),
     _Goal(
-        "step time, public tables, experts on H100 and Blackwell, no target",
-        (
-            "NeMo experts H100",
-            "NeMo experts GB200",
-            "Bridge experts",
-            "Bridge experts fp8",
-        ),
+        "step time, public tables, experts on H100 (NeMo)",
+        ("NeMo experts H100",),
+        0.10,
+        0.20,
+    ),
+    # Without a largest error: one layout is 51 % off, three rows 16 to 29 %.
+    _Goal(
+        "step time, public tables, experts on H100 and Blackwell (Megatron Bridge)",
+        ("Bridge experts", "Bridge experts fp8"),
+        0.10,
+    ),
+    # Three rows of one run miss by 63 %: docs/guides/planner.md.
+    _Goal(
+        "step time, public tables, experts on GB200 (NeMo), no target",
+        ("NeMo experts GB200",),
         None,
     ),
     _Goal("step time, A100 (PyTorch FSDP)", ("PyTorch FSDP A100",), 0.10, 0.20),
