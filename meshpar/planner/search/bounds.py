@@ -99,14 +99,17 @@ class Bounds:
         self._free = 1 - run.cluster.device.efficiency.collective_cores
         counts = [count for _, count in self._costs.kinds]
         self._shares = np.array(counts) / run.workload.layers
-        self._share = 1.0
+        self._share, self._in_blocks = 1.0, True
         self._least_s: dict[tuple, float] = {}
         self._least_held: dict[tuple, tuple[float, int]] = {}
 
-    def with_share(self, share: float) -> Bounds:
-        """Return bounds of layouts whose longest stage has `share` of an even one."""
+    def with_share(self, share: float, *, in_blocks: bool = True) -> Bounds:
+        """Return bounds of layouts whose longest stage has `share` of an even one.
+
+        In whole blocks, or in any fraction of one.
+        """
         changed = copy(self)
-        changed._share, changed._least_s = share, {}
+        changed._share, changed._in_blocks, changed._least_s = share, in_blocks, {}
         return changed
 
     def without_capacity(self) -> Bounds:
@@ -335,7 +338,8 @@ class Bounds:
         """
         longest = self._like.workload.layers / (mesh.stage * variant.chunks)
         longest *= self._share
-        longest = math.ceil(longest) if len(self._shares) == 1 else longest
+        if self._in_blocks and len(self._shares) == 1:
+            longest = math.ceil(longest)
         return longest * self._shares
 
     def _memory(
