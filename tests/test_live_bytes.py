@@ -25,14 +25,21 @@ def test_a_last_dim_takes_whole_lanes(lanes, hidden_columns, columns):
     assert live.total_bytes == 4 * (kept + 64 * columns)
 
 
-def test_results_made_later_wait_with_their_operands_until_the_others_are_there():
+def test_results_made_last_do_not_count_but_their_operands_wait():
     def backward(weight, x, gradient):
-        of_hidden = jnp.tanh(x @ weight) * gradient
-        return x.T @ of_hidden, of_hidden @ weight.T
+        of_hidden = (x @ weight) * gradient
+        of_input = of_hidden @ weight.T
+        return x.T @ of_hidden, of_input @ of_input.T
 
     weight, x, gradient = jnp.zeros((200, 12)), jnp.zeros((64, 200)), jnp.zeros(12)
     program = jax.jit(backward).trace(weight, x, gradient).jaxpr
-    of_hidden, turned, result = 64 * 12, 12 * 200, 64 * 200
-    last, all_of_it = most_live(program, later=1), most_live(program)
-    assert last.total_bytes == 4 * (of_hidden + turned + result)
-    assert all_of_it.total_bytes == last.total_bytes + 4 * weight.size
+    in_order, last = (most_live(program, uncounted=1, last=at) for at in (False, True))
+    # The last matmul reads `of_input` twice, as it is and transposed.
+    assert in_order.total_bytes == 4 * (2 * 64 * 200 + 64 * 64)
+    assert last.total_bytes == in_order.total_bytes + 4 * 64 * 12
+    assert most_live(program).total_bytes == in_order.total_bytes + 4 * weight.size
+    assert last.bytes_by_width == {
+        200: 4 * 64 * 200,
+        64: 4 * (64 * 200 + 64 * 64),
+        12: 4 * 64 * 12,
+    }

@@ -45,7 +45,13 @@ from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.step_traffic import sent_in_a_step
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import MESHPAR
-from meshpar.planner.workload.workload import Cut, Needed, TracedBlock, Workload
+from meshpar.planner.workload.workload import (
+    Cut,
+    LiveBackward,
+    Needed,
+    TracedBlock,
+    Workload,
+)
 from meshpar.trace.costs import Operand, matmul_flops, most_live
 from meshpar.trace.walk import array_shape, equations
 from meshpar.train.step import Batch, TrainStep
@@ -139,7 +145,7 @@ def _traced_block(
         seq=seq,
         needed=needed(groups),
         kernel_needed=cache(lambda: needed(trace(shared))),
-        backward_bytes=cache(partial(_backward_bytes, model, seq, dtype)),
+        backward=cache(partial(_most_live_backward, model, seq, dtype)),
         input_bytes=_array_bytes(traced_batch(model, 1, seq)) / seq,
         residual_dtype_bytes=jnp.dtype(dtype).itemsize,
         other_end_parameters=_count(ends) - sum(map(math.prod, _tables(model))),
@@ -245,16 +251,23 @@ def _residual_bytes(
     return _array_bytes(jax.eval_shape(kept, params, x, known))
 
 
-def _backward_bytes(model: Model, seq: int, dtype: Any, lanes: int) -> float:
-    """Bytes of a token at the fullest moment of a backward that keeps its input alone.
+def _most_live_backward(
+    model: Model, seq: int, dtype: Any, weights_last: bool
+) -> LiveBackward:
+    """Fullest moment of a block's backward, without gradients of weights.
 
-    Of the group of equal blocks that needs most, before gradients of weights are made.
+    Of the group of equal blocks that needs most.
     """
     streams = in_dtype(traced_streams(model, 1, seq), dtype)
-    groups = range(len(streams))
-    programs = [_backward(model, at, streams[at], seq, dtype) for at in groups]
-    lives = (most_live(one, lanes, later=weights) for one, weights in programs)
-    return max(live.total_bytes for live in lives) / seq
+    programs = (_backward(model, at, x, seq, dtype) for at, x in enumerate(streams))
+    lives = (
+        most_live(one, uncounted=num_weights, last=weights_last)
+        for one, num_weights in programs
+    )
+    fullest = max(lives, key=lambda live: live.total_bytes)
+    hidden = jax.tree.leaves(streams[0])[0].shape[-1]
+    of_stream = fullest.bytes_by_width[hidden]
+    return LiveBackward(fullest.total_bytes / seq, of_stream / seq)
 
 
 def _backward(

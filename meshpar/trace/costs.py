@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -215,10 +216,12 @@ class Live:
     Args:
         total_bytes: Bytes of all arrays but the arguments.
         operation: Name of the operation that runs then.
+        bytes_by_width: Size of the last dim -> bytes of arrays that have it.
     """
 
     total_bytes: int
     operation: str
+    bytes_by_width: Counter[int] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
@@ -235,30 +238,36 @@ class _Flat:
 
     lanes: int
     sizes: list[int] = field(default_factory=list)
+    widths: list[int] = field(default_factory=list)
     works: list[_Work] = field(default_factory=list)
 
     def number(self, atom: Any) -> int:
         """Number an array; None is a number that takes no memory."""
         dtype = getattr(getattr(atom, "aval", None), "dtype", None)
-        size = 0
+        size = last = 0
         if dtype is not None and hasattr(dtype, "itemsize"):
             *others, last = atom.aval.shape or (1,)
             padded = -(-last // self.lanes) * self.lanes
             size = math.prod(others) * padded * dtype.itemsize
         self.sizes.append(size)
+        self.widths.append(last)
         return len(self.sizes) - 1
 
 
-def most_live(program: ClosedJaxpr, lanes: int = 1, *, later: int = 0) -> Live:
+def most_live(
+    program: ClosedJaxpr, lanes: int = 1, *, uncounted: int = 0, last: bool = False
+) -> Live:
     """Return the fullest moment of a program.
 
     Args:
         program: `jax.jit(f).trace(...).jaxpr`, with the shapes of one device.
         lanes: The last dim of an array is padded to a multiple of this.
-        later: Number of results, the first, that are made after all others, whose
-            moments do not count but whose operands wait, such as gradients of weights.
+        uncounted: Number of results, the first, whose own bytes do not count, such as
+            gradients of weights.
+        last: True if these are made after all others, at moments that do not count, but
+            until when their operands wait.
     """
-    return _most_live(program, lanes, later)
+    return _most_live(program, lanes, uncounted, last)
 
 
 def most_room(program: ClosedJaxpr, platform: str) -> int:
@@ -272,7 +281,9 @@ def most_room(program: ClosedJaxpr, platform: str) -> int:
     return round(facts.heap_over_arrays * most_live(program, facts.lanes).total_bytes)
 
 
-def _most_live(program: Program, lanes: int, later: int = 0) -> Live:
+def _most_live(
+    program: Program, lanes: int, uncounted: int = 0, last_ones: bool = False
+) -> Live:
     flat = _Flat(lanes)
     given = [flat.number(atom) for atom in without_constants(program).invars]
     results = _flatten(program, given, flat)
@@ -283,8 +294,9 @@ def _most_live(program: Program, lanes: int, later: int = 0) -> Live:
         for work in flat.works
         if any(places[result] == (result,) for result in work.results)
     ]
-    first = _needed(works, places, results[later:]) if later else works
+    first = _needed(works, places, results[uncounted:]) if last_ones else works
     works = [*first, *(work for work in works if work not in set(first))]
+    free = {one for result in results[:uncounted] for one in places.get(result, ())}
     for at, work in enumerate(works):
         for operand in work.operands:
             last.update(dict.fromkeys(places.get(operand, ()), at))
@@ -293,10 +305,14 @@ def _most_live(program: Program, lanes: int, later: int = 0) -> Live:
     held: dict[int, int] = {}
     most = Live(total_bytes=0, operation="")
     for at, work in enumerate(first):
-        held.update({one: flat.sizes[one] for one in work.results if one in last})
+        made = [one for one in work.results if one in last and one not in free]
+        held.update({one: flat.sizes[one] for one in made})
         total = sum(held.values()) + work.inside_bytes
         if total > most.total_bytes:
-            most = Live(total_bytes=total, operation=work.name)
+            widths = Counter[int]()
+            for one, size in held.items():
+                widths[flat.widths[one]] += size
+            most = Live(total_bytes=total, operation=work.name, bytes_by_width=widths)
         held = {one: size for one, size in held.items() if last[one] > at}
     return most
 

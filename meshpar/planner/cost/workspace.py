@@ -155,10 +155,14 @@ def recomputed_bytes(run: Run, *, moe: bool, remat: str = "") -> float:
 
 
 def _traced_bytes(run: Run) -> float:
-    """Bytes of the fullest traced block's backward, besides its input and scores."""
-    traced = run.workload.traced
+    """Bytes of the fullest traced block's backward, besides its input and scores.
+
+    XLA:GPU makes gradients of weights last, XLA:TPU where the trace has them. `tensor`
+    splits all but what is as wide as the stream.
+    """
+    traced, tensor = run.workload.traced, run.layout.tensor
     assert traced is not None
-    each = traced.backward_bytes(run.platform.lanes)
+    each, stream = traced.backward(not run.platform.has_own_xla)
     softmax = traced.score_bytes()
     if softmax:
         # The trace has one example, with the gradients of scores in fp32 and cast.
@@ -167,8 +171,8 @@ def _traced_bytes(run: Run) -> float:
             rows * (_FP32_BYTES + traced.residual_dtype_bytes) / _score_parts(run, 1)
         )
         each -= 0.0 if run.stores_softmax else softmax
-    each *= run.tokens * run.dtype_bytes / traced.residual_dtype_bytes
-    return (each - run.residual_bytes) / run.layout.tensor + stage_input_bytes(run)
+    split = (each - stream) / tensor + stream * run.residual_share
+    return run.tokens * split * run.dtype_bytes / traced.residual_dtype_bytes
 
 
 def _mlp_gradient_bytes(run: Run, *, moe: bool) -> float:

@@ -23,6 +23,18 @@ class Cut(NamedTuple):
     uncut_share: float
 
 
+class LiveBackward(NamedTuple):
+    """Fullest moment of a traced backward, but for gradients of weights.
+
+    Args:
+        bytes: Bytes of a token of all arrays.
+        stream_bytes: Those of arrays of the width of the residual stream.
+    """
+
+    bytes: float
+    stream_bytes: float
+
+
 class Needed(NamedTuple):
     """Bytes of a token that a block's backward needs, by remat policy.
 
@@ -48,9 +60,8 @@ class TracedBlock:
         needed: What the backward needs where attention keeps its softmax.
         kernel_needed: Function that traces it where attention runs in a fused kernel or
             in tiles, which keep none.
-        backward_bytes: Function that traces, for a number of lanes that pad the last
-            dim of arrays, the bytes at the fullest moment of a backward that keeps the
-            block's input alone, before gradients of weights are made.
+        backward: Function that traces a backward that keeps the block's input alone;
+            True if gradients of weights are made last.
         input_bytes: Bytes of the batch, as a step is given it.
         residual_dtype_bytes: Bytes of one value in that trace.
         other_end_parameters: Parameters outside the blocks besides embedding and head.
@@ -64,7 +75,7 @@ class TracedBlock:
     seq: int
     needed: Needed
     kernel_needed: Callable[[], Needed]
-    backward_bytes: Callable[[int], float]
+    backward: Callable[[bool], LiveBackward]
     input_bytes: float
     residual_dtype_bytes: int
     other_end_parameters: int
