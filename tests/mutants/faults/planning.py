@@ -189,4 +189,37 @@ MUTANTS = (
         tests=("tests/test_show.py::test_a_page_is_written_and_named",),
         missed_at_first=True,
     ),
+    Mutant(
+        name="later-token-without-its-block",
+        effect="the last stage of a model with a later token lacks that token's block",
+        file="meshpar/planner/workload/problems.py",
+        old="return (*others, last + workload.mtp_layers)",
+        new="return (*others, last)",
+        tests=(
+            "tests/test_planner_mtp.py"
+            "::test_the_last_stage_has_a_block_a_matrix_and_the_head_once_more",
+        ),
+    ),
+    Mutant(
+        name="recomputed-modules-are-kept",
+        effect="a plan counts what the program's recomputed modules do not keep",
+        file="meshpar/planner/cost/activations.py",
+        old="total -= _dropped_bytes(run, moe, kept)",
+        new="total -= 0.0",
+        tests=(
+            "tests/test_planner_bridge.py"
+            "::test_a_dense_mlp_is_recomputed_in_dense_blocks",
+        ),
+    ),
+    Mutant(
+        name="token-sent-for-each-expert",
+        effect="a token that goes once to a host is planned once for each expert there",
+        file="meshpar/planner/cost/traffic.py",
+        old="return hosts * (1 - (1 - 1 / hosts) ** copies)",
+        new="return copies",
+        tests=(
+            "tests/test_planner_bridge.py"
+            "::test_a_token_goes_once_to_each_host_that_has_its_experts",
+        ),
+    ),
 )
