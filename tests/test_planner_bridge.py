@@ -7,7 +7,11 @@ import pytest
 from meshpar.planner.cost.activations import kept_bytes
 from meshpar.planner.cost.block_time import block_time
 from meshpar.planner.cost.estimate import estimate
-from meshpar.planner.cost.expert_time import host_work_s, routed_linears
+from meshpar.planner.cost.expert_time import (
+    host_work_s,
+    routed_bytes,
+    routed_linears,
+)
 from meshpar.planner.cost.recomputation import recomputation
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.seconds import rows_in
@@ -103,6 +107,9 @@ def test_whole_experts_are_as_much_work_on_fewer_matmuls(model):
     # Experts that all tokens go to are shared over `tensor` all the same.
     assert (gathers[1] < gathers[0]) == (not whole.workload.shared_experts)
     assert block_rows(shared, moe=False) == block_rows(whole, moe=False)
+    # Each device puts its part of the tokens in order.
+    ordered = [routed_bytes(run, moe=True) for run in (shared, whole)]
+    assert ordered[0] == 2 * ordered[1]
 
 
 def _lazy(run):
@@ -177,6 +184,10 @@ def test_a_token_goes_once_to_each_host_that_has_its_experts():
             }
             [sent[once, layout]] = payloads
     assert sent[True, "expert=8,zero=1"] == sent[False, "expert=8,zero=1"]
+    once, plain = (
+        routed_bytes(_run(sends_once=one), moe=True) for one in (True, False)
+    )
+    assert plain == 2 * once  # without rows in order by device
     # Of two hosts one has none of 8 experts with a probability of 1/256.
     two, every = sent[True, "expert=16,zero=1"], sent[False, "expert=16,zero=1"]
     assert two / every == pytest.approx(2 * (1 - 0.5**8) / 8)

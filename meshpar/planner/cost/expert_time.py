@@ -129,12 +129,15 @@ def host_work_s(run: Run, moe: bool, again: int) -> float:
 def routed_bytes(run: Run, moe: bool) -> float:
     """Bytes to put one token in the order of experts, and back (read, write).
 
-    Twice where devices share the experts: by device, and received rows by expert.
+    Twice where devices share the experts: by device, and received rows by expert; the
+    first is part of sending where a token goes once to a host. Devices of `tensor` that
+    have whole experts each do so with their part of the tokens.
     """
     if not moe:
         return 0.0
-    orders = 2 if run.layout.expert > 1 else 1
-    values = run.workload.top_k * run.workload.hidden
+    devices = expert_devices(run)
+    orders = 2 if devices > 1 and not run.execution.sends_once else 1
+    values = run.workload.top_k * run.workload.hidden * run.layout.expert / devices
     padded = _PADDING_BYTES * values if run.layout.precision == "fp8" else 0
     return 4 * orders * values * run.dtype_bytes + padded
 

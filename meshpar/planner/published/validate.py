@@ -134,7 +134,7 @@ _GOALS = (
         ("Bridge experts", "Bridge experts fp8"),
         0.10,
     ),
-    # Three rows of one run miss by 63 %: docs/guides/planner.md.
+    # Three rows of one run miss by 65 %: docs/guides/planner.md.
     _Goal(
         "step time, public tables, experts on GB200 (NeMo), no target",
         ("NeMo experts GB200",),
