@@ -14,7 +14,7 @@ from meshpar.hardware.attention_kernels import (
 )
 from meshpar.hardware.devices import DEVICES
 from meshpar.layout import Layout
-from meshpar.layout.layout import FP8_EXECUTIONS
+from meshpar.layout.layout import FP8_EXECUTIONS, MXFP8_EXECUTIONS
 from meshpar.planner.cost.block_time import (
     _matmuls_s,
     attention_linears,
@@ -505,7 +505,7 @@ def test_ends_are_joined_only_where_the_slice_has_those_links(hardware, layout, 
 
 def test_no_peak_is_offered_that_no_program_uses():
     peaks = {dtype for device in DEVICES.values() for dtype in device.peak_flops}
-    assert peaks == {"bf16", "fp32", "fp8"}
+    assert peaks == {"bf16", "fp32", "fp8", "mxfp8"}
     assert any(each.fp8 for each in EXECUTIONS.values())
 
 
@@ -563,6 +563,9 @@ def test_the_executions_that_fp8_is_offered_for_are_those_that_have_it():
     assert sorted(name for name, each in EXECUTIONS.items() if each.fp8) == [
         *FP8_EXECUTIONS
     ]
+    assert [*MXFP8_EXECUTIONS] == sorted(
+        name for name, each in EXECUTIONS.items() if each.mxfp8_cast_bytes
+    )
 
 
 def _routed(model: str, batch: int = 256, **changes) -> Run:
@@ -679,6 +682,27 @@ def test_fp8_halves_the_matmuls_of_blocks_and_no_more():
     assert run.peak_flops == run.cluster.device.peak_flops["bf16"]  # attention's
 
 
+def test_mxfp8_is_fp8_with_dearer_casts():
+    """On Blackwell alone, whose matmuls take scales of 32 values at the same rate."""
+    cluster, program = cluster_of("b200", devices=8), EXECUTIONS["megatron-bridge"]
+
+    def planned(precision, **changes):
+        return estimate(
+            SHAPES["llama3-8b"],
+            cluster,
+            f"fsdp=8,zero=1,precision={precision}",
+            global_batch=8,
+            seq=8192,
+            execution=dataclasses.replace(program, **changes),
+        )
+
+    fp8, mxfp8 = planned("fp8"), planned("mxfp8")
+    assert fp8.step_s < mxfp8.step_s < planned("bf16").step_s
+    assert fp8.memory == mxfp8.memory and fp8.collectives == mxfp8.collectives
+    alike = planned("mxfp8", mxfp8_cast_bytes=program.cast_bytes)
+    assert alike.step_s == fp8.step_s
+
+
 def test_fp8_sends_updated_weights_in_8_bits_and_gradients_as_before():
     sent = [
         {
@@ -698,19 +722,22 @@ def test_fp8_sends_updated_weights_in_8_bits_and_gradients_as_before():
         ("h100", "meshpar", "layout.precision_of_others", ("megatron-bridge", "bf16")),
         ("h100", "megatron-core", "layout.precision_of_others", ("torch-fsdp2",)),
         ("a100", "megatron-bridge", "hardware.no_such_precision", ("a100-80gb", "fp8")),
+        ("h100", "megatron-bridge", "hardware.no_such_precision", ("of mxfp8, only",)),
+        ("b200", "primus", "layout.precision_of_others", ("trains in mxfp8",)),
     ],
 )
 def test_fp8_is_refused_where_a_program_or_a_device_has_none(
     hardware, execution, key, words, refuses
 ):
-    kept = Constraints.parse(keep=["precision=fp8"])
+    precision = "mxfp8" if "mxfp8" in words[0] else "fp8"
+    kept = Constraints.parse(keep=[f"precision={precision}"])
     cluster, program = cluster_of(hardware, devices=8), EXECUTIONS[execution]
     workload = SHAPES["llama3-8b"]
     with refuses(key, *words):
         estimate(
             workload,
             cluster,
-            "fsdp=8,precision=fp8",
+            f"fsdp=8,precision={precision}",
             global_batch=8,
             execution=program,
         )

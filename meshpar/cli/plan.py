@@ -268,8 +268,11 @@ def _row(plan: Plan) -> str:
 def _how_to_run(args: argparse.Namespace, best: Plan) -> str:
     """Return the command that trains under a plan, or why none does."""
     run = best.run
-    if run.layout.precision == "fp8":
-        return f"run it: not yet; {run.execution.name} trains in fp8, meshpar does not"
+    if run.layout.scales_matmuls:
+        return (
+            f"run it: not yet; {run.execution.name} trains in {run.layout.precision}, "
+            "meshpar does not"
+        )
     if isinstance(run, Run) and run.workload.mtp_layers:
         return f"run it: not yet; {run.execution.name} trains mtp_layers, meshpar not"
     if args.model_from is not None:

@@ -34,8 +34,8 @@ from meshpar.hardware.device import Device, Efficiency, Known
 #                    the sustained clocks that their power allows, marked there too:
 #                    GB200 to Llama 3.1 405B in bf16, B200 to Llama 3 8B and GB300 to
 #                    Llama 3 70B in fp8 with the same fraction of fp8's peak; B300 takes
-#                    GB300's. 51 other rows of dense models on Blackwell, of both
-#                    precisions, are 6 % off on average; many were in view.
+#                    GB300's. 50 other rows of dense models on Blackwell, in bf16, fp8
+#                    and MXFP8, are 5 % off on average; many were in view.
 #   tuned_matmul     H100: fitted to two steps of MaxText, of llama2-7b on 8 and of
 #                    llama2-70b on 128 (the rows that `meshpar plan --validate` marks);
 #                    the others are held out. For Megatron-LM and PyTorch on the same
@@ -99,7 +99,7 @@ _H100 = replace(
 
 _GB200 = replace(_H100, matmul=0.52, tuned_matmul=0.0)
 _B200 = replace(_GB200, matmul=0.56)
-_GB300 = replace(_GB200, matmul=0.62)
+_GB300 = replace(_GB200, matmul=0.655)
 
 
 # JAX takes 75 % of a GPU's memory at start unless XLA_PYTHON_CLIENT_MEM_FRACTION says
@@ -116,6 +116,11 @@ def _gpu_peaks(bf16: float) -> dict[str, float]:
 def _fp8_peaks(bf16: float) -> dict[str, float]:
     """The same of a device whose tensor cores have fp8, twice as fast as bf16."""
     return {**_gpu_peaks(bf16), "fp8": 2 * bf16}
+
+
+def _mxfp8_peaks(bf16: float) -> dict[str, float]:
+    """The same with scales of 32 values each, as Blackwell's have, at no cost."""
+    return {**_fp8_peaks(bf16), "mxfp8": 2 * bf16}
 
 
 # NVIDIA A100 data sheet, 2021-06: bf16 312, TF32 156 TFLOP/s dense, HBM2e 2,039 GB/s
@@ -183,7 +188,7 @@ _H200_141GB = replace(
 _B200_180GB = replace(
     _H100_80GB,
     name="b200-180gb",
-    peak_flops=_fp8_peaks(2.25e15),
+    peak_flops=_mxfp8_peaks(2.25e15),
     memory_bytes=191_514_411_008,
     memory_bytes_per_s=8e12,
     link_bytes_per_s=900e9,
@@ -206,7 +211,7 @@ _B300_288GB = replace(
 _GB200_186GB = replace(
     _B200_180GB,
     name="gb200-186gb",
-    peak_flops=_fp8_peaks(2.5e15),
+    peak_flops=_mxfp8_peaks(2.5e15),
     memory_bytes=197_897_748_480,
     host_bytes_per_s=225e9,
     domain_devices=72,

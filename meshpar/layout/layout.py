@@ -65,7 +65,7 @@ _CHOICES = {
     "sequence_parallel": (False, True),
     "attention": tuple(CONTEXT_METHODS),
     "remat": REMATS,
-    "precision": ("fp32", "bf16", "fp8"),
+    "precision": ("fp32", "bf16", "fp8", "mxfp8"),
     "param_dtype": ("fp32", "bf16", "bf16_stochastic"),
 }
 _COUNTS = (*MESH_AXES, "microbatches", "chunks", "sync_every")
@@ -84,6 +84,9 @@ FP8_EXECUTIONS = (
     "torch-fsdp2-compile",
 )
 """Names of the planner's executions that train with `precision=fp8`; ours has none."""
+
+MXFP8_EXECUTIONS = ("megatron-bridge", "megatron-bridge-overlap")
+"""The same with `precision=mxfp8`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +149,9 @@ class Layout:
             (`save:attention_out/mlp_up`) or to move to the host's memory
             (`offload:...`, or both: `save:...+offload:...`).
         precision: Arithmetic of the blocks, and dtype of the sums over `tensor` between
-            their matmuls; norms, softmax, loss and gradients are in fp32. `fp8` is a
-            word for estimates of other programs (`Execution.fp8`); ours refuse it.
+            their matmuls; norms, softmax, loss and gradients are in fp32. `fp8` and
+            `mxfp8` (scales of 32 values each) are words for estimates of other
+            programs (`Execution.fp8`); ours refuse them.
         param_dtype: How parameters are stored between steps; beside those of bf16 the
             optimizer state holds an fp32 master copy, which is what it updates;
             `bf16_stochastic` has no copy, and rounds updated parameters at random.
@@ -271,6 +275,11 @@ class Layout:
         from meshpar.layout.device_grid import layout_html
 
         return layout_html(self)
+
+    @property
+    def scales_matmuls(self) -> bool:
+        """True if the operands of blocks' matmuls have 8 bits, and scales."""
+        return self.precision in ("fp8", "mxfp8")
 
     @property
     def is_open(self) -> bool:

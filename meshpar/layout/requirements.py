@@ -10,7 +10,7 @@ in `meshpar.train.refusals`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from meshpar.errors import InputError, RuleError
 from meshpar.hardware.platforms import platform_named
 from meshpar.layout.layout import (
     FP8_EXECUTIONS,
+    MXFP8_EXECUTIONS,
     STAGE_REMATS,
     Layout,
     ResidualNames,
@@ -327,15 +328,24 @@ UNEVEN_SHARDS = (
 )
 """Requirements of parts of `data` with different numbers of microbatches."""
 
+
+_SCALING = {"fp8": FP8_EXECUTIONS, "mxfp8": MXFP8_EXECUTIONS}
+"""Precision -> the executions that train with it."""
+
+
+def _named(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"
+
+
 PRECISION = (
     Requirement(
         "layout.precision_of_others",
         "precision",
-        lambda layout, at: layout.precision == "fp8",
+        lambda layout, at: layout.scales_matmuls,
         lambda layout, at: (
-            "precision=fp8 is not among this program's, which has fp32 and bf16; write "
-            "precision=bf16, or estimate a program that trains in fp8 (--execution "
-            f"{', '.join(FP8_EXECUTIONS[:-1])} or {FP8_EXECUTIONS[-1]})"
+            f"precision={layout.precision} is not among this program's; write "
+            f"precision=bf16, or estimate a program that trains in {layout.precision} "
+            f"(--execution {_named(_SCALING[layout.precision])})"
         ),
     ),
 )
@@ -648,7 +658,7 @@ def check_precision(layout: Layout) -> None:
     """Refuse a precision that no program of ours computes in.
 
     Raises:
-        InputError: `precision=fp8`.
+        InputError: `precision=fp8` or `mxfp8`.
     """
     for problem in problems(Facts(layout=layout), PRECISION):
         raise problem.error(layout)

@@ -94,7 +94,7 @@ def traced_workload(
             key="model.no_blocks_to_plan",
         )
     # What fp8 matmuls leave between them is in 16 bits.
-    dtype = DTYPES["bf16" if precision == "fp8" else precision]
+    dtype = DTYPES["bf16" if precision in ("fp8", "mxfp8") else precision]
     streams = in_dtype(traced_streams(model, 1, seq), dtype)
     sizes = _sizes(model, jax.tree.leaves(streams[0])[0].shape[-1])
 

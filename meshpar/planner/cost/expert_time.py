@@ -138,7 +138,7 @@ def routed_bytes(run: Run, moe: bool) -> float:
     devices = expert_devices(run)
     orders = 2 if devices > 1 and not run.execution.sends_once else 1
     values = run.workload.top_k * run.workload.hidden * run.layout.expert / devices
-    padded = _PADDING_BYTES * values if run.layout.precision == "fp8" else 0
+    padded = _PADDING_BYTES * values if run.layout.scales_matmuls else 0
     return 4 * orders * values * run.dtype_bytes + padded
 
 

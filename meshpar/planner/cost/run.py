@@ -210,13 +210,13 @@ class Run:
     @property
     def taken_bytes(self) -> int:
         """Bytes of a value that only matmuls of blocks take, as the backward has it."""
-        scaled = self.execution.keeps_fp8 and self.layout.precision == "fp8"
+        scaled = self.execution.keeps_fp8 and self.layout.scales_matmuls
         return 1 if scaled else self.dtype_bytes
 
     @property
     def gathered_bytes(self) -> int:
         """Bytes of one value of a weight that is gathered for use."""
-        return 1 if self.layout.precision == "fp8" else self.dtype_bytes
+        return 1 if self.layout.scales_matmuls else self.dtype_bytes
 
     @property
     def residual_bytes(self) -> float:
@@ -244,7 +244,7 @@ class Run:
     @property
     def unscaled(self) -> str:
         """Precision of what is never in fp8: attention, head, router."""
-        return "bf16" if self.layout.precision == "fp8" else self.layout.precision
+        return "bf16" if self.layout.scales_matmuls else self.layout.precision
 
     @property
     def matmul_fraction(self) -> float:

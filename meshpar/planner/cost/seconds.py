@@ -210,7 +210,7 @@ def matmul_s(
         unscaled: True if it is not in fp8 where the blocks are (`Run.unscaled`).
     """
     precision = run.unscaled if unscaled else run.layout.precision
-    operand_bytes = 1 if precision == "fp8" else run.dtype_bytes
+    operand_bytes = run.dtype_bytes if unscaled else run.gathered_bytes
     flops = 2 * rows * inner * columns
     num_bytes = (rows * inner + inner * columns) * operand_bytes
     num_bytes += rows * columns * (2 * sum_bytes or run.dtype_bytes)
@@ -227,11 +227,14 @@ def cast_s(run: Run, values: float) -> float:
     """Return the seconds to cast operands of matmuls to fp8; 0 where none are.
 
     For a matmul, and transposed or scaled along their other dim for one of the backward
-    (`Execution.cast_bytes`).
+    (`Execution.cast_bytes`, `mxfp8_cast_bytes`).
     """
-    if run.layout.precision != "fp8":
+    if not run.layout.scales_matmuls:
         return 0.0
-    return memory_s(run, values * run.execution.cast_bytes)
+    to_mxfp8 = run.layout.precision == "mxfp8"
+    execution = run.execution
+    each = execution.mxfp8_cast_bytes if to_mxfp8 else execution.cast_bytes
+    return memory_s(run, values * each)
 
 
 def memory_s(run: Run, num_bytes: float) -> float:

@@ -115,7 +115,9 @@ class Execution:
             operands of 8 bits, gathered weights too; the rest as in bf16.
         cast_bytes: Bytes that casting a value to 8 bits reads and writes: 4 for one
             kernel that reads 16 bits and writes two copies (Transformer Engine 2.x,
-            `Float8Quantizer` and `MXFP8Quantizer`).
+            `Float8Quantizer`).
+        mxfp8_cast_bytes: The same to MXFP8, whose blocks of 32 values have a scale
+            each, along both dims; 0 if it does not train with `precision=mxfp8`.
         keeps_fp8: True if what its matmuls take in 8 bits is kept so for the backward;
             else in 16 bits, and cast again.
         keeps_expert_outputs: True if experts' outputs are kept, to weight them behind;
@@ -163,6 +165,7 @@ class Execution:
     fused_loss: bool = False
     trains_mtp: bool = False
     cast_bytes: float = 4.0
+    mxfp8_cast_bytes: float = 0.0
     launch_s: float = 0.0
     kernel_host_s: float = 0.0
     graphs: bool = False
@@ -234,6 +237,7 @@ _RANGES = {
     "logit_bytes": (0, 64),
     "loss_bytes": (0, 256),
     "cast_bytes": (0, 64),
+    "mxfp8_cast_bytes": (0, 64),
     "host_s": (0, 3600),
     "launch_s": (0, 1),
     "kernel_host_s": (0, 1),

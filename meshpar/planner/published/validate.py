@@ -97,8 +97,8 @@ _GOALS = (
         0.10,
         0.20,
     ),
-    # Without a largest error: one row, whose time leaves no room for the bubble of its
-    # pipeline, is 34 % off, one 22 %.
+    # Without a largest error: one row is 34 % off, whose time leaves no room for the
+    # bubble of its pipeline (docs/guides/planner.md).
     _Goal(
         "step time, public tables, dense in fp8 on H100 and Blackwell",
         ("NeMo dense fp8", "Bridge dense fp8"),

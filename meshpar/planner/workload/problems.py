@@ -118,7 +118,8 @@ def problems_on_any_mesh(
 
 
 def _precision(layout: Layout, execution: Execution) -> Iterator[Problem]:
-    if not execution.fp8:
+    to_mxfp8 = layout.precision == "mxfp8"
+    if not (execution.mxfp8_cast_bytes if to_mxfp8 else execution.fp8):
         yield from problems(Facts(layout=layout), PRECISION)
 
 
