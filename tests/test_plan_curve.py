@@ -82,11 +82,14 @@ def test_a_constraint_that_few_devices_cannot_meet_is_a_row_and_no_end():
     assert four.efficiency == 1
 
 
-def test_a_torus_is_halved_along_its_longest_side():
+@pytest.mark.parametrize(("device", "each"), [("tpu v5p", 1), ("v7x", 2)])
+def test_a_torus_is_halved_along_its_longest_side(device, each):
     asked = dataclasses.replace(
-        request(), cluster=cluster_of("tpu v5p:2x2x4"), global_batch=64
+        request(), cluster=cluster_of(f"{device}:2x2x4"), global_batch=64
     )
     curve = scaling_curve(asked)
+    devices = [point.cluster.num_devices for point in curve.points]
+    assert devices == [each * chips for chips in (1, 2, 4, 8, 16)]
     assert [point.cluster.torus for point in curve.points] == [
         (1, 1, 1),
         (1, 1, 2),

@@ -13,7 +13,6 @@ asks for; where more devices lose, the curve bends.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -253,9 +252,8 @@ def _halves(cluster: Cluster) -> Iterator[Cluster]:
             sizes = [*cluster.torus]
             sizes[at] //= 2
             torus = tuple(sorted(sizes))
-            yield from _halves(
-                replace(cluster, torus=torus, devices_per_host=math.prod(torus))
-            )
+            # As many devices as its chips have.
+            yield from _halves(replace(cluster, torus=torus, devices_per_host=0))
     elif cluster.devices_per_host % 2 == 0:
         each = cluster.devices_per_host // 2
         yield from _halves(replace(cluster, devices_per_host=each))
