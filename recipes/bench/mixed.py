@@ -1,11 +1,13 @@
-"""Measure every split of the blocks over ranks of two speeds, and the planner's.
+"""Measure every split of the work over ranks of two speeds, and the planner's.
 
     python -m recipes.bench.mixed
+    python -m recipes.bench.mixed --axis data
 
 Emulated ranks cannot be of two kinds of devices, so each sleeps, for every block and
 microbatch, in proportion to what the planner says that its kind computes. Every split
-of the blocks over the stages is compiled, and they run in turn. The losses must agree,
-and the planner's split is to take at most 1.05 of the time of the best.
+of the blocks over stages, or of the microbatches over the kinds' parts of `data`, is
+compiled, and they run in turn. The losses must agree, and the planner's split is to
+take at most 1.05 of the time of the best.
 """
 
 from __future__ import annotations
@@ -21,18 +23,24 @@ import meshpar
 from meshpar.planner.cost.by_speed import by_speed
 from meshpar.planner.cost.estimate import estimate
 from meshpar.planner.cost.parts import run_parts
+from meshpar.planner.cost.placed import placed
 from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.step_time import stage_times
 from meshpar.planner.machine.clusters import cluster_of
 from meshpar.planner.workload.shapes import workload_of
 from meshpar.recipes.bench.conditions import conditions, parsed, turn_ynn_off
-from meshpar.recipes.bench.sleeping import seconds, sleeping_step
+from meshpar.recipes.bench.sleeping import (
+    seconds,
+    sleeping_data_step,
+    sleeping_step,
+)
 
 _WITHIN = 1.05
 _TOLERANCE = 1e-5
 _AGAIN, _MORE_ROUNDS = 4, 4
 """The fastest splits that are measured again with the planner's, in more rounds."""
-_Steps = dict[tuple[int, ...], Callable[[], Any]]
+_Split = tuple[int, ...]
+_Steps = dict[_Split, Callable[[], Any]]
 _MODEL = "hidden=4096,heads=32,kv_heads=8,ffn=14336,vocab=1024,gated=true"
 _SEQ = 4096
 
@@ -62,29 +70,42 @@ def _arguments() -> argparse.Namespace:
         "--block-ms", type=float, default=20.0,
         help="sleep of a forward of the fastest kind (20)",
     )  # fmt: skip
+    parser.add_argument(
+        "--axis", choices=("stage", "data"), default="stage",
+        help="what crosses the kinds: stages, or parts of the batch (stage)",
+    )  # fmt: skip
     return parsed(parser, {}, dict(layers=7, stages=4, microbatches=8, rounds=2))
-
-
-def _planned(args: argparse.Namespace, hardware: str) -> Run:
-    """The run with the planner's split."""
-    plan = estimate(
-        workload_of(f"layers={args.layers},{_MODEL}"),
-        cluster_of(hardware),
-        f"stage={args.stages},microbatches={args.microbatches},precision=bf16",
-        global_batch=args.microbatches,
-        seq=_SEQ,
-    )
-    return by_speed(plan.run)
 
 
 def _print_splits(args: argparse.Namespace, hardware: str) -> float:
     """The planner's measured step over the best one's."""
-    run = _planned(args, hardware)
-    rank_s = _rank_seconds(run, args.block_ms / 1e3)
+    made = _stage_steps if args.axis == "stage" else _data_steps
+    steps, planned = made(args, hardware)
+    losses = [float(step()[0]) for step in steps.values()]
+    assert max(losses) - min(losses) <= _TOLERANCE * max(losses), losses
+    measured = _least_seconds(steps, args.rounds)
+    fastest = sorted(steps, key=measured.__getitem__)[:_AGAIN]
+    chosen = {split: steps[split] for split in {*fastest, planned}}
+    again = _least_seconds(chosen, _MORE_ROUNDS * args.rounds)
+    measured |= {split: min(s, measured[split]) for split, s in again.items()}
+    best = min(measured, key=measured.__getitem__)
+    even = tuple(map(len, np.array_split(range(sum(best)), len(best))))
+    print("\n| split | measured s | of the best |\n|---|---|---|")
+    for name, split in (("best of all", best), ("planner's", planned), ("even", even)):
+        shown = "/".join(map(str, split))
+        ratio = measured[split] / measured[best]
+        print(f"| {name}, {shown} | {measured[split]:.2f} | {ratio:.3f} |")
     print(
-        f"\n{hardware}: a block's forward and backward, ms, by rank: "
-        + ", ".join(f"{1e3 * f:.1f} + {1e3 * (i + w):.1f}" for f, i, w in rank_s)
+        f"{len(measured)} splits, the slowest {max(measured.values()):.2f} s",
+        flush=True,
     )
+    return measured[planned] / measured[best]
+
+
+def _stage_steps(args: argparse.Namespace, hardware: str) -> tuple[_Steps, _Split]:
+    """Steps of every split of the blocks over stages, and the planner's."""
+    run = _planned(args, hardware, f"stage={args.stages}")
+    rank_s = _place_seconds(args, hardware, run, "block", blocks_only=True)
     steps = {
         blocks: sleeping_step(
             np.repeat(rank_s, blocks, axis=0),
@@ -94,32 +115,56 @@ def _print_splits(args: argparse.Namespace, hardware: str) -> float:
         )
         for blocks in _every_split(args.layers, args.stages)
     }
-    losses = [float(step()[0]) for step in steps.values()]
-    assert max(losses) - min(losses) <= _TOLERANCE * max(losses), losses
-    measured = _least_seconds(steps, args.rounds)
-    fastest = sorted(steps, key=measured.__getitem__)[:_AGAIN]
-    chosen = {blocks: steps[blocks] for blocks in {*fastest, run.stage_blocks}}
-    again = _least_seconds(chosen, _MORE_ROUNDS * args.rounds)
-    measured |= {blocks: min(s, measured[blocks]) for blocks, s in again.items()}
-    best = min(measured, key=measured.__getitem__)
-    even = tuple(len(part) for part in np.array_split(range(args.layers), args.stages))
-    print("\n| split | measured s | of the best |\n|---|---|---|")
-    for name, blocks in (
-        ("best of all", best),
-        ("planner's", run.stage_blocks),
-        ("even", even),
-    ):
-        shown = "/".join(map(str, blocks))
-        ratio = measured[blocks] / measured[best]
-        print(f"| {name}, {shown} | {measured[blocks]:.2f} | {ratio:.3f} |")
-    print(
-        f"{len(measured)} splits, the slowest {max(measured.values()):.2f} s",
-        flush=True,
+    return steps, run.stage_blocks
+
+
+def _data_steps(args: argparse.Namespace, hardware: str) -> tuple[_Steps, _Split]:
+    """Steps of every split of the microbatches over the kinds, and the planner's."""
+    run = _planned(args, hardware, f"data={args.stages}")
+    part_s = _place_seconds(args, hardware, run, "microbatch", blocks_only=False)
+    places = [len(part.places) for part in placed(run)]
+    total = args.stages * args.microbatches
+    steps = {}
+    for of_kinds in itertools.product(range(1, total), repeat=len(places)):
+        counts = tuple(np.repeat(of_kinds, places).tolist())
+        if sum(counts) == total:
+            steps[counts] = sleeping_data_step(
+                part_s, microbatches=args.microbatches, data_splits=counts
+            )
+    return steps, run.layout.data_counts
+
+
+def _planned(args: argparse.Namespace, hardware: str, axis: str) -> Run:
+    """The run with the planner's split."""
+    plan = estimate(
+        workload_of(f"layers={args.layers},{_MODEL}"),
+        cluster_of(hardware),
+        f"{axis},microbatches={args.microbatches},precision=bf16",
+        global_batch=args.microbatches * (args.stages if args.axis == "data" else 1),
+        seq=_SEQ,
     )
-    return measured[run.stage_blocks] / measured[best]
+    return by_speed(plan.run)
 
 
-def _least_seconds(steps: _Steps, rounds: int) -> dict[tuple[int, ...], float]:
+def _place_seconds(
+    args: argparse.Namespace, hardware: str, run: Run, what: str, *, blocks_only: bool
+) -> np.ndarray:
+    """(places, 3): seconds of F, I and W on each place; the shortest F is given."""
+    place_s = np.zeros((args.stages, 3))
+    for part, own in zip(run_parts(run), placed(run), strict=True):
+        times = stage_times(part.run, blocks_only=blocks_only)
+        forward_s = sum(stage.forward.total_s for stage in times)
+        backward_s = sum(stage.backward.total_s for stage in times)
+        place_s[list(own.places)] = forward_s, backward_s / 2, backward_s / 2
+    place_s *= args.block_ms / 1e3 / place_s[:, 0].min()
+    print(
+        f"\n{hardware}: a {what}'s forward and backward, ms, by rank: "
+        + ", ".join(f"{1e3 * f:.1f} + {1e3 * (i + w):.1f}" for f, i, w in place_s)
+    )
+    return place_s
+
+
+def _least_seconds(steps: _Steps, rounds: int) -> dict[_Split, float]:
     """The least of some rounds: what else a machine does only adds to a sleep."""
     every = [
         {blocks: seconds(step) for blocks, step in steps.items()} for _ in range(rounds)
@@ -127,18 +172,7 @@ def _least_seconds(steps: _Steps, rounds: int) -> dict[tuple[int, ...], float]:
     return {blocks: min(one[blocks] for one in every) for blocks in steps}
 
 
-def _rank_seconds(run: Run, fastest_s: float) -> np.ndarray:
-    """(ranks, 3): seconds of F, I and W of a block; the shortest F is `fastest_s`."""
-    rank_s = np.zeros((run.layout.stage, 3))
-    for part in run_parts(run):
-        blocks = stage_times(part.run, blocks_only=True)
-        forward_s = sum(stage.forward.total_s for stage in blocks)
-        backward_s = sum(stage.backward.total_s for stage in blocks)
-        rank_s[list(part.ranks)] = forward_s, backward_s / 2, backward_s / 2
-    return rank_s * fastest_s / rank_s[:, 0].min()
-
-
-def _every_split(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
+def _every_split(layers: int, stages: int) -> Iterator[_Split]:
     for cuts in itertools.combinations(range(1, layers), stages - 1):
         ends = (0, *cuts, layers)
         yield tuple(stop - start for start, stop in itertools.pairwise(ends))

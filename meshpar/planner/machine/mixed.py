@@ -1,8 +1,8 @@
 """Mixed hardware: clusters of several kinds of devices, and how a mesh lies over them.
 
 Devices of a kind are neighbours, so one mesh axis crosses from kind to kind: the
-outermost. Pipeline stages cross first, since a stage may have fewer blocks on a slow
-device, while every device of the batch axes computes on as many examples.
+outermost. A stage may have fewer blocks on slow devices, and a part of `data` fewer
+microbatches; parts of `fsdp` are all alike.
 """
 
 from __future__ import annotations
