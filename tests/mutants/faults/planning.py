@@ -222,4 +222,35 @@ MUTANTS = (
             "::test_a_token_goes_once_to_each_host_that_has_its_experts",
         ),
     ),
+    Mutant(
+        name="chip-links-counted-for-each-device",
+        effect="both devices of a v7x chip are planned to have all of its links",
+        file="meshpar/planner/machine/cluster.py",
+        old="groups = device.chip_devices / on_chip",
+        new="groups = 1",
+        tests=(
+            "tests/test_planner_hardware.py::test_devices_of_a_chip_share_its_links",
+        ),
+    ),
+    Mutant(
+        name="own-mesh-order-called-fastest",
+        effect="a plan calls its mesh order the fastest where another is",
+        file="meshpar/planner/cost/mesh_order.py",
+        old="return first if saves else self.present",
+        new="return self.present",
+        tests=(
+            "tests/test_planner_orders.py"
+            "::test_no_permutation_of_the_axes_is_faster_than_the_order_of_a_plan",
+        ),
+    ),
+    Mutant(
+        name="mxfp8-cast-as-fp8",
+        effect="casts to MXFP8 are planned to cost what those to fp8 do",
+        file="meshpar/planner/cost/seconds.py",
+        old="each = execution.mxfp8_cast_bytes if to_mxfp8 else execution.cast_bytes",
+        new="each = execution.cast_bytes",
+        tests=(
+            "tests/test_planner_executions.py::test_mxfp8_is_fp8_with_dearer_casts",
+        ),
+    ),
 )
