@@ -50,7 +50,8 @@ def fitted(config: RunConfig, num_devices: int, num_processes: int) -> tuple[str
     layout = wanted.resolve(num_devices) if is_open else shared(wanted, num_devices)
     if layout.num_devices == before.num_devices:
         if wanted.microbatches == asked.microbatches:
-            layout = replace(layout, microbatches=before.microbatches)
+            count, splits = before.microbatches, before.data_splits
+            layout = replace(layout, microbatches=count, data_splits=splits)
         return str(layout), ""
     layout = recut(layout, before, config.global_batch)
     each = config.global_batch // (layout.batch_shards * layout.microbatches)
@@ -64,6 +65,8 @@ def fitted(config: RunConfig, num_devices: int, num_processes: int) -> tuple[str
 
 def shared(layout: Layout, num_devices: int) -> Layout:
     """The layout on so many devices, which only the batch's axes notice.
+
+    Parts of `data` have even shares then.
 
     Example:
         >>> str(shared(Layout.parse("data=2,fsdp=4,tensor=2"), 8))
@@ -84,11 +87,13 @@ def shared(layout: Layout, num_devices: int) -> Layout:
             key="layout.wrong_device_count",
         )
     fsdp = math.gcd(layout.fsdp, of_batch)
-    return replace(layout, data=of_batch // fsdp, fsdp=fsdp)
+    return replace(layout, data=of_batch // fsdp, fsdp=fsdp, data_splits=())
 
 
 def recut(layout: Layout, before: Layout, global_batch: int) -> Layout:
     """The layout with the fewest microbatches that are no larger than before.
+
+    Parts of `data` have even shares then.
 
     Args:
         layout: On the devices that are there.
@@ -98,7 +103,7 @@ def recut(layout: Layout, before: Layout, global_batch: int) -> Layout:
     Example:
         >>> one, before = Layout.parse("data=1"), Layout.parse("data=4")
         >>> str(recut(one, before, global_batch=16))
-        'data=1,microbatches=4'
+        'microbatches=4'
 
     Raises:
         InputError: The batch does not divide over the layout's devices.
@@ -112,6 +117,7 @@ def recut(layout: Layout, before: Layout, global_batch: int) -> Layout:
             "another number of devices, or give --layout or --global-batch",
             key="batch.indivisible",
         )
+    layout = replace(layout, data_splits=())
     at_once = global_batch // (before.batch_shards * before.microbatches)
     # Interleaved schedules take whole rounds of microbatches.
     step = layout.stage if before.microbatches % layout.stage == 0 else 1

@@ -419,3 +419,17 @@ def test_the_picture_has_the_kinds_and_their_stages_in_the_order_of_the_hosts():
     assert "stage outermost and tensor innermost" in text
     first, *_, last = (events[0] for events in found.timeline.events)
     assert first[2] - first[1] != last[2] - last[1]
+
+
+def test_the_timeline_is_of_the_part_of_data_that_takes_longest():
+    from meshpar.cli.report.laid_out import laid_out
+    from meshpar.models.presets import build
+
+    layout = f"data=4,microbatches=4,data_splits=7/1,{MORE}"
+    plan = estimate(
+        SHAPES["tiny"], cluster_of("h100:2+a100:2"), layout, global_batch=16, seq=64
+    )
+    timeline = laid_out(build("tiny"), plan).timeline
+    assert timeline.schedule.num_microbatches == 7
+    fast, _ = plan.as_json()["parts"]
+    assert timeline.end_s == pytest.approx(7 * fast["tick_s"])

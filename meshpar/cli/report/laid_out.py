@@ -13,7 +13,7 @@ from meshpar.model.contract import Model
 from meshpar.planner.cost.estimate import Estimate
 from meshpar.planner.cost.memory import Memory, rank_memories
 from meshpar.planner.cost.run import Run
-from meshpar.planner.cost.step_time import stage_times
+from meshpar.planner.cost.step_time import busiest_part, stage_times
 from meshpar.planner.cost.step_traffic import Sent
 from meshpar.planner.machine.cluster import Link
 from meshpar.schedules import StageTimes, Timeline, make_schedule, simulate
@@ -127,11 +127,15 @@ def _traffic(estimate: Estimate) -> tuple[AxisTraffic, ...]:
 def _run_timeline(run: Run) -> Timeline:
     """Return the timeline, in lock step if the program is; of many microbatches some.
 
-    Some are whole groups of as many as there are stages, two at least.
+    Some are whole groups of as many as there are stages, two at least. Of parts of
+    `data` with different numbers it is that of the one that takes longest.
     """
-    layout, stages = run.layout, stage_times(run)
+    layout, stages, count = run.layout, stage_times(run), run.layout.microbatches
+    if layout.data_splits:
+        busiest = busiest_part(run)
+        stages, count = stage_times(busiest.run), busiest.microbatches
     groups = max(2, _MOST_ACTIONS // (2 * layout.stage * run.num_stages))
-    sizes = layout.stage, min(layout.microbatches, layout.stage * groups)
+    sizes = layout.stage, min(count, layout.stage * groups)
     limit = layout.max_pending_w
     schedule = make_schedule(
         layout.schedule, *sizes, layout.chunks, max_pending_w=limit

@@ -177,6 +177,8 @@ def _timeline(found: LaidOut) -> list[str]:
         f"{summary(timeline)}. Ranks run {way}, with the times that the planner "
         f"estimates; what a step does once stands behind it. {HOW_TO_READ}"
     )
+    if layout.data_splits:
+        text += " Drawn is the part of data that takes longest."
     return [
         paragraph(text + (some if drawn < layout.microbatches else "")),
         timeline_plot(timeline),

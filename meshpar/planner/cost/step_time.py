@@ -107,10 +107,9 @@ def step_time(run: Run) -> StepTime:
     layout = run.layout
     parts = run_parts(run)
     if layout.data_splits:
-        own = _slowest(
-            _slowest_rank(part.run, stage_times(part.run)) * part.microbatches
-            for part in parts
-        )
+        busiest = busiest_part(run)
+        own = _slowest_rank(busiest.run, stage_times(busiest.run))
+        own *= busiest.microbatches
         all_microbatches_s = own.total_s
     else:
         own = _slowest_rank(run, stages) * layout.microbatches
@@ -130,6 +129,16 @@ def step_time(run: Run) -> StepTime:
         straggler_s=busy_s * straggler_fraction(run.cluster),
         host_s=waits_s,
     )
+
+
+def busiest_part(run: Run) -> Part:
+    """Return the kind of device whose microbatches take longest."""
+
+    def all_s(part: Part) -> float:
+        stages = stage_times(part.run)
+        return _slowest_rank(part.run, stages).total_s * part.microbatches
+
+    return max(run_parts(run), key=all_s)
 
 
 def _slowest(costs: Iterable[Cost]) -> Cost:
