@@ -10,13 +10,14 @@ from typing import Any
 
 import jax
 
-from meshpar.audit.report import audit
+from meshpar.audit.report import AuditReport, audit
 from meshpar.audit.target import Target
 from meshpar.audit.targets import TargetError
 from meshpar.cli.audit import adamw_step
 from meshpar.cli.options import planned_model
 from meshpar.errors import InputError
 from meshpar.hardware.devices import DEVICES, TARGET_NAMES
+from meshpar.layout import Layout
 from meshpar.layout.requirements import layout_errors
 from meshpar.machine.mesh import absent_mesh
 from meshpar.model.contract import Model
@@ -135,13 +136,9 @@ def compiled(model: Model, target: Target, plan: Estimate) -> Confirmed:
     if execution != run.execution:
         plan = estimate_run(replace(run, execution=execution))
     names: dict[str, Any] = {"layout": str(layout), "target": str(target)}
-    for error in layout_errors(layout).values():
-        return Confirmed(**names, problem=str(error))
-    step = adamw_step(model, layout, mesh=absent_mesh(layout))
-    batch = traced_batch(step.model, run.global_batch, run.seq)
     try:
-        report = audit(step, batch, target=target)
-    except TargetError as error:
+        report = compiled_report(model, layout, target, run.global_batch, run.seq)
+    except (InputError, TargetError) as error:
         return Confirmed(**names, problem=str(error))
     if report.memory is None:
         return Confirmed(**names, problem=report.problem)
@@ -158,3 +155,18 @@ def compiled(model: Model, target: Target, plan: Estimate) -> Confirmed:
         collectives={axes: (one, two) for axes, (one, two) in sent.items()},
         compile_s=report.compile_s,
     )
+
+
+def compiled_report(
+    model: Model, layout: Layout, target: Target, global_batch: int, seq: int
+) -> AuditReport:
+    """Return the report of a step with AdamW, compiled for a machine.
+
+    Raises:
+        InputError: No step has the layout.
+        TargetError: The compiler failed.
+    """
+    for error in layout_errors(layout).values():
+        raise error
+    step = adamw_step(model, layout, mesh=absent_mesh(layout))
+    return audit(step, traced_batch(step.model, global_batch, seq), target=target)

@@ -27,8 +27,9 @@ from rich.console import Console
 from rich.table import Table
 
 from meshpar.audit.target import Target
-from meshpar.cli.confirm import Confirmed, compiled
+from meshpar.cli.confirm import Confirmed, compiled, compiled_report
 from meshpar.cli.options import planned_model
+from meshpar.layout import Layout
 from meshpar.planner.published.compiled import FILE, CompiledStep, compiled_steps
 
 
@@ -74,7 +75,18 @@ def confirmed(step: CompiledStep) -> Confirmed:
         vocab=None,
         model_from=None,
     )
-    return compiled(planned_model(words), Target.parse(step.target), step.plan)
+    model, target = planned_model(words), Target.parse(step.target)
+    if step.seq:
+        return compiled(model, target, step.plan)
+    layout = Layout.parse(step.line)
+    report = compiled_report(model, layout, target, step.global_batch, 1)
+    return Confirmed(
+        layout=step.layout,
+        target=step.target,
+        predicted_bytes=step.plan.memory.total_bytes,
+        compiled_bytes=report.compiled_memory.peak_bytes,
+        compile_s=report.compile_s,
+    )
 
 
 def write(steps: list[CompiledStep]) -> None:
