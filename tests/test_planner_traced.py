@@ -76,9 +76,11 @@ def test_a_traced_backward_holds_all_that_it_needs_beside_gradients():
     """
     workload = traced_preset("tiny-gpt2", SEQ, precision="bf16")
     scores = 8 * workload.heads * SEQ  # softmax, and its gradient in fp32 and cast
-    values = workload.traced.backward(True).bytes - scores
+    values = workload.traced.backward(True, True).bytes - scores
     assert values / (2 * workload.hidden) == pytest.approx(8 + 7 + 4, rel=0.02)
-    in_order, last = map(workload.traced.backward, (False, True))
+    in_order, last = (workload.traced.backward(one, True) for one in (False, True))
+    # Without scores the fullest moment is the MLP's, of which nothing is made yet.
+    assert workload.traced.backward(True, False).bytes < last.bytes
     assert in_order.bytes < last.bytes
     assert last.stream_bytes / (2 * workload.hidden) == pytest.approx(5, rel=0.02)
 

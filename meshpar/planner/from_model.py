@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -126,12 +126,11 @@ def _traced_block(
     groups = trace(None)
 
     def needed(groups: list[_Group]) -> Needed:
-        def per_token(groups: list[_Group]) -> dict[str, float]:
+        def per_token(groups: list[_Group]) -> _ByPolicy:
             tokens = seq * sum(group.num_layers for group in groups)
-            return {
-                remat: sum(group.residual_bytes[remat] for group in groups) / tokens
-                for remat in _POLICIES
-            }
+            return _ByPolicy(
+                lambda remat: sum(one.residual_bytes(remat) for one in groups) / tokens
+            )
 
         each = [per_token([group]) for group in groups]
         return Needed(per_token(groups), max(each, key=lambda kept: kept["none"]))
@@ -147,6 +146,7 @@ def _traced_block(
         kernel_needed=cache(lambda: needed(trace(shared))),
         backward=cache(partial(_most_live_backward, model, seq, dtype)),
         input_bytes=_array_bytes(traced_batch(model, 1, seq)) / seq,
+        embedding_bytes=_embedding_bytes(model, seq, dtype) / seq,
         residual_dtype_bytes=jnp.dtype(dtype).itemsize,
         other_end_parameters=_count(ends) - sum(map(math.prod, _tables(model))),
         layer_costs=cache(partial(layer_costs, model)),
@@ -200,7 +200,25 @@ class _Group:
     num_layers: int
     linear_flops: float
     mixing_flops: float
-    residual_bytes: dict[str, float]
+    residual_bytes: Callable[[str], float]
+
+
+class _ByPolicy(Mapping[str, float]):
+    """Bytes by remat policy, each traced when it is asked for."""
+
+    def __init__(self, trace: Callable[[str], float]) -> None:
+        self._trace = cache(trace)
+
+    def __getitem__(self, remat: str) -> float:
+        if remat not in _POLICIES:
+            raise KeyError(remat)
+        return self._trace(remat)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_POLICIES)
+
+    def __len__(self) -> int:
+        return len(_POLICIES)
 
 
 def _trace(model: Model, at: int, x: Any, seq: int, order: TokenOrder | None) -> _Group:
@@ -221,10 +239,11 @@ def _trace(model: Model, at: int, x: Any, seq: int, order: TokenOrder | None) ->
         times,
         flops.with_weights * times,
         flops.between_activations * times,
-        {
-            remat: times * _residual_bytes(group.run, remat, params, x, known, order)
-            for remat in _POLICIES
-        },
+        cache(
+            lambda remat: (
+                times * _residual_bytes(group.run, remat, params, x, known, order)
+            )
+        ),
     )
 
 
@@ -252,16 +271,17 @@ def _residual_bytes(
 
 
 def _most_live_backward(
-    model: Model, seq: int, dtype: Any, weights_last: bool
+    model: Model, seq: int, dtype: Any, weights_last: bool, scores: bool
 ) -> LiveBackward:
     """Fullest moment of a block's backward, without gradients of weights.
 
     Of the group of equal blocks that needs most.
     """
+    without = None if scores else (seq, seq)
     streams = in_dtype(traced_streams(model, 1, seq), dtype)
     programs = (_backward(model, at, x, seq, dtype) for at, x in enumerate(streams))
     lives = (
-        most_live(one, uncounted=num_weights, last=weights_last)
+        most_live(one, uncounted=num_weights, last=weights_last, without=without)
         for one, num_weights in programs
     )
     fullest = max(lives, key=lambda live: live.total_bytes)
@@ -287,6 +307,26 @@ def _backward(
     dy = jax.eval_shape(apply, params, x, known)
     program = jax.make_jaxpr(backward)(params, x, known, dy)
     return program, len(jax.tree.leaves(params))
+
+
+def _embedding_bytes(model: Model, seq: int, dtype: Any) -> int:
+    """Bytes that the embedding of an example keeps, without parameters and batch."""
+
+    def kept(params: Any, batch: Any, state: Any) -> list[jax.Array]:
+        scope = tracing_scope(batch, state)
+
+        def embed(params: Any) -> Any:
+            return model.embed(params, scope.batch, scope)
+
+        return vjp_without(embed, (params,), params)[1].kept
+
+    params = in_dtype(one_layer_shapes(model)[0], dtype)
+    given = params, traced_batch(model, 1, seq), one_layer_state(model)[0]
+    program = jax.make_jaxpr(kept)(*given).jaxpr
+    arrays = {id(one): one.aval for one in program.outvars}
+    for one in program.invars:
+        arrays.pop(id(one), None)
+    return _array_bytes(list(arrays.values()))
 
 
 def _mean_cut(model: Model, seq: int, dtype: Any, remat: str) -> Cut:

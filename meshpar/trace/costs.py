@@ -237,6 +237,7 @@ class _Flat:
     """Operations in order, those of calls in their places; arrays are numbered."""
 
     lanes: int
+    without: tuple[int, int] | None = None
     sizes: list[int] = field(default_factory=list)
     widths: list[int] = field(default_factory=list)
     works: list[_Work] = field(default_factory=list)
@@ -249,13 +250,19 @@ class _Flat:
             *others, last = atom.aval.shape or (1,)
             padded = -(-last // self.lanes) * self.lanes
             size = math.prod(others) * padded * dtype.itemsize
+            size *= atom.aval.shape[-2:] != self.without
         self.sizes.append(size)
         self.widths.append(last)
         return len(self.sizes) - 1
 
 
 def most_live(
-    program: ClosedJaxpr, lanes: int = 1, *, uncounted: int = 0, last: bool = False
+    program: ClosedJaxpr,
+    lanes: int = 1,
+    *,
+    uncounted: int = 0,
+    last: bool = False,
+    without: tuple[int, int] | None = None,
 ) -> Live:
     """Return the fullest moment of a program.
 
@@ -266,8 +273,9 @@ def most_live(
             gradients of weights.
         last: True if these are made after all others, at moments that do not count, but
             until when their operands wait.
+        without: Last two dims of arrays that do not count, such as attention's scores.
     """
-    return _most_live(program, lanes, uncounted, last)
+    return _most_live(program, _Flat(lanes, without), uncounted, last)
 
 
 def most_room(program: ClosedJaxpr, platform: str) -> int:
@@ -282,9 +290,8 @@ def most_room(program: ClosedJaxpr, platform: str) -> int:
 
 
 def _most_live(
-    program: Program, lanes: int, uncounted: int = 0, last_ones: bool = False
+    program: Program, flat: _Flat, uncounted: int = 0, last_ones: bool = False
 ) -> Live:
-    flat = _Flat(lanes)
     given = [flat.number(atom) for atom in without_constants(program).invars]
     results = _flatten(program, given, flat)
     places = _places(flat, given, results)
@@ -367,7 +374,10 @@ def _flatten(program: Program, given: Sequence[int], flat: _Flat) -> list[int]:
         if inner is not None:
             return _flatten(inner, operands, flat)
         results = [flat.number(atom) for atom in equation.outvars]
-        inside = [_most_live(one, flat.lanes) for one in programs_in(equation)]
+        inside = [
+            _most_live(one, _Flat(flat.lanes, flat.without))
+            for one in programs_in(equation)
+        ]
         most = max((one.total_bytes for one in inside), default=0)
         name = equation.primitive.name
         flat.works.append(_Work(name, tuple(operands), tuple(results), most))

@@ -145,6 +145,14 @@ def input_bytes(run: Run) -> float:
     return traced.input_bytes * run.tokens * run.layout.microbatches * (1 + gathered)
 
 
+def embedding_bytes(run: Run) -> float:
+    """Return the bytes that a traced embedding keeps of a step that runs no ticks."""
+    traced = run.workload.traced
+    if not traced or run.layout.runs_in_ticks:
+        return 0.0
+    return traced.embedding_bytes * run.tokens
+
+
 def offloaded_bytes(run: Run, *, moe: bool, remat: str = "") -> float:
     """Return the bytes of one microbatch that a block moves to the host and back."""
     names = named_residuals(remat or run.layout.remat)

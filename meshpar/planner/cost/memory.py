@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 
 from meshpar.layout import STAGE_REMATS, Layout
 from meshpar.planner.cost.activations import (
+    embedding_bytes,
     input_bytes,
     kept_bytes,
     stage_input_bytes,
@@ -217,7 +218,7 @@ def rank_memory(run: Run, rank: int, chunks_held: float) -> Memory:
         gradient_bytes=gradients,
         optimizer_bytes=0.0 if on_host else states,
         fetched_bytes=states if on_host else 0.0,
-        activation_bytes=kept * in_flight + boundary,
+        activation_bytes=kept * in_flight + boundary + embedding_bytes(run),
         boundary_bytes=boundary,
         logit_bytes=_logit_bytes(run) if has_head else 0.0,
         late_bytes=gradients if once else 0.0,

@@ -162,15 +162,14 @@ def _traced_bytes(run: Run) -> float:
     """
     traced, tensor = run.workload.traced, run.layout.tensor
     assert traced is not None
-    each, stream = traced.backward(not run.platform.has_own_xla)
-    softmax = traced.score_bytes()
-    if softmax:
+    scores = run.stores_softmax
+    each, stream = traced.backward(not run.platform.has_own_xla, scores)
+    if scores and num_attentions(run):
         # The trace has one example, with the gradients of scores in fp32 and cast.
         rows = run.workload.heads * traced.seq
         each -= (
             rows * (_FP32_BYTES + traced.residual_dtype_bytes) / _score_parts(run, 1)
         )
-        each -= 0.0 if run.stores_softmax else softmax
     split = (each - stream) / tensor + stream * run.residual_share
     return run.tokens * split * run.dtype_bytes / traced.residual_dtype_bytes
 
@@ -223,7 +222,7 @@ def _other_softmax_bytes(run: Run, layers: list[int]) -> float:
     if num_score_parts(run) == 1:
         return 0.0
     scores = run.seq * run.workload.heads
-    several = run.workload.traced and run.workload.traced.score_bytes() > 3 * scores
+    several = num_attentions(run) > 1
     values: float = scores if len(layers) == 2 or several else 0
     if several:
         values += projections(run)
@@ -331,13 +330,10 @@ def scores_at_once(run: Run) -> float:
     As XLA:GPU and XLA:TPU compile `meshpar.models.layers.causal_attention`; fused
     kernels store none.
     """
-    traced = run.workload.traced
-    if traced and not traced.score_bytes():
+    if not num_attentions(run):
         return 0.0
     if run.attention.kernel == "splash":
-        # Its kernel writes each fp32 log-sum-exp once for every lane.
-        rows = run.tokens * run.workload.heads / run.layout.tensor
-        return rows * SPLASH_LANES * _FP32_BYTES
+        return _splash_bytes(run)
     if run.fused_attention:
         return 0.0
     if run.tiled_attention:
@@ -348,6 +344,30 @@ def scores_at_once(run: Run) -> float:
     # In a loop over parts each one's softmax is cut out of all.
     cut = run.dtype_bytes if parts > 1 else 0
     return scores * (_FP32_BYTES + run.dtype_bytes + cut)
+
+
+def _splash_bytes(run: Run) -> float:
+    """Bytes that splash attention's kernels add, of every attention of a block.
+
+    They write each fp32 log-sum-exp once for every lane, and their arrays of narrower
+    heads are padded to all lanes: queries, keys, values and what they mix, which every
+    attention makes again, and the gradients of one attention's.
+    """
+    workload, attentions = run.workload, num_attentions(run)
+    tokens = run.tokens / run.layout.tensor
+    log_sums = tokens * workload.heads * SPLASH_LANES * _FP32_BYTES
+    heads = 2 * (workload.heads + workload.kv_heads)
+    padding = max(0, SPLASH_LANES - workload.query_dim) * run.dtype_bytes
+    return attentions * log_sums + (attentions + 1) * tokens * heads * padding
+
+
+def num_attentions(run: Run) -> int:
+    """Return the number of attentions of the block that needs most."""
+    traced = run.workload.traced
+    if not traced:
+        return 1
+    softmax = run.workload.heads * traced.seq * traced.residual_dtype_bytes
+    return round(traced.score_bytes() / softmax)
 
 
 def num_score_parts(run: Run) -> int:

@@ -61,8 +61,9 @@ class TracedBlock:
         kernel_needed: Function that traces it where attention runs in a fused kernel or
             in tiles, which keep none.
         backward: Function that traces a backward that keeps the block's input alone;
-            True if gradients of weights are made last.
+            (True if gradients of weights are made last, True if scores count).
         input_bytes: Bytes of the batch, as a step is given it.
+        embedding_bytes: Bytes that the embedding keeps for its backward besides these.
         residual_dtype_bytes: Bytes of one value in that trace.
         other_end_parameters: Parameters outside the blocks besides embedding and head.
         layer_costs: Function that traces the cost of each layer, as a step does.
@@ -75,8 +76,9 @@ class TracedBlock:
     seq: int
     needed: Needed
     kernel_needed: Callable[[], Needed]
-    backward: Callable[[bool], LiveBackward]
+    backward: Callable[[bool, bool], LiveBackward]
     input_bytes: float
+    embedding_bytes: float
     residual_dtype_bytes: int
     other_end_parameters: int
     layer_costs: Callable[[], tuple[float, ...]]
