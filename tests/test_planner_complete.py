@@ -44,6 +44,7 @@ REQUESTS = {
     "torus": ("llama3-8b", "tpu-v5p:4x4x4", 64, 256, 8192),
     "large torus": ("llama3-70b", "tpu-v5p:4x8x8", 256, 512, 8192),
     "experts on a torus": ("mixtral-8x7b", "tpu-v5p:4x4x4", 64, 256, 4096),
+    "two devices a chip": ("llama3-70b", "v7x:4x4x4", 128, 256, 8192),
     "racks": (f"deepseek-v3 {LIKE_KIMI}", "gb200-186gb", 256, 1024, 4096),
     "slow network": (LLAMA_3B, RTX_4090, 32, 256, 4096),
 }
