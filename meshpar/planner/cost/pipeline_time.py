@@ -25,7 +25,6 @@ from meshpar.schedules import (
 # from a closed form, where one is known. (A replay takes 4 microseconds an action.)
 _MOST_ACTIONS = 4000
 
-
 Kinds = tuple[bool, bool, bool]
 """True for each of a forward, a backward and a weight gradient that any rank does."""
 
@@ -206,10 +205,9 @@ def lock_step(name: str, ranks: int, microbatches: int, chunks: int) -> Ticks:
     """Return ticks and in-flight counts of a schedule in lock step."""
     if SCHEDULES[name].splits_backward:
         return _extended_ticks(name, ranks, microbatches, chunks, 0, False)
-    replayed = _replayed(name, ranks, microbatches)
-    large = 2 * replayed * ranks * chunks > _MOST_ACTIONS
-    if large and (steps := closed_form_lock_step(name, ranks, microbatches, chunks)):
+    if steps := closed_form_lock_step(name, ranks, microbatches, chunks):
         return steps
+    replayed = _replayed(name, ranks, microbatches)
     steps = _ticks(name, ranks, replayed, chunks)
     if replayed == microbatches:
         return steps
@@ -228,7 +226,7 @@ def lock_step(name: str, ranks: int, microbatches: int, chunks: int) -> Ticks:
 def closed_form_lock_step(
     name: str, ranks: int, microbatches: int, chunks: int
 ) -> Ticks | None:
-    """Return `lock_step` of many ranks, from the schedule's closed forms.
+    """Return `lock_step` of three or more ranks, from the schedule's closed forms.
 
     None if it has none, or groups of microbatches are not full.
     """
