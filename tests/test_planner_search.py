@@ -111,12 +111,26 @@ def test_bounds_are_below_the_estimate_of_every_layout(asked, each):
             step_s = step_time(run).step_s * (1 + 1e-9)
             memory_bytes = fullest_memory(run).total_bytes * (1 + 1e-9)
             for some in opened(choices, variant):
-                bound = bounds.by_remat(mesh, some).least
-                assert bound.step_s <= step_s, (run.layout, some)
-                assert bound.memory_bytes <= memory_bytes, (run.layout, some)
+                for bound_of in (bounds.by_remat, bounds.in_memory):
+                    bound = bound_of(mesh, some).least
+                    assert bound.step_s <= step_s, (run.layout, some)
+                    assert bound.memory_bytes <= memory_bytes, (run.layout, some)
             assert bounds.memory_bytes(run) <= memory_bytes, run.layout
         count += 1
     assert count > 300
+
+
+def test_states_in_most_parts_need_as_little_memory_as_any():
+    forbidden = Constraints.parse(forbid=["tensor"])
+    asked = request(workload=MOE, seq=1024, constraints=forbidden)
+    bounds, count = Bounds(asked.run), 0
+    for leaf in possible_meshes(asked, bounds)[0]:
+        own = leaf.mesh, leaf.choices
+        every, small = bounds.by_remat(*own), bounds.in_memory(*own)
+        assert (small.step_s <= every.step_s).all(), own
+        assert (small.memory_bytes <= every.memory_bytes).all(), own
+        count += len({(one.data, one.fsdp) for one in leaf.choices.states}) > 2
+    assert count > 5
 
 
 @pytest.mark.parametrize("order", [(False, True), (True, False)])
@@ -139,7 +153,7 @@ def opened(choices, variant):
     yield choices
     while choices.num_variants > 1:
         choices = next(
-            part for part, _ in choices.parts() if variant in tuple(part.variants())
+            part for _, part, _ in choices.parts() if variant in tuple(part.variants())
         )
         yield choices
 
@@ -405,7 +419,7 @@ def test_parameters_of_16_bits_are_tried_where_they_lie_whole():
     def dtypes(**sizes):
         mesh = Layout(precision="bf16", **sizes)
         states = mesh_choices(request().run, mesh, Constraints()).states
-        return {state[:3] for state in states}
+        return {(one.zero, one.fsdp_gather, one.param_dtype) for one in states}
 
     assert (3, "step", "bf16") in dtypes(tensor=8)
     for axis in ("data", "fsdp"):

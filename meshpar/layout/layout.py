@@ -357,13 +357,8 @@ class Layout:
     @cached_property
     def split_axes(self) -> tuple[str, ...]:
         """The mesh axes that `zero` shares states out over; empty if it does not."""
-        if self.zero == 0:
-            return ()
-        if self.zero_axes:
-            return self.zero_axes
-        hybrid = self.zero == 3 or self._mesh_shape["fsdp"] > 1
-        axis = "fsdp" if hybrid else "data"
-        return (axis,) if self._mesh_shape["expert"] == 1 else (axis, "expert")
+        fsdp, expert = self._mesh_shape["fsdp"], self._mesh_shape["expert"]
+        return split_axes(self.zero, self.zero_axes, fsdp=fsdp, expert=expert)
 
     def check_sizes(self, way_out: str = "give every mesh axis a size") -> None:
         """Refuse a mesh axis of -1, if the number of devices is unknown.
@@ -454,6 +449,18 @@ class ResidualNames:
     def every(self) -> tuple[str, ...]:
         """All names."""
         return (*self.save, *self.offload)
+
+
+def split_axes(
+    zero: int, zero_axes: tuple[str, ...], *, fsdp: int, expert: int
+) -> tuple[str, ...]:
+    """Return `Layout.split_axes` of these keys and sizes."""
+    if zero == 0:
+        return ()
+    if zero_axes:
+        return zero_axes
+    axis = "fsdp" if zero == 3 or fsdp > 1 else "data"
+    return (axis,) if expert == 1 else (axis, "expert")
 
 
 def is_named(remat: str) -> bool:

@@ -22,7 +22,7 @@ from meshpar.planner.cost.run import Run
 from meshpar.planner.cost.step_time import straggler_fraction
 from meshpar.planner.search.choices import MeshChoices
 from meshpar.planner.search.shared_costs import Array, SharedCosts, StepCost, Steps
-from meshpar.planner.search.space import Splits, Variant, layout_variant
+from meshpar.planner.search.space import Splits, State, Variant, layout_variant
 from meshpar.schedules import SCHEDULES
 from meshpar.schedules.stage_splits import stage_sizes
 
@@ -54,6 +54,10 @@ class BoundByRemat(NamedTuple):
         """Bound of all of them."""
         return Bound(float(self.step_s.min()), float(self.memory_bytes.min()))
 
+    def at_least(self, known: BoundByRemat) -> BoundByRemat:
+        """Return the closer of each of these bounds and others of more layouts."""
+        return BoundByRemat(*map(np.maximum, self, known))
+
     def only(self, mask: np.ndarray | slice) -> BoundByRemat:
         """Return those of some policies."""
         return BoundByRemat(self.step_s[mask], self.memory_bytes[mask])
@@ -71,6 +75,9 @@ class LayoutBounds(Protocol):
     def least_s(self, mesh: Layout, choices: MeshChoices) -> float:
         """Return a bound of the time of all these variants, from their blocks alone."""
 
+    def in_memory(self, mesh: Layout, choices: MeshChoices) -> BoundByRemat:
+        """Return a bound from their blocks and memory alone, for each remat policy."""
+
     def by_remat(self, mesh: Layout, choices: MeshChoices) -> BoundByRemat:
         """Return a bound of all these variants for each of their remat policies."""
 
@@ -82,6 +89,7 @@ class LayoutBounds(Protocol):
 
 
 Seconds = TypeVar("Seconds", float, Array)
+_CostOfStates = Callable[[Steps, np.ndarray], StepCost]
 
 
 class Bounds:
@@ -137,7 +145,7 @@ class Bounds:
         Not on how replicas lie over `data` and `fsdp`, but for what ZeRO-3 repacks.
         """
         inner = (mesh.stage, mesh.context, mesh.expert, mesh.tensor)
-        repacked = self._like.execution.repacks and (mesh.data, choices.states)
+        repacked = self._like.execution.repacks and choices.states
         ways = (choices.microbatches, choices.schedules, choices.sequence_parallel)
         return inner, mesh.batch_shards, ways, repacked
 
@@ -156,22 +164,37 @@ class Bounds:
             seconds.append(variant.microbatches * (1 + fills) * tick_s)
         return self._in_step(min(seconds))
 
+    def in_memory(self, mesh: Layout, choices: MeshChoices) -> BoundByRemat:
+        """Return a bound from their blocks and memory alone, for each remat policy."""
+        small = choices._replace(states=_small_states(mesh, choices.states))
+        return self._by_remat(mesh, small, lambda *_: self._costs.no_cost)
+
     def by_remat(self, mesh: Layout, choices: MeshChoices) -> BoundByRemat:
-        """Return a bound of all these variants for each of their remat policies.
+        """Return a bound of all these variants for each of their remat policies."""
+        if choices.only_remats:
+            return self.bound_by_remat(mesh, next(choices.variants()), choices.remats)
+        return self._by_remat(mesh, choices, Steps.costs)
+
+    def _by_remat(
+        self, mesh: Layout, choices: MeshChoices, cost: _CostOfStates
+    ) -> BoundByRemat:
+        """Return a bound for each remat policy, if steps of some states cost so much.
 
         Fewest microbatches make the largest matmuls, and most of them keep least.
         """
-        if choices.only_remats:
-            return self.bound_by_remat(mesh, next(choices.variants()), choices.remats)
         bounds = [
-            self._bound_by_state(mesh, one, choices)
+            self._bound_by_state(mesh, one, choices, cost)
             for one in self._fastest(mesh, choices)
         ]
         steps_s, memories = zip(*bounds, strict=True)
         return _known(np.min(steps_s, axis=0), np.min(memories, axis=0))
 
     def _bound_by_state(
-        self, mesh: Layout, variant: Variant, choices: MeshChoices
+        self,
+        mesh: Layout,
+        variant: Variant,
+        choices: MeshChoices,
+        cost: _CostOfStates,
     ) -> BoundByRemat:
         """Return the bounds of choices whose blocks run no faster than the variant's.
 
@@ -190,7 +213,7 @@ class Bounds:
             remats,
             memory,
             lambda states, some: self._step_s(
-                mesh, variant, shared.costs(states), ticks, fills * ticks, some
+                mesh, variant, cost(shared, states), ticks, fills * ticks, some
             ),
         )
 
@@ -219,8 +242,7 @@ class Bounds:
             some = some._replace(schedule=_PLAIN.schedule)
         diverges = any(one.execution == "divergent" for one in choices.schedules)
         execution = "divergent" if diverges else some.execution
-        # Of the states the last repacks least for its collectives.
-        some = some.with_state(choices.states[-1])
+        some = some.with_state(min(choices.states, key=_split_by_zero_3))
         some = some._replace(splits=(), execution=execution, chunks=1)
         return [
             variant
@@ -377,6 +399,26 @@ def _fills(mesh: Layout, choices: MeshChoices) -> float:
     """
     many, chunks = max(choices.microbatches), _most_chunks(choices)
     return (mesh.stage - 1) / chunks / many
+
+
+def _small_states(mesh: Layout, states: tuple[State, ...]) -> tuple[State, ...]:
+    """Return states of which one needs as little memory as any.
+
+    Of each way to keep them the one in most parts, if it is in parts at all.
+    """
+    smallest: dict[tuple, tuple[tuple[int, int], State]] = {}
+    for state in states:
+        parts = every, routed = state.num_parts(mesh)
+        way = state._replace(data=1, fsdp=1, zero_axes=())
+        key = way, every > 1, every // routed
+        if key not in smallest or smallest[key][0] < parts:
+            smallest[key] = parts, state
+    return tuple(state for _, state in smallest.values())
+
+
+def _split_by_zero_3(state: State) -> tuple:
+    """Return a key by which those states come first that repack least weights."""
+    return state.zero == 3, state.fsdp, state.zero_axes
 
 
 def _most_chunks(choices: MeshChoices) -> int:

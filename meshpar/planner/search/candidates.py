@@ -6,6 +6,7 @@ import math
 from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from heapq import heapify, heappop, heappush
 from itertools import compress
 from typing import NamedTuple
@@ -26,9 +27,26 @@ FRONT_REACH = 1.5
 """Times the fastest plan's step, beyond which less memory is not worth it."""
 
 
-_GROUPED = 2
 _PLACES = ("microbatches", "states", "remats", "sequence_parallel", "schedules")
 """Keys whose values' places order the layouts of a group, of equal times."""
+
+
+class Closeness(IntEnum):
+    """Closeness of a bound, from the quickest to the closest, by what it counts.
+
+    Blocks; also what fits in memory, so that blocks are computed again; and all else.
+    """
+
+    BLOCKS = 0
+    MEMORY = 1
+    ALL = 2
+
+
+_OPENED_AT = {
+    "sequence_parallel": Closeness.BLOCKS,
+    "microbatches": Closeness.MEMORY,
+}
+"""Closeness of a bound from which a key is opened, if it is not the closest one."""
 
 
 class Leaf(NamedTuple):
@@ -36,13 +54,13 @@ class Leaf(NamedTuple):
 
     Args:
         bound: Least time and memory of any of them.
-        order: Their place in the search: of the mesh shape, of the group of its
-            choices, and of each key of `_PLACES`.
-        mesh: Their mesh shape.
+        order: Their place in the search: of their group, and of each key of `_PLACES`.
+        mesh: A mesh shape that some of them have; others lie otherwise over `data` and
+            `fsdp`.
         choices: Ways to run it.
         num_layouts: Number of the layouts.
         by_remat: Least time and memory with each remat policy.
-        is_quick: True if they are bounded by their blocks' time alone so far.
+        closeness: What their bound counts so far.
     """
 
     bound: Bound
@@ -51,20 +69,22 @@ class Leaf(NamedTuple):
     choices: MeshChoices
     num_layouts: int
     by_remat: BoundByRemat
-    is_quick: bool = False
+    closeness: Closeness = Closeness.ALL
 
     @classmethod
     def of(
-        cls,
-        order: tuple[int, ...],
-        mesh: Layout,
-        choices: MeshChoices,
-        bounds: LayoutBounds,
+        cls, order: int, mesh: Layout, choices: MeshChoices, bounds: LayoutBounds
     ) -> Leaf:
         """Return the leaf of a group of choices of a mesh shape, bounded quickly."""
-        places = (*order, *(0,) * len(_PLACES))
+        places = (order, *(0,) * len(_PLACES))
         number, each = choices.num_variants, _quick_bound(mesh, choices, bounds)
-        return cls(each.least, places, mesh, choices, number, each, True)
+        blocks = Closeness.BLOCKS
+        return cls(each.least, places, mesh, choices, number, each, blocks)
+
+    @property
+    def is_closest(self) -> bool:
+        """True if no bound of all of them is closer."""
+        return self.closeness is Closeness.ALL
 
     @property
     def some_variant(self) -> Variant:
@@ -72,33 +92,37 @@ class Leaf(NamedTuple):
         return next(self.choices.variants())
 
     def parts(self, bounds: LayoutBounds) -> Iterator[Leaf]:
-        """Yield the layouts in smaller leaves; at first in one with closer bounds.
-
-        Ways to run matmuls, whose blocks are bounded already, are told apart before.
-        """
-        if self.is_quick and len(self.choices.sequence_parallel) == 1:
-            each = bounds.by_remat(self.mesh, self.choices)
-            yield self._replace(bound=each.least, by_remat=each, is_quick=False)
+        """Yield the layouts in smaller leaves; at first in one with closer bounds."""
+        key, mesh, known = self.choices.open_key, self.mesh, self.by_remat
+        if self.closeness < _OPENED_AT.get(key, Closeness.ALL):
+            closer = Closeness(self.closeness + 1)
+            is_all = closer is Closeness.ALL
+            bound = bounds.by_remat if is_all else bounds.in_memory
+            each = bound(mesh, self.choices).at_least(known)
+            yield self._replace(bound=each.least, by_remat=each, closeness=closer)
             return
-        key, mesh = self.choices.open_key, self.mesh
-        at = _GROUPED + _PLACES.index(key)
-        is_quick = self.is_quick or key == "microbatches"
-        for index, (choices, number) in enumerate(self.choices.parts()):
-            if key == "remats":  # It is bounded already.
-                each = self.by_remat.only(slice(index, index + 1))
-            elif is_quick:  # Its blocks are others than those of the whole.
-                each = _quick_bound(mesh, choices, bounds)
+        at = 1 + _PLACES.index(key)
+        # Blocks of other microbatches are others than those of the whole.
+        closeness = Closeness.BLOCKS if key in _OPENED_AT else Closeness.ALL
+        for index, choices, number in self.choices.parts():
+            if key == "remats":  # They are bounded already.
+                each = known.only(slice(index, index + 1))
+            elif closeness is Closeness.BLOCKS:
+                each = _quick_bound(mesh, choices, bounds).at_least(known)
             else:
-                each = bounds.by_remat(mesh, choices)
-            order = (*self.order[:at], index, *self.order[at + 1 :])
-            yield Leaf(each.least, order, mesh, choices, number, each, is_quick)
+                each = bounds.by_remat(mesh, choices).at_least(known)
+            place = self.order[at] + index
+            order = (*self.order[:at], place, *self.order[at + 1 :])
+            yield Leaf(each.least, order, mesh, choices, number, each, closeness)
 
     def only(self, mask: np.ndarray) -> Leaf:
         """Return the layouts of some remat policies."""
         every, each = self.choices.remats, self.by_remat.only(mask)
         choices = self.choices._replace(remats=tuple(compress(every, mask)))
         number = self.num_layouts * len(choices.remats) // len(every)
-        return Leaf(each.least, self.order, self.mesh, choices, number, each)
+        return self._replace(
+            bound=each.least, choices=choices, num_layouts=number, by_remat=each
+        )
 
 
 def _quick_bound(
@@ -154,7 +178,10 @@ class Findings:
 
     def sift(self, leaf: Leaf) -> Leaf | None:
         """Reject layouts that take too much memory or time; return the others."""
-        if leaf.is_quick and leaf.bound.step_s <= self.slowest_plan_s:
+        if (
+            leaf.closeness is Closeness.BLOCKS
+            and leaf.bound.step_s <= self.slowest_plan_s
+        ):
             return leaf
         large = leaf.by_remat.memory_bytes > self.capacity_bytes
         useless = self.useless(leaf.by_remat) & ~large
@@ -176,8 +203,9 @@ class Findings:
 
     def keep(self, plan: Estimate, order: tuple[int, ...]) -> None:
         """Add a layout that fits; of equal times fewer mesh axes come first."""
-        num_axes = sum(size > 1 for size in plan.run.layout.mesh_shape.values())
-        insort(self.fitting, (plan.step_s, num_axes, order, plan))
+        sizes = tuple(plan.run.layout.mesh_shape.values())
+        num_axes = sum(size > 1 for size in sizes)
+        insort(self.fitting, (plan.step_s, num_axes, (*sizes, *order), plan))
         point = (plan.step_s, plan.memory.total_bytes)
         if not any(s <= point[0] and size <= point[1] for s, size in self.front):
             self.front = [
@@ -198,7 +226,7 @@ def settle(leaves: list[Leaf], bounds: LayoutBounds, findings: Findings) -> None
         leaf = findings.sift(heappop(waiting))
         if leaf is None:
             continue
-        if leaf.num_layouts == 1 and not leaf.is_quick:
+        if leaf.num_layouts == 1 and leaf.is_closest:
             run = bounds.run(leaf.mesh, leaf.some_variant)
             if run.splits_backward:
                 run = fitted(run, findings.capacity_bytes)

@@ -58,7 +58,7 @@ class MeshChoices(NamedTuple):
         microbatches: Numbers of microbatches.
         schedules: Schedules, each with chunks and splits; not every one exists for
             every number of microbatches.
-        states: Values of `zero`, `fsdp_gather`, `param_dtype` and `optimizer_memory`.
+        states: Ways to lay replicas out and to keep parameters and optimizer state.
         sequence_parallel: Values of it.
         remats: Values of `remat`, those first that compute least again.
     """
@@ -105,7 +105,8 @@ class MeshChoices(NamedTuple):
                 part.sequence_parallel,
                 part.remats,
             ):
-                yield Variant(count, *scheduled, *state, sequence, remat)
+                values: tuple[Any, ...] = (count, *scheduled, *state, sequence, remat)
+                yield Variant(*values)
 
     def with_sequence_parallel(self, variant: Variant) -> list[Variant]:
         """Return the variant with each value of `sequence_parallel`."""
@@ -124,8 +125,8 @@ class MeshChoices(NamedTuple):
         states = tuple(
             state
             for state in self.states
-            if state[1] == _PLAIN.fsdp_gather
-            and not (state[0] == 2 and self.one_is_two)
+            if state.fsdp_gather == _PLAIN.fsdp_gather
+            and not (state.zero == 2 and self.one_is_two)
         )
         return self._replace(microbatches=counts, states=states)
 
@@ -154,17 +155,22 @@ class MeshChoices(NamedTuple):
     @property
     def open_key(self) -> str:
         """The key that `parts` opens: the first that has several values."""
-        return next(key for key in _OPENED if len(getattr(self, key)) > 1)
+        return next((key for key in _OPENED if len(getattr(self, key)) > 1), "")
 
-    def parts(self) -> Iterator[tuple[MeshChoices, int]]:
-        """Yield a part for each value of an open key, and its number of variants."""
+    def parts(self) -> Iterator[tuple[int, MeshChoices, int]]:
+        """Yield parts of an open key's values: the place of their first, their choices.
+
+        And their number of variants. Microbatches are halved, other keys taken apart.
+        """
         key = self.open_key
-        for value in getattr(self, key):
-            opened: dict[str, Any] = {key: (value,)}
+        values = getattr(self, key)
+        size = math.ceil(len(values) / 2) if key == "microbatches" else 1
+        for place in range(0, len(values), size):
+            opened: dict[str, Any] = {key: values[place : place + size]}
             part = self._replace(**opened)
             number = part.num_variants
             if number:
-                yield part, number
+                yield place, part, number
 
 
 _OPENED = ("sequence_parallel", "microbatches", "states", "schedules", "remats")
@@ -196,11 +202,11 @@ def mesh_choices(like: Run, mesh: Layout, constraints: Constraints) -> MeshChoic
     Inputs of blocks and optimizer state go to the host only where a device has no room
     for them though it computes all blocks again: elsewhere other residuals can go.
     """
-    choices = _choices(like, mesh, constraints, moves_more=False)
-    is_host = platform_named(like.cluster.device.platform).is_host
-    if like.execution.eager or is_host or not choices.num_variants:
+    own = _own_choices(like, mesh, constraints)
+    choices = _with_states(own, like, mesh, constraints, moves_more=False)
+    if not _has_host(like) or not choices.num_variants:
         return choices
-    more = _choices(like, mesh, constraints, moves_more=True)
+    more = _with_states(own, like, mesh, constraints, moves_more=True)
     if more == choices or _has_room(like, mesh, choices, constraints):
         return choices
     return more
@@ -230,30 +236,45 @@ def _has_room(
     return False
 
 
-def _choices(
-    like: Run, mesh: Layout, constraints: Constraints, *, moves_more: bool
-) -> MeshChoices:
+def _has_host(like: Run) -> bool:
+    """True if what a device keeps can go to the host's memory."""
+    is_host = platform_named(like.cluster.device.platform).is_host
+    return not (like.execution.eager or is_host)
+
+
+def _own_choices(like: Run, mesh: Layout, constraints: Constraints) -> MeshChoices:
+    """Return the choices besides states and remat policies."""
     seq = like.seq
     each = like.global_batch // mesh.batch_shards
     counts = constraints.choices("microbatches", divisors(each))
     splits = mesh.tensor > 1 and seq % (mesh.tensor * mesh.context) == 0
-    compiled = not like.execution.eager
-    is_host = platform_named(like.cluster.device.platform).is_host
-    has_host = compiled and not is_host
-    states = tuple(mesh_states(like, mesh, constraints, moves_more=moves_more))
     ahead = like.execution.measured_overlap and mesh.fsdp_prefetch != "off"
-    choices = MeshChoices(
+    return MeshChoices(
         ranks=mesh.stage,
-        one_is_two=ahead and {1, 2} <= {zero for zero, *_ in states},
+        one_is_two=ahead and "zero" not in constraints.kept,
         microbatches=tuple(count for count in counts if each % count == 0),
         schedules=_schedules(like, mesh, constraints),
-        states=states,
+        states=(),
         sequence_parallel=constraints.choices(
             "sequence_parallel", (False, True) if splits else (False,)
         ),
-        remats=constraints.choices(
-            "remat", _remats(like, mesh, has_host=has_host, moves_more=moves_more)
-        ),
+        remats=(),
+    )
+
+
+def _with_states(
+    own: MeshChoices,
+    like: Run,
+    mesh: Layout,
+    constraints: Constraints,
+    *,
+    moves_more: bool,
+) -> MeshChoices:
+    """Return choices with their states and remat policies."""
+    remats = _remats(like, mesh, has_host=_has_host(like), moves_more=moves_more)
+    choices = own._replace(
+        states=tuple(mesh_states(like, mesh, constraints, moves_more=moves_more)),
+        remats=constraints.choices("remat", remats),
     )
     if len(choices.microbatches) == 1:
         return choices.with_microbatches(*choices.microbatches)

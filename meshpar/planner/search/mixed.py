@@ -74,6 +74,10 @@ class MixedBounds:
         )
         return float(reduce(least, seconds))
 
+    def in_memory(self, mesh: Layout, choices: MeshChoices) -> BoundByRemat:
+        """Return a bound from their blocks and memory alone, for each remat policy."""
+        return self._bound(mesh, lambda bounds: bounds.in_memory(mesh, choices))
+
     def by_remat(self, mesh: Layout, choices: MeshChoices) -> BoundByRemat:
         """Return a bound of all these variants for each of their remat policies."""
         return self._bound(

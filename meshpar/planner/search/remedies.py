@@ -130,7 +130,7 @@ def _smallest(request: Request) -> Estimate | None:
         bound, _, leaf = heappop(waiting)
         if bound >= least:
             break
-        if leaf.num_layouts > 1 or leaf.is_quick:
+        if leaf.num_layouts > 1 or not leaf.is_closest:
             for part in leaf.parts(bounds):
                 heappush(waiting, (part.bound.memory_bytes, part.order, part))
             continue

@@ -26,11 +26,15 @@ from meshpar.planner.search.candidates import (
     rejected,
     settle,
 )
-from meshpar.planner.search.choices import mesh_choices, searched_meshes
+from meshpar.planner.search.choices import (
+    MeshChoices,
+    mesh_choices,
+    searched_meshes,
+)
 from meshpar.planner.search.method import why_method
 from meshpar.planner.search.mixed import run_bounds
 from meshpar.planner.search.result import Rejected, SearchResult, guess_note
-from meshpar.planner.search.space import Constraints
+from meshpar.planner.search.space import Constraints, State
 from meshpar.planner.workload.problems import (
     check_precision_on,
     layout_problems,
@@ -176,13 +180,14 @@ def possible_meshes(
 ) -> tuple[list[Leaf], list[Rejected]]:
     """Return mesh shapes with the bound of all their variants, and those refused."""
     like, constraints = request.run, request.constraints
-    leaves, refused = [], []
+    refused = []
+    groups: dict[tuple, tuple[Layout, list[State]]] = {}
     allowed = constraints
     if not like.workload.experts and "expert" not in constraints.kept:
         # Only experts are split over it.
         forbidden = constraints.forbidden | {"expert"}
         allowed = replace(constraints, forbidden=forbidden)
-    for order, mesh in enumerate(searched_meshes(like, allowed)):
+    for mesh in searched_meshes(like, allowed):
         problems = [
             *crossing_problems(like.cluster, mesh),
             *layout_problems(
@@ -196,14 +201,29 @@ def possible_meshes(
         if problems:
             refused.append(Rejected(mesh, problems[0].message, problems[0].key))
             continue
-        groups = [*mesh_choices(like, mesh, constraints).groups()]
-        if not groups:
+        parts = [*mesh_choices(like, mesh, constraints).groups()]
+        if not parts:
             refused.append(Rejected(mesh, _NO_VARIANT, "plan.no_way_to_run"))
-        for index, part in enumerate(groups):
-            leaves.append(Leaf.of((order, index), mesh, part, bounds))
+        for part in parts:
+            _, states = groups.setdefault(_group_key(like, mesh, part), (mesh, []))
+            states += part.states
+    leaves = [
+        Leaf.of(order, mesh, choices._replace(states=tuple(states)), bounds)
+        for order, ((*_, choices), (mesh, states)) in enumerate(groups.items())
+    ]
     if not leaves and not refused:
         raise InputError(_no_mesh(like, constraints), key="plan.no_such_layout")
     return leaves, refused
+
+
+def _group_key(like: Run, mesh: Layout, choices: MeshChoices) -> tuple:
+    """Return what the layouts of a leaf share: all but how replicas keep states.
+
+    Between kinds of devices links depend on how replicas lie, too.
+    """
+    outside = (mesh.data, mesh.fsdp) if like.cluster.parts else ()
+    inside = (mesh.stage, mesh.context, mesh.expert, mesh.tensor, mesh.attention)
+    return outside, inside, choices._replace(states=())
 
 
 def _no_mesh(like: Run, constraints: Constraints) -> str:

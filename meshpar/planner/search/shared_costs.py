@@ -7,7 +7,6 @@ blocks serve a hundred thousand layouts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from itertools import compress, product
@@ -41,7 +40,13 @@ from meshpar.planner.cost.step_traffic import step_rows
 from meshpar.planner.cost.traffic import weight_rows
 from meshpar.planner.cost.workspace import recomputed_bytes
 from meshpar.planner.search.choices import MeshChoices
-from meshpar.planner.search.space import Variant, layout_variant, with_variant
+from meshpar.planner.search.space import (
+    Scheduled,
+    State,
+    Variant,
+    layout_variant,
+    with_variant,
+)
 from meshpar.planner.workload.problems import layout_stage_blocks
 
 _PLAIN = Layout()
@@ -106,6 +111,9 @@ class SharedCosts:
         kinds = run.workload.block_kinds
         self.kinds = tuple((kind, count) for kind, count in kinds if count)
         """True for routed experts, and the number of such blocks."""
+        no_s = np.zeros((1, len(self.kinds), 2, 1))
+        self.no_cost = StepCost(np.zeros(1), no_s, no_s)
+        """Costs of a step that only runs its blocks."""
         self._blocks: dict[tuple, _Blocks] = {}
         self._steps: dict[tuple, _Step] = {}
         self._all_steps: dict[tuple, Steps] = {}
@@ -129,9 +137,11 @@ class SharedCosts:
             plain = layout_variant(_PLAIN)._replace(
                 microbatches=variant.microbatches,
                 sequence_parallel=variant.sequence_parallel,
+                data=mesh.data,
+                fsdp=mesh.fsdp,
                 zero=1,
             )
-            time = tick_overhead(self.run(replace(mesh, zero_axes=()), plain))
+            time = tick_overhead(self.run(mesh, plain))
             self._overheads[key] = time.forward.total_s + time.backward.total_s
         return self._overheads[key]
 
@@ -163,7 +173,7 @@ class SharedCosts:
             mesh.stage > 1 and variant.splits_backward,
             variant.execution == "divergent",
             # Repacked for the collectives of ZeRO-3.
-            self._like.execution.repacks and (variant.zero, mesh.data, mesh.fsdp),
+            self._like.execution.repacks and (variant.zero, variant.data, variant.fsdp),
         )
         if key not in self._blocks:
             run = self.run(mesh, variant)
@@ -172,53 +182,56 @@ class SharedCosts:
 
     def step(self, mesh: Layout, variant: Variant) -> Steps:
         """Return the shared costs of one layout."""
-        return Steps((self._step(mesh, variant),))
+        state, split = variant.state, _split(variant.scheduled)
+        return Steps((self._step(mesh, variant, state, split),))
 
     def steps(self, mesh: Layout, like: Variant, choices: MeshChoices) -> Steps:
         """Return the shared costs of all states and splits of the choices."""
         key = self._shared_by(mesh, like), choices.states, choices.schedules
         if key not in self._all_steps:
+            splits = dict.fromkeys(map(_split, choices.schedules))
             self._all_steps[key] = Steps(
                 tuple(
-                    self._step(mesh, variant) for variant in _each_step(like, choices)
+                    self._step(mesh, like, state, split)
+                    for state, split in product(choices.states, splits)
                 )
             )
         return self._all_steps[key]
 
-    def _step(self, mesh: Layout, variant: Variant) -> _Step:
-        stored = (variant.param_dtype, variant.optimizer_memory, variant.splits)
-        key = self._shared_by(mesh, variant), variant.zero, variant.fsdp_gather, stored
+    def _step(
+        self, mesh: Layout, like: Variant, state: State, split: Scheduled
+    ) -> _Step:
+        key = self._shared_by(mesh, like), state, split
         if key not in self._steps:
-            if not any(variant.splits):
-                variant = variant._replace(schedule=_PLAIN.schedule, chunks=1)
-            run = self.run(mesh, variant)
-            self._steps[key] = _Step(run, [moe for moe, _ in self.kinds])
+            kinds = [moe for moe, _ in self.kinds]
+            variant = like.with_state(state)._replace(**split._asdict())
+            self._steps[key] = _Step(self.run(mesh, variant), kinds)
         return self._steps[key]
 
     def _shared_by(self, mesh: Layout, variant: Variant) -> tuple:
         """Return what a step's shared costs depend on, except its states and splits.
 
-        Mesh sizes; whether it runs in ticks; whether parts of the batch may hide what
-        moves weights.
+        Mesh sizes but those of replicas; whether it runs in ticks; whether parts of the
+        batch may hide what moves weights.
         """
         in_ticks = mesh.stage > 1 or variant.microbatches > 1
-        sizes = (mesh.data, mesh.fsdp, mesh.stage, mesh.context, mesh.expert)
+        sizes = (mesh.stage, mesh.context, mesh.expert, mesh.tensor)
         examples = self.examples(mesh, variant.microbatches)
         num_parts = self._like.platform.num_batch_parts(
             examples, self._tokens(mesh, variant)
         )
         in_parts = variant.sequence_parallel and num_parts > 1
-        return sizes, mesh.tensor, mesh.zero_axes, in_ticks, in_parts
+        return sizes, in_ticks, in_parts
 
 
-def _each_step(like: Variant, choices: MeshChoices) -> Iterator[Variant]:
-    """Yield a variant with each of the states and splits of the choices."""
-    one_of_each_split = {one.splits: one for one in choices.schedules}
-    for state, scheduled in product(choices.states, one_of_each_split.values()):
-        even = (_PLAIN.schedule, 1, ())
-        name, chunks, splits = scheduled[:3] if any(scheduled.splits) else even
-        variant = like.with_state(state)
-        yield variant._replace(schedule=name, chunks=chunks, splits=splits)
+def _split(one: Scheduled) -> Scheduled:
+    """Return the same for all schedules whose first ranks have the same blocks."""
+    plain = Scheduled(_PLAIN.schedule, 1, (), execution=one.execution)
+    if not any(one.splits):
+        return plain
+    if one.chunks == 1:
+        return plain._replace(splits=one.splits)
+    return one._replace(max_pending_w=0)
 
 
 class Steps:

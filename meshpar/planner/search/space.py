@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 from meshpar.errors import InputError, nearest, renamed
 from meshpar.hardware.device import Device
 from meshpar.layout import MESH_AXES, Layout
+from meshpar.layout.layout import split_axes
 from meshpar.schedules import SCHEDULES, plan_refusal
 
 
@@ -129,8 +130,26 @@ class Scheduled(NamedTuple):
         return SCHEDULES[self.schedule].splits_backward
 
 
-State = tuple[int, str, str, str]
-"""`zero`, `fsdp_gather`, `param_dtype` and `optimizer_memory` of a variant."""
+class State(NamedTuple):
+    """How replicas keep parameters and optimizer state: keys of a layout."""
+
+    data: int
+    fsdp: int
+    zero_axes: tuple[str, ...]
+    zero: int
+    fsdp_gather: str = Layout().fsdp_gather
+    param_dtype: str = Layout().param_dtype
+    optimizer_memory: str = Layout().optimizer_memory
+
+    def num_parts(self, mesh: Layout) -> tuple[int, int]:
+        """Return the parts that states of dense parameters and of experts are in.
+
+        Those of one device of `expert`, which has its own experts.
+        """
+        sizes = {"data": self.data, "fsdp": self.fsdp, "context": mesh.context}
+        axes = split_axes(self.zero, self.zero_axes, fsdp=self.fsdp, expert=mesh.expert)
+        routed = math.prod(sizes.get(axis, 1) for axis in axes)
+        return routed * (mesh.expert if "expert" in axes else 1), routed
 
 
 class Variant(NamedTuple):
@@ -142,6 +161,9 @@ class Variant(NamedTuple):
     splits: Splits
     max_pending_w: int
     execution: str
+    data: int
+    fsdp: int
+    zero_axes: tuple[str, ...]
     zero: int
     fsdp_gather: str
     param_dtype: str
@@ -154,12 +176,19 @@ class Variant(NamedTuple):
         """True if the backwards are split."""
         return SCHEDULES[self.schedule].splits_backward
 
+    @property
+    def scheduled(self) -> Scheduled:
+        """The part of it that says how ranks run."""
+        return Scheduled(*(getattr(self, key) for key in Scheduled._fields))
+
+    @property
+    def state(self) -> State:
+        """The part of it that says how parameters and optimizer state are kept."""
+        return State(*(getattr(self, key) for key in State._fields))
+
     def with_state(self, state: State) -> Variant:
         """Return the variant with one of `MeshChoices.states`."""
-        zero, gather, dtype, memory = state
-        return self._replace(
-            zero=zero, fsdp_gather=gather, param_dtype=dtype, optimizer_memory=memory
-        )
+        return self._replace(**state._asdict())
 
 
 def mesh_layouts(num_devices: int, constraints: Constraints) -> Iterator[Layout]:

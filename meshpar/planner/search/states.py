@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 
 from meshpar.layout import Layout
@@ -20,7 +18,7 @@ LARGE_STATE = 0.25
 def mesh_states(
     like: Run, mesh: Layout, constraints: Constraints, *, moves_more: bool
 ) -> Iterator[State]:
-    """Yield values of the keys of a `State` that can help.
+    """Yield the states of a mesh shape that can help.
 
     Of two that mean the same (ZeRO-1 over `data` or over `fsdp` alone) one is left out,
     and so are split parameters of 16 bits, which their master makes larger, and the
@@ -38,9 +36,9 @@ def mesh_states(
         levels = (3, 2, 1) if shares else (_PLAIN.zero,)
         if mesh.expert > 1:
             levels = (*levels, 0)
-    splits_by_zero = _splits_by_zero(mesh)
     for zero in levels:
-        splits = splits_by_zero[zero]
+        state = State(mesh.data, mesh.fsdp, mesh.zero_axes, zero)
+        splits, _ = state.num_parts(mesh)
         if workload.hidden % splits:
             continue  # our parameters are split along it, evenly
         gathers = ("step", "microbatch") if zero == 3 and splits > 1 else ("step",)
@@ -48,25 +46,12 @@ def mesh_states(
         half = mesh.precision == "bf16" and whole and not like.execution.eager
         fills = state_share(like, mesh, splits) > LARGE_STATE
         memories = ("device", "host") if moves_more and fills else ("device",)
-        yield from product(
-            (zero,),
+        for stored in product(
             constraints.choices("fsdp_gather", gathers),
             constraints.choices("param_dtype", ("fp32", "bf16") if half else ("fp32",)),
             constraints.choices("optimizer_memory", memories),
-        )
-
-
-def _splits_by_zero(mesh: Layout) -> dict[int, int]:
-    """Return the parts that states are split into, by the value of `zero`.
-
-    ZeRO-1 and ZeRO-2 split them over the same axes.
-    """
-    sizes = mesh.mesh_shape
-    of_two, of_three = (
-        math.prod(sizes[axis] for axis in replace(mesh, zero=zero).split_axes)
-        for zero in (2, 3)
-    )
-    return {0: 1, 1: of_two, 2: of_two, 3: of_three}
+        ):
+            yield State(*state[:4], *stored)
 
 
 def state_share(like: Run, mesh: Layout, splits: int) -> float:
