@@ -29,11 +29,11 @@ from meshpar.schedules.tick_table import ARRAYS
 class Executor:
     """Runs a table on values that are names, in buffers of the slots it asks for."""
 
-    def __init__(self, schedule, divergent):
+    def __init__(self, schedule, *, divergent=False, paired=False):
         if schedule.splits_backward:
             schedule = schedule.with_split_backwards()
         self.schedule, self.divergent = schedule, divergent
-        self.table = tick_table(schedule, divergent=divergent)
+        self.table = tick_table(schedule, divergent=divergent, paired=paired)
         self.saved = self._buffers(self.table.saved_slots)
         self.stash = self._buffers(self.table.stash_slots)
         self.inputs = self._buffers(self.table.input_slots)
@@ -131,14 +131,14 @@ class Executor:
                 buffers[rank][slot] = sent[(rank - hop) % len(sent)]
 
 
-@pytest.mark.parametrize("divergent", [False, True])
+@pytest.mark.parametrize("how", ["", "divergent", "paired"])
 @pytest.mark.parametrize("schedule", [*ALL, *LIMITED], ids=label)
-def test_no_live_value_is_overwritten_and_all_work_is_done_once(schedule, divergent):
-    executor = Executor(schedule, divergent)
+def test_no_live_value_is_overwritten_and_all_work_is_done_once(schedule, how):
+    executor = Executor(schedule, **({how: True} if how else {}))
     done = executor.run()
     assert len(done) == len(set(done))
     assert set(done) == set(map(str, executor.schedule.actions))
-    if divergent:
+    if how == "divergent":
         ticks = [name for name in ARRAYS if name.endswith("_microbatch")]
         active = sum(getattr(executor.table, name) >= 0 for name in ticks)
         assert active.max() == 1

@@ -49,6 +49,7 @@ class Scope:
         batch_axes: Manual mesh axes that split the examples of one microbatch.
         expert_hosts: Number of hosts of the devices that share experts; each host has
             the same number of them, one host after another. 1 if unknown.
+        experts_in_parts: Whether experts may send their rows in parts.
         num_microbatches: Parts that the batch of a device is run in, one by one.
         ranks_diverge: Whether pipeline ranks do work of their own, so that no permute
             may stand in what one of them does.
@@ -71,6 +72,7 @@ class Scope:
     order: TokenOrder | None = None
     batch_axes: tuple[str, ...] = ()
     expert_hosts: int = 1
+    experts_in_parts: bool = True
     num_microbatches: int = 1
     ranks_diverge: bool = False
     platform: str = "cpu"

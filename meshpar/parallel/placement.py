@@ -24,6 +24,7 @@ from meshpar.collectives import asked, sum_dtype
 from meshpar.hardware.platforms import platform_named
 from meshpar.layout import BATCH_AXES, MANUAL_AXES, TOKEN_AXES, Layout
 from meshpar.layout.requirements import check_precision
+from meshpar.machine.mesh import device_kinds
 from meshpar.model.contract import Model
 from meshpar.model.inputs import Batch
 from meshpar.model.parameter import Params
@@ -33,6 +34,7 @@ from meshpar.parallel.blocks import ScopeArrays
 from meshpar.parallel.grids.space import input_spec, space_degree, splits_tokens
 from meshpar.parallel.parameter_specs import stored_parameters, whole_spec
 from meshpar.parallel.reduction import host_groups, reduce_gradients, sum_by_host
+from meshpar.parallel.sizes import pairs_ticks
 from meshpar.parallel.tensor import shard_index
 from meshpar.parallel.zero import (
     Stored,
@@ -142,6 +144,7 @@ class Placement:
             batch_axes=self.large(BATCH_AXES),
             replica_axes=self.replica_axes,
             expert_hosts=self.expert_hosts,
+            experts_in_parts=not self.pairs_ticks,
             num_microbatches=self.layout.microbatches,
             ranks_diverge=self.layout.divergent or bool(self.layout.data_splits),
             training=training,
@@ -252,6 +255,14 @@ class Placement:
             return 1
         devices = list(itertools.chain(*groups.inside))
         return len(groups.inside) if devices == sorted(devices) else 1
+
+    @property
+    def pairs_ticks(self) -> bool:
+        """True if a tick's forward and backward of experts run side by side."""
+        if device_kinds(self.mesh) > 1:
+            return False
+        platform = platform_named(self.platform)
+        return pairs_ticks(self.layout, platform, self.expert_hosts)
 
     @property
     def _mesh_hosts(self) -> np.ndarray:
@@ -415,6 +426,7 @@ class Scopes:
         batch_axes: Mesh axes of size above 1 that split the batch.
         replica_axes: Other mesh axes that split the batch, with one replica each.
         expert_hosts: As for `Scope`.
+        experts_in_parts: As for `Scope`.
         num_microbatches: Number of parts in which a device runs its examples.
         ranks_diverge: As for `Scope`.
         training: True in a training step.
@@ -425,6 +437,7 @@ class Scopes:
     platform: str
     batch_axes: tuple[str, ...]
     expert_hosts: int = 1
+    experts_in_parts: bool = True
     num_microbatches: int = 1
     ranks_diverge: bool = False
     training: bool = True
@@ -443,6 +456,7 @@ class Scopes:
             training=self.training,
             batch_axes=shared.pop("batch_axes", self.batch_axes),
             expert_hosts=self.expert_hosts,
+            experts_in_parts=self.experts_in_parts,
             num_microbatches=self.num_microbatches,
             ranks_diverge=self.ranks_diverge,
             platform=self.platform,

@@ -24,6 +24,9 @@ from __future__ import annotations
 
 import math
 
+from meshpar.hardware.platforms import Platform
+from meshpar.layout import STAGE_REMATS, Layout
+
 LOGITS_BYTES = 512 * 2**20
 """Default limit of bytes of logits (`meshpar.parallel.head_loss`). For a vocabulary of
 128k that is a chunk of 1,024 tokens: enough for its matmuls to be bound by arithmetic,
@@ -297,6 +300,30 @@ def first_parts(rows: int, room: int, *, num_hosts: int = 0) -> tuple[int, int]:
         least = LEAST_BACKWARD_ROWS_BY_HOST
     parts = expert_parts(rows, divided, LEAST_ROWS, most_parts)
     return parts, expert_parts(rows, parts, least)
+
+
+def pairs_ticks(layout: Layout, platform: Platform, expert_hosts: int) -> bool:
+    """Return True if a tick's forward and backward of experts run side by side.
+
+    In lock step, where XLA starts what experts send ahead of its use; rows then go in
+    one part. Not where experts are on several hosts: parts hide more of their rows
+    (`docs/guides/experts.md`). Not with `tensor`, in whose regions sends are not
+    ordered.
+
+    Args:
+        layout: The layout.
+        platform: Of its devices.
+        expert_hosts: Hosts of the devices that share experts.
+    """
+    return (
+        layout.stage > 1
+        and layout.expert > 1
+        and layout.tensor == 1
+        and expert_hosts == 1
+        and not layout.divergent
+        and layout.remat not in STAGE_REMATS
+        and platform.overlaps_all_to_alls
+    )
 
 
 def padded(rows: int) -> int:

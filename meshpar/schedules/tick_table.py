@@ -21,6 +21,7 @@ from meshpar.schedules.check import check_schedule
 from meshpar.schedules.simulate import StageTimes
 from meshpar.schedules.ticks import (
     Phase,
+    cut_phases,
     divergent_ticks,
     lock_step_ticks,
     tick_phases,
@@ -299,13 +300,16 @@ ARRAYS = tuple(field.name for field in fields(TickTable) if field.type == "np.nd
 _RECEIVED = ("input_write", "gradient_write")
 
 
-def tick_table(schedule: Schedule, *, divergent: bool = False) -> TickTable:
+def tick_table(
+    schedule: Schedule, *, divergent: bool = False, paired: bool = False
+) -> TickTable:
     """Return the ticks of a schedule.
 
     Args:
         schedule: The order of every rank's work.
         divergent: True if each rank does an action of its own in a tick
             (`divergent_ticks`), False for lock step (`lock_step_ticks`).
+        paired: As for `lock_step_ticks`.
 
     Raises:
         ScheduleError: The schedule is wrong.
@@ -325,7 +329,11 @@ def tick_table(schedule: Schedule, *, divergent: bool = False) -> TickTable:
     check_schedule(schedule)
     if schedule.splits_backward:
         schedule = schedule.with_split_backwards()
-    ticks = (divergent_ticks if divergent else lock_step_ticks)(schedule)
+    ticks = (
+        divergent_ticks(schedule)
+        if divergent
+        else lock_step_ticks(schedule, paired=paired)
+    )
     slots = _Slots(
         stash=assign_slots(stash_lifetimes(schedule, ticks)),
         saved=assign_slots(saved_lifetimes(schedule, ticks)),
@@ -346,11 +354,15 @@ def tick_table(schedule: Schedule, *, divergent: bool = False) -> TickTable:
         entries = _ENTRIES[action.op]
         for name, where, value in entries(schedule, action, slots, hops):
             arrays[name][tick, *where] = value
+    phases = tick_phases(ticks, divergent=divergent)
+    if paired:
+        # The first loss comes a tick before the first backward: no head until then.
+        phases = cut_phases(phases, ticks[Action(schedule.num_stages - 1, Op.F, 0)])
     return TickTable(
         **arrays,
         input_hops=hops,
         gradient_hops=tuple(-hop % schedule.num_ranks for hop in hops),
-        phases=tick_phases(ticks, divergent=divergent),
+        phases=phases,
         saved_slots=_slots_per_rank(schedule, slots.saved),
         stash_slots=_slots_per_rank(schedule, slots.stash),
         input_slots=_slots_per_rank(schedule, slots.inputs),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from meshpar.schedules.base import Action, Op, Schedule
@@ -23,7 +25,7 @@ class Phase(NamedTuple):
     has_weight_grad: bool = False
 
 
-def lock_step_ticks(schedule: Schedule) -> dict[Action, int]:
+def lock_step_ticks(schedule: Schedule, *, paired: bool = False) -> dict[Action, int]:
     """Return the tick of every action in lock step, in which all ranks move together.
 
     In a tick a rank does at most one forward, then at most one backward (B or I), then
@@ -37,6 +39,11 @@ def lock_step_ticks(schedule: Schedule) -> dict[Action, int]:
     As all ranks pay for a tick with a W, they do theirs together: when each rank that
     has any left can do one, when nothing else is left, or when on some rank as many
     wait as may (`Schedule.max_pending_w`).
+
+    Args:
+        schedule: The order of every rank's work.
+        paired: True if the forward and the backward of a tick run side by side: a
+            backward reads no forward of the same tick, and one more is in flight.
 
     Raises:
         ScheduleError: The schedule is wrong.
@@ -57,7 +64,7 @@ def lock_step_ticks(schedule: Schedule) -> dict[Action, int]:
     tick = 0
     while any(queues) or any(weight_grads):
         for queue in queues:
-            if queue and _is_ready(schedule, *queue[0], ticks, tick):
+            if queue and _is_ready(schedule, *queue[0], ticks, tick, paired):
                 action, _ = queue.popleft()
                 ticks[action] = tick
         left = [queue for queue in weight_grads if queue]
@@ -117,6 +124,17 @@ def tick_phases(
 _MOST_PHASES = 6
 
 
+def cut_phases(phases: Sequence[Phase], tick: int) -> tuple[Phase, ...]:
+    """Return the phases, the one that a tick is in cut before it."""
+    parts = (
+        (phase._replace(stop=tick), phase._replace(start=tick))
+        if phase.start < tick < phase.stop
+        else (phase,)
+        for phase in phases
+    )
+    return tuple(itertools.chain.from_iterable(parts))
+
+
 def _phases(ticks: dict[Action, int], *, coarse: bool) -> tuple[Phase, ...]:
     forward, backward, weight_grad = (
         {tick for action, tick in ticks.items() if action.op in ops}
@@ -163,17 +181,19 @@ def _is_ready(
     before: Action | None,
     ticks: dict[Action, int],
     tick: int,
+    paired: bool,
 ) -> bool:
     """True if the action may run in this tick.
 
-    Its inputs are of earlier ticks, or its stage's own forward of this tick, and the
-    forward before it in the rank's order is done.
+    Its inputs are of earlier ticks, or unless `paired` its stage's own forward of this
+    tick, and the forward before it in the rank's order is done.
     """
     if before is not None and before not in ticks:
         return False
     for source in schedule.inputs(action):
         own_forward = source.op is Op.F and source.stage == action.stage
-        if source not in ticks or ticks[source] >= tick + own_forward:
+        last = tick if own_forward and not paired else tick - 1
+        if source not in ticks or ticks[source] > last:
             return False
     return True
 

@@ -27,6 +27,7 @@ from meshpar.model.contract import Model
 from meshpar.parallel.by_owners import Owners
 from meshpar.parallel.grids.space import space_axes, space_dims
 from meshpar.parallel.pipeline.chosen_execution import chosen_execution
+from meshpar.parallel.pipeline.paired_stages import PAIRED
 from meshpar.parallel.pipeline.program import PipelineProgram
 from meshpar.parallel.pipeline.stages import Pipeline, pipeline_for
 from meshpar.parallel.placement import DTYPES, Placement
@@ -279,6 +280,8 @@ class StepPlan:
         programs = replace(programs, compiler_options={}, check_compiled=None)
         state = programs.functions.state_shapes
         notes = prefetch_notes(self.placement)
+        if self.placement.pairs_ticks:
+            notes += (PAIRED,)
         if self.options.execution_reason:
             notes += (self.options.execution_reason,)
         if sync_only:

@@ -247,7 +247,8 @@ class _ExpertSpec:
         )
         hosts = Hosts(number=num_hosts, room=tokens_to_host) if tokens_to_host else None
         parts, backward_parts = 1, 1
-        if num_devices > 1 and platform_named(scope.platform).overlaps_all_to_alls:
+        overlaps = platform_named(scope.platform).overlaps_all_to_alls
+        if num_devices > 1 and overlaps and scope.experts_in_parts:
             rows = num_devices * room // own
             by_host = num_hosts if hosts else 0
             parts, backward_parts = first_parts(rows, room, num_hosts=by_host)

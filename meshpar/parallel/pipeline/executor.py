@@ -1,12 +1,12 @@
 """One executor for every schedule: all ranks move tick by tick.
 
 In lock step a tick runs the forward of one microbatch and the backward of another with
-`jax.vjp`, and hops gradients down beside the one, activations up beside the other. If
-ranks diverge, each does one action of its own in a tick; hops and ends are outside of
-them. Backwards may be split (`split_stages`). The backward is
-not the derivative of the loop, so only what the schedule has in flight is kept, however
-many microbatches there are. Ranks without work skip it (`rank_layers`), or compute on
-zeros and the result is dropped.
+`jax.vjp`, and hops gradients down beside the one, activations up beside the other; or
+both run layer by layer side by side (`paired_stages`). If ranks diverge, each does one
+action of its own in a tick; hops and ends are outside of them. Backwards may be split
+(`split_stages`). The backward is not the derivative of the loop, so only what the
+schedule has in flight is kept, however many microbatches there are. Ranks without work
+skip it (`rank_layers`), or compute on zeros and the result is dropped.
 Reference: Narayanan et al. 2021 (PipeDream-flush, interleaved 1F1B).
 """
 
@@ -38,7 +38,9 @@ from meshpar.parallel.pipeline.work import (
     Results,
     TickState,
     Work,
+    add_counted,
     first_state,
+    with_forward,
 )
 from meshpar.rules.rules import auto_mesh_shape
 from meshpar.schedules import Phase, Schedule, TickTable, tick_table
@@ -78,7 +80,8 @@ class Executor:
     @cached_property
     def table(self) -> TickTable:
         """The schedule, tick by tick."""
-        return tick_table(self.schedule, divergent=self.divergent)
+        paired = self.work.pair is not None
+        return tick_table(self.schedule, divergent=self.divergent, paired=paired)
 
     def loss_and_gradients(self) -> Results:
         """Run the forwards and backwards of all ticks: loss sums and gradients."""
@@ -224,7 +227,8 @@ class Executor:
         """
         rank = lax.axis_index(STAGE)
         own = {name: jnp.asarray(row[name])[rank] for name in ARRAYS}
-        x = dy = down = up = None
+        x = dy = down = up = dx = more_ends = None
+        pairs = self.work.pair and phase.has_forward and phase.has_backward
         if phase.has_forward:
             x = self._input(state, row, own)
         if phase.has_backward and has["gradient_write"]:
@@ -234,14 +238,18 @@ class Executor:
             state = self._received(state, "gradients", own["gradient_write"], down)
             own = self.once_known(own, down)
         if phase.has_forward:
-            state, y = self._forward(state, own, x, keeps)
+            if pairs and not chunks:
+                state, y, dx, more_ends = self._pair(state, own, x)
+            else:
+                state, y = self._forward(state, own, x, keeps)
             if has["ended"]:
                 state, dy = self._head(state, row, own, after(y, down), keeps)
             up = self._hops.sent(y, dy, self.table.input_hops, "stage_forward")
             state = self._received(state, "inputs", own["input_write"], up)
             own = self.once_known(own, dy, up)
         if phase.has_backward:
-            state, dx, more_ends = self._stage_gradient(state, own, chunks)
+            if dx is None:
+                state, dx, more_ends = self._stage_gradient(state, own, chunks)
             state = self._embed_gradient(state, row, own, dx, up, more_ends)
         if phase.has_weight_grad:
             ends = state.results.end_gradients, state.results.input_gradients
@@ -335,19 +343,29 @@ class Executor:
     def _forward(
         self, state: TickState, own: dict, x: Payload, keeps: bool
     ) -> tuple[TickState, Payload]:
+        at = _action(own, "forward")
+        if not keeps:
+            y, sums = self.work.stage(at, x)
+            return with_forward(state, at, sums, state.saved), y
+        given = at, x, state.saved, own["saved_write"]
+        y, *made = self.work.stage_keeping(*given)
+        return with_forward(state, at, *made), y
+
+    def _pair(
+        self, state: TickState, own: dict, x: Payload
+    ) -> tuple[TickState, Payload, Payload, Any]:
+        """Run `_forward` and `_stage_gradient` side by side."""
         work, at = self.work, _action(own, "forward")
-        results, saved = state.results, state.saved
-        if keeps:
-            y, sums, saved = work.stage_keeping(at, x, saved, own["saved_write"])
-        else:
-            y, sums = work.stage(at, x)
-        auxiliary, statistics = sums
-        results = replace(
-            results,
-            auxiliary=_add(results.auxiliary, auxiliary, at.is_active),
-            statistics=_add_at(results.statistics, at.chunk, statistics, at.is_active),
+        assert work.pair is not None
+        forward, backward = work.pair(
+            (at, x, state.saved, own["saved_write"]),
+            self._backward_given(state, own),
+            self.once_known,
         )
-        return replace(state, saved=saved, results=results), y
+        y, *made = forward
+        dx, total, more_ends = backward
+        state = with_forward(state, at, *made)
+        return self._with_backward(state, total), y, dx, more_ends
 
     def _head(
         self, state: TickState, row: dict, own: dict, y: Payload, keeps: bool
@@ -359,11 +377,11 @@ class Executor:
             jnp.maximum(row["ended"], 0), where(at_end, y)
         )
         results = replace(
-            state.results, loss_sums=_add(state.results.loss_sums, sums, some)
+            state.results, loss_sums=add_counted(state.results.loss_sums, sums, some)
         )
         if not keeps:
             return replace(state, results=results), dy
-        ends = _add(results.end_gradients, gradients, some)
+        ends = add_counted(results.end_gradients, gradients, some)
         written = write(state.gradients, own["loss_write"], dy)
         results = replace(results, end_gradients=ends)
         gradients = self._hops.laid_out(written)
@@ -382,35 +400,43 @@ class Executor:
         Returns:
             The state, the gradient of the stage's input, and gradients of the ends.
         """
-        work, at = self.work, _action(own, "backward")
+        work = self.work
         if chunks:
             # Here ticks are no iterations of a loop, and the head's logits would stay
             # until its gradient is reduced.
             kept = state.results, state.gradients, state.saved
             results, gradients, saved = lax.optimization_barrier(kept)
             state = replace(state, results=results, gradients=gradients, saved=saved)
-        results = state.results
-        dy = _or_idle(at.is_active, read(state.gradients, own["gradient_read"]))
-        given = at, state.saved, own["saved_read"], self._hops.laid_out(dy)
-        if work.split is not None:
-            dx, stash, more_ends = work.split.input_gradient(
-                *given, state.stash, own["stash_write"]
-            )
-            return replace(state, stash=stash), dx, more_ends
+        given = self._backward_given(state, own)
         if chunks and work.last_gradient and work.reduce_ends:
-            ends = results.end_gradients
+            ends = state.results.end_gradients
             if chunks == self._completed[min(self._completed)]:
                 ends = work.reduce_ends(ends)
-            dx, block_gradients, more_ends, ends = work.last_gradient(
-                *given, results.block_gradients, chunks=chunks, overlapped=ends
+            dx, total, more_ends, ends = work.last_gradient(
+                *given, chunks=chunks, overlapped=ends
             )
-            results = replace(results, end_gradients=ends)
+            results = replace(state.results, end_gradients=ends)
+            state = replace(state, results=results)
         else:
-            dx, block_gradients, more_ends = work.stage_gradient(
-                *given, results.block_gradients
-            )
-        results = replace(results, block_gradients=block_gradients)
-        return replace(state, results=results), dx, more_ends
+            split = work.split
+            gradient = split.input_gradient if split else work.stage_gradient
+            dx, total, more_ends = gradient(*given)
+        return self._with_backward(state, total), dx, more_ends
+
+    def _backward_given(self, state: TickState, own: dict) -> tuple[Any, ...]:
+        """Return what the rank's backward takes, whole or for the input."""
+        at = _action(own, "backward")
+        dy = _or_idle(at.is_active, read(state.gradients, own["gradient_read"]))
+        given = at, state.saved, own["saved_read"], self._hops.laid_out(dy)
+        if self.work.split is not None:
+            return *given, state.stash, own["stash_write"]
+        return *given, state.results.block_gradients
+
+    def _with_backward(self, state: TickState, total: Any) -> TickState:
+        """Return the state with what a backward adds to."""
+        if self.work.split is not None:
+            return replace(state, stash=total)
+        return replace(state, results=replace(state.results, block_gradients=total))
 
     def _weight_gradient(self, state: TickState, own: dict, before: Any) -> TickState:
         """Run this rank's weight gradient, once `before` is there.
@@ -444,10 +470,12 @@ class Executor:
         end_gradients, input_gradients = self.work.embed_gradient(
             jnp.maximum(embedded, 0), after(where(at_start, dx), before)
         )
-        total = _add(results.end_gradients, end_gradients, embedded >= 0)
+        total = add_counted(results.end_gradients, end_gradients, embedded >= 0)
+        if more_ends:
+            total = add_counted(total, more_ends, at.is_active)
         results = replace(
             results,
-            end_gradients=_add(total, more_ends, at.is_active) if more_ends else total,
+            end_gradients=total,
             input_gradients=write(results.input_gradients, embedded, input_gradients),
         )
         return replace(state, downward=dx, results=results)
@@ -492,25 +520,3 @@ def _or_idle(is_active: jax.Array, payload: Payload) -> Payload:
 def _action(own: dict[str, jax.Array], which: str) -> At:
     chunk, microbatch = own[f"{which}_chunk"], own[f"{which}_microbatch"]
     return At(jnp.maximum(chunk, 0), jnp.maximum(microbatch, 0), microbatch >= 0)
-
-
-def _add(total: Any, more: Any, counts: jax.Array) -> Any:
-    """Add where it counts; what does not count may be NaN. None adds nothing."""
-
-    def add(one: jax.Array, other: jax.Array | None) -> jax.Array:
-        if other is None:
-            return one
-        return one + jnp.where(counts, other.astype(one.dtype), 0)
-
-    return jax.tree.map(add, total, more)
-
-
-def _add_at(total: Any, chunk: jax.Array, more: Any, counts: jax.Array) -> Any:
-    """Add to the part of one chunk where it counts."""
-    return jax.tree.map(
-        lambda one, other: one.at[chunk].add(
-            jnp.where(counts, other.astype(one.dtype), 0)
-        ),
-        total,
-        more,
-    )

@@ -30,6 +30,7 @@ from meshpar.parallel.pipeline.crossing import (
 )
 from meshpar.parallel.pipeline.executor import Executor
 from meshpar.parallel.pipeline.last_reduction import LastReduction
+from meshpar.parallel.pipeline.paired_stages import PairedStages
 from meshpar.parallel.pipeline.rank_layers import RankLayers
 from meshpar.parallel.pipeline.rank_stages import RankStages
 from meshpar.parallel.pipeline.seams import Enter, GroupSeams
@@ -96,6 +97,10 @@ class Functions(Protocol):
     @property
     def divergent(self) -> bool:
         """True if each rank does an action of its own in a tick."""
+
+    @property
+    def paired_group(self) -> int | None:
+        """The group whose layers run forward beside others backward; None if none."""
 
     def blocks(self, arrangement: Arrangement) -> Sequence[Block]:
         """Return a layer of each group."""
@@ -177,7 +182,10 @@ class Microbatches:
             jax.tree.map(shares.share_shape, self._streams[-1]),
         )
         work = self._work(partial(self._loss, of_loss), sums, stages)
-        return replace(work, split=self._split_work(stages))
+        split = SplitStages.of(stages) if self.schedule.splits_backward else None
+        return replace(
+            work, split=self._split_work(split), pair=self._pair(stages, split)
+        )
 
     def weight_sum(self) -> jax.Array:
         """Sum this device's weights of all microbatches, before any of them has run.
@@ -384,21 +392,38 @@ class Microbatches:
         arrays = part(self.cut, at)
         return arrays._replace(microbatch=jnp.asarray(microbatch), random=self.random)
 
-    def _split_work(self, stages: RankStages) -> SplitWork | None:
-        if not self.schedule.splits_backward:
+    def _split_work(self, split: SplitStages | None) -> SplitWork | None:
+        if split is None:
             return None
-        split = SplitStages.of(stages)
         return SplitWork(
             input_gradient=partial(self._stage_gradient, split.input_gradient),
             weight_gradient=split.weight_gradient,
             stash=split.stash(),
         )
 
+    def _pair(
+        self, stages: RankStages, split: SplitStages | None
+    ) -> Callable[..., tuple[tuple, tuple]] | None:
+        """Return what runs a forward beside a backward (`Work.pair`), if it is used."""
+        group = self.functions.paired_group
+        if group is None:
+            return None
+        paired = PairedStages(stages=stages, group=group, split=split)
+
+        def pair(*given: Any) -> tuple[tuple, tuple]:
+            of_forward, of_backward = paired.run(*given)
+            return of_forward, self._with_ends(of_backward)
+
+        return pair
+
     def _stage_gradient(
         self, gradient: Callable[..., tuple], *given: Any, **more: Any
     ) -> tuple:
         """Return results of `gradient` with the ends' gradients scattered."""
-        dx, totals, of_ends, *others = gradient(*given, **more)
+        return self._with_ends(gradient(*given, **more))
+
+    def _with_ends(self, results: tuple) -> tuple:
+        dx, totals, of_ends, *others = results
         if of_ends:
             of_ends = self.functions.scatter_ends(of_ends)
         return dx, totals, of_ends, *others

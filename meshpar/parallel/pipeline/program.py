@@ -68,6 +68,8 @@ class ModelFunctions:
         layout = self.placement.layout
         if self.placement.reduces_in_last_tick:
             return "they reduce gradients beside the last backward"
+        if self.paired_group is not None:
+            return "forwards run beside backwards"
         if layout.attention_method.permutes:
             return "keys and values are permuted over 'context'"
         mesh = self.placement.mesh
@@ -77,6 +79,26 @@ class ModelFunctions:
     def divergent(self) -> bool:
         """True if each rank does an action of its own in a tick."""
         return self.placement.layout.execution == "divergent"
+
+    @property
+    def paired_group(self) -> int | None:
+        """The group whose layers run forward beside others backward; None if none.
+
+        The largest one with routed experts, if `Placement.pairs_ticks`.
+        """
+        placement = self.placement
+        if not placement.pairs_ticks:
+            return None
+        groups = placement.model.groups
+        _, parameters = placement.model.split(placement.model.parameters)
+        routed = [
+            at
+            for at in range(len(groups))
+            if any(
+                "experts" in one.logical_axes for one in jax.tree.leaves(parameters[at])
+            )
+        ]
+        return max(routed, key=lambda at: groups[at].num_layers, default=None)
 
     def embed(
         self, weights: Params, arrays: ScopeArrays, shares: Shares | None

@@ -122,7 +122,7 @@ class RankStages:
                 return *run_layers(stack, x, arrays, num_layers), None
             return *run_blocks(stack, x, arrays), None
 
-        return self._through(at.chunk, arrays, payload, through)[:2]
+        return self.through(at.chunk, arrays, payload, through)[:2]
 
     def kept(self, payload: Payload) -> Any:
         """Return the shapes of what `gradient` needs of a run: trees of plain lists."""
@@ -145,7 +145,11 @@ class RankStages:
         if self.skips:
             return self._run_keeping_in(at, arrays, payload, buffers, slot)
         y, sums, kept = self._run_keeping(at.chunk, arrays, payload)
-        return y, sums, write(buffers, slot, _plain(kept))
+        return y, sums, self.written(buffers, slot, kept)
+
+    def written(self, buffers: Any, slot: jax.Array, kept: Any) -> Any:
+        """Return the buffers with the residuals of `through` in a slot."""
+        return write(buffers, slot, _plain(kept))
 
     def gradient(
         self,
@@ -169,7 +173,7 @@ class RankStages:
             `enter`; () if no group has it.
         """
         return self.gradient_by(
-            at, buffers, slot, of_payload, totals, backward=self._backward
+            at, buffers, slot, of_payload, totals, backward=self.group_gradient
         )
 
     def last_gradient(
@@ -246,7 +250,7 @@ class RankStages:
             checked.append((stack, x))
             return run_keeping(stack, x, arrays)
 
-        results = self._through(chunk, arrays, payload, through)
+        results = self.through(chunk, arrays, payload, through)
         check_names(checked, arrays)
         return results
 
@@ -266,7 +270,7 @@ class RankStages:
                 stack, x, arrays, num_layers, saved, jnp.maximum(slot, 0)
             )
 
-        y, sums, kept = self._through(at.chunk, arrays, payload, through)
+        y, sums, kept = self.through(at.chunk, arrays, payload, through)
         written = [
             [write(of_enter, slot, jax.tree.leaves(entered)), of_layers]
             for (of_enter, _), (entered, of_layers) in zip(buffers, kept, strict=True)
@@ -316,7 +320,7 @@ class RankStages:
             )
         ]
 
-    def _backward(
+    def group_gradient(
         self,
         group: int,
         at: At,
@@ -347,7 +351,7 @@ class RankStages:
 
         return add
 
-    def _through(
+    def through(
         self,
         chunk: jax.Array,
         arrays: ScopeArrays,

@@ -27,10 +27,8 @@ from jax.extend.core import (
 )
 
 from meshpar.parallel.pipeline.minimum_stash import atom_shape, minimum_stash, read_by
-from meshpar.trace.primitives import CALLS
-from meshpar.trace.walk import Loop, programs_in, steps, without_constants
-
-_INLINED = CALLS - {"shard_map", "custom_partitioning", "composite"}
+from meshpar.trace.calls import program_like, without_calls
+from meshpar.trace.walk import Loop, steps, without_constants
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ def split_program(
         >>> [array.shape for array in cut.stash], cut.second_reads
         ([(5, 3)], (False, True, False))
     """
-    flat = _inlined(without_constants(program))
+    flat = without_calls(without_constants(program))
     free = {*flat.constvars, *(v for v, k in zip(flat.invars, kept, strict=True) if k)}
     first, second, stash = _cut(flat, wanted, free)
     read = read_by(steps(second), second.outvars)
@@ -93,67 +91,6 @@ def split_program(
     )
 
 
-def _jaxpr(
-    like: Jaxpr,
-    arguments: Sequence[Var],
-    results: Sequence[Any],
-    equations: Sequence[JaxprEqn],
-) -> Jaxpr:
-    effects = frozenset().union(*(equation.effects for equation in equations))
-    return Jaxpr(
-        like.constvars,
-        [*arguments],
-        [*results],
-        [*equations],
-        effects=effects,
-        debug_info=like.debug_info,
-    )
-
-
-def _inlined(jaxpr: Jaxpr) -> Jaxpr:
-    """Return the same program without calls; names of scopes stay."""
-    equations: list[JaxprEqn] = []
-    known: dict[Var, Any] = {}
-
-    def take_in(jaxpr: Jaxpr, known: dict[Var, Any], scope: Any) -> list[Any]:
-        def read(atom: Any) -> Any:
-            return atom if isinstance(atom, Literal) else known.get(atom, atom)
-
-        for equation in steps(jaxpr):
-            given = [read(atom) for atom in equation.invars]
-            source = equation.source_info
-            if scope is not None:
-                source = source.replace(name_stack=scope + source.name_stack)
-            called = _called(equation)
-            if called is not None:
-                operands = dict(zip(called.invars, given, strict=True))
-                results = take_in(called, operands, source.name_stack)
-            else:
-                results = [Var(var.aval) for var in equation.outvars]
-                equations.append(
-                    equation.replace(invars=given, outvars=results, source_info=source)
-                )
-            known.update(zip(equation.outvars, results, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
-
-    results = take_in(jaxpr, known, None)
-    return _jaxpr(jaxpr, jaxpr.invars, results, equations)
-
-
-def _called(equation: JaxprEqn) -> Jaxpr | None:
-    """Return the program that an equation calls on its operands."""
-    if equation.primitive.name not in _INLINED:
-        return None
-    programs = programs_in(equation)
-    if len(programs) != 1:
-        return None
-    (program,) = programs
-    inner = without_constants(program)
-    if inner.constvars or len(inner.invars) != len(equation.invars):
-        return None
-    return inner
-
-
 def _parsed_loop(equation: JaxprEqn) -> tuple[Loop, Jaxpr] | None:
     """Return a loop that can be cut, and its body without calls."""
     if equation.primitive.name != "scan":
@@ -161,7 +98,7 @@ def _parsed_loop(equation: JaxprEqn) -> tuple[Loop, Jaxpr] | None:
     loop = Loop.parse(equation)
     assert loop is not None
     body = without_constants(loop.body)
-    return None if body.constvars else (loop, _inlined(body))
+    return None if body.constvars else (loop, without_calls(body))
 
 
 _BARRIER = "optimization_barrier"
@@ -243,8 +180,8 @@ def _cut(
     # all; another variable takes its place.
     arguments = [var if var in free else Var(var.aval) for var in jaxpr.invars]
     return (
-        _jaxpr(jaxpr, jaxpr.invars, [*results[0], *stash], first),
-        _jaxpr(jaxpr, [*arguments, *stash], results[1], [*again, *second]),
+        program_like(jaxpr, jaxpr.invars, [*results[0], *stash], first),
+        program_like(jaxpr, [*arguments, *stash], results[1], [*again, *second]),
         stash,
     )
 
@@ -330,7 +267,7 @@ def _cut_loop(
     ]
     wanted = [out for out, of in zip(body.outvars, needed, strict=True) if of]
     first, second, stash = _cut(
-        _jaxpr(body, body.invars, wanted, steps(body)),
+        program_like(body, body.invars, wanted, steps(body)),
         [one for one, of in zip(early, needed, strict=True) if of],
         {*consts, *carries[1], *xs},
     )
@@ -353,7 +290,7 @@ def _cut_loop(
         halves.append(
             _scan(
                 equation,
-                _jaxpr(
+                program_like(
                     jaxpr,
                     [
                         *_picked(arguments[0], consts_read),

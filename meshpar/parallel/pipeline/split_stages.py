@@ -10,6 +10,7 @@ it reads them, and reduces gradients as a whole backward does.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -152,15 +153,28 @@ class SplitStages:
             `enter`; () if no group has it.
         """
 
-        def backward(
-            group: int, at: At, kept: Any, dy: Stream, arrays: ScopeArrays, stash: Any
-        ) -> tuple[Stream, Any]:
-            run = self._input_gradient_in if self.stages.skips else self._input_gradient
-            return run(group, at, kept, dy, arrays, stash, stash_slot)
-
         return self.stages.gradient_by(
-            at, buffers, slot, of_payload, stash, backward=backward
+            at,
+            buffers,
+            slot,
+            of_payload,
+            stash,
+            backward=partial(self.group_gradient, stash_slot=stash_slot),
         )
+
+    def group_gradient(
+        self,
+        group: int,
+        at: At,
+        kept: Any,
+        dy: Stream,
+        arrays: ScopeArrays,
+        stash: Any,
+        stash_slot: jax.Array,
+    ) -> tuple[Stream, Any]:
+        """Run a group's layers backward, each stash written into its slot."""
+        run = self._input_gradient_in if self.stages.skips else self._input_gradient
+        return run(group, at, kept, dy, arrays, stash, stash_slot)
 
     def weight_gradient(
         self, at: At, stash: list[Any], slot: jax.Array, totals: list[Any]

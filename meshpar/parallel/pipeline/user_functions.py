@@ -73,6 +73,7 @@ class UserFunctions:
     remat: str
     x_spec: Any
     divergent: bool
+    paired_group: None = None
     block_stored: Any
     end_stored: Any
 

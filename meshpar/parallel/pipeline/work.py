@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -76,6 +76,9 @@ class Work:
         statistics: Shapes of the blocks' other sums, (chunks, ...) each.
         inputs: Inputs that have a gradient, (microbatches, ...) each.
         split: The two halves of `stage_gradient`; None if backwards are whole.
+        pair: (arguments of `stage_keeping`, those of `stage_gradient` or of
+            `SplitWork.input_gradient`, `Executor.once_known`) -> results of both, whose
+            layers run side by side; None if a tick's forward comes first.
     """
 
     stage: Callable[..., tuple[Payload, Any]]
@@ -96,6 +99,7 @@ class Work:
     last_gradient: Callable[..., tuple[Payload, Any, Any, Any]] | None = None
     reduce_ends: Callable[[Any], Any] | None = None
     split: SplitWork | None = None
+    pair: Callable[..., tuple[tuple, tuple]] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -207,4 +211,44 @@ def _first_end_gradients(work: Work) -> Any:
     return jax.tree.map(
         lambda shape: jnp.broadcast_to(zero.astype(shape.dtype), shape.shape),
         work.end_gradients,
+    )
+
+
+def with_forward(state: TickState, at: At, sums: Any, saved: Any) -> TickState:
+    """Return the state with a forward's sums added, and what it kept.
+
+    Args:
+        state: The state.
+        at: The forward.
+        sums: Auxiliary losses and statistics of its blocks.
+        saved: The buffers with what its backward needs.
+    """
+    (auxiliary, statistics), before = sums, state.results
+    results = replace(
+        before,
+        auxiliary=add_counted(before.auxiliary, auxiliary, at.is_active),
+        statistics=_add_at(before.statistics, at.chunk, statistics, at.is_active),
+    )
+    return replace(state, saved=saved, results=results)
+
+
+def add_counted(total: Any, more: Any, counts: jax.Array) -> Any:
+    """Add where it counts; what does not count may be NaN. None adds nothing."""
+
+    def add(one: jax.Array, other: jax.Array | None) -> jax.Array:
+        if other is None:
+            return one
+        return one + jnp.where(counts, other.astype(one.dtype), 0)
+
+    return jax.tree.map(add, total, more)
+
+
+def _add_at(total: Any, chunk: jax.Array, more: Any, counts: jax.Array) -> Any:
+    """Add to the part of one chunk where it counts."""
+    return jax.tree.map(
+        lambda one, other: one.at[chunk].add(
+            jnp.where(counts, other.astype(one.dtype), 0)
+        ),
+        total,
+        more,
     )

@@ -305,9 +305,7 @@ def tokens_to_hosts(run: Run) -> tuple[int, int]:
 
     The tokens are 0 if each row goes to its experts' devices by itself.
     """
-    link = run.link("expert")
-    devices, top_k = run.layout.expert, run.workload.top_k
-    hosts = devices // link.inner if link.name == "network" else 1
+    devices, top_k, hosts = run.layout.expert, run.workload.top_k, run.expert_hosts
     own = run.workload.experts // devices
     room = room_rows(run) // devices
     is_most = room >= most_room(run.tokens, top_k, own)
@@ -318,7 +316,8 @@ def tokens_to_hosts(run: Run) -> tuple[int, int]:
 def round_parts(run: Run) -> int:
     """Return the parts in which the first round of experts goes forward."""
     devices = run.layout.expert
-    if devices == 1 or not run.platform.overlaps_all_to_alls:
+    overlaps = run.platform.overlaps_all_to_alls and not run.pairs_ticks
+    if devices == 1 or not overlaps:
         return 1
     hosts, tokens = tokens_to_hosts(run)
     own = run.workload.experts // devices

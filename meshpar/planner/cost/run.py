@@ -20,6 +20,7 @@ from meshpar.hardware.attention_kernels import (
 from meshpar.hardware.platforms import Platform, platform_named
 from meshpar.hardware.splash_kernels import fuses_backward
 from meshpar.layout import MESH_AXES, ZERO_AXES, Layout
+from meshpar.parallel.sizes import pairs_ticks
 from meshpar.planner.cost.pipeline_time import Ticks, layout_ticks
 from meshpar.planner.known_errors import LONG_SEQ
 from meshpar.planner.machine.cluster import Cluster, Link
@@ -406,7 +407,25 @@ class Run:
     @property
     def pipeline_ticks(self) -> Ticks:
         """Ticks of the pipeline, in lock step or where ranks diverge."""
-        return self.ticks or layout_ticks(self.layout)
+        ticks = self.ticks or layout_ticks(self.layout)
+        if not self.pairs_ticks:
+            return ticks
+        most = self.layout.microbatches * self.num_stages // self.layout.stage
+        held = tuple(min(count + 1, most) for count in ticks.in_flight)
+        return replace(ticks, in_flight=held)
+
+    @property
+    def pairs_ticks(self) -> bool:
+        """True if a tick's forward and backward of experts run side by side."""
+        return self.execution.lock_step and pairs_ticks(
+            self.layout, self.platform, self.expert_hosts
+        )
+
+    @property
+    def expert_hosts(self) -> int:
+        """Number of hosts of the devices that share experts."""
+        link = self.link("expert")
+        return self.layout.expert // link.inner if link.name == "network" else 1
 
     @property
     def num_stages(self) -> int:

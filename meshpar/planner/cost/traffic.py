@@ -145,6 +145,12 @@ def _expert(run: Run) -> Iterator[Row]:
     overlaps = run.execution.exchange_overlap
     share = 1.0 if overlaps or round_parts(run) > 1 else 0.0
     hidden_by = COMPUTING if overlaps else ""
+    if run.pairs_ticks:
+        # Not while the pipeline fills or drains.
+        hidden_by, share = (
+            MATMULS,
+            1.0 - run.num_stages / run.pipeline_ticks.forward_ticks,
+        )
 
     def row(payload: float, passes: str, reason: str, again: str = "") -> Row:
         one = Row(expert_axes(run), "all-to-all", payload, reason, passes, 1, hidden_by)

@@ -64,6 +64,17 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        name="pair-waits-for-no-loss",
+        effect="a backward beside its own forward starts from an older gradient",
+        file="meshpar/schedules/ticks.py",
+        old="last = tick if own_forward and not paired else tick - 1",
+        new="last = tick if own_forward else tick - 1",
+        tests=(
+            "tests/test_paired_stages.py"
+            "::test_pairs_take_no_more_forwards_and_backwards_and_hold_one_more[1f1b]",
+        ),
+    ),
+    Mutant(
         name="one-weight-version-too-few",
         effect="PipeDream's stages keep one version of their weights too few",
         file="meshpar/schedules/pipedream_stash.py",
