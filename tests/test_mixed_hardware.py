@@ -354,6 +354,11 @@ def test_what_is_planned_for_one_kind_refuses_a_mix(refuses, refuses_command):
     plans = ["plan", "--preset", "llama3-8b", *hardware, "--global-batch", "16"]
     refuses_command([*plans, "--curve", "strong"], "hardware.mixed")
     refuses_command([*plans, "--measure", "1"], "hardware.mixed")
+    with refuses("hardware.mixed", "--mesh-order"):
+        estimate(WORKLOAD, MIXED, "fsdp=64", global_batch=64, order="fsdp")
+    with refuses("hardware.mixed", "maxtext"):
+        maxtext = execution_of("maxtext")
+        estimate(WORKLOAD, MIXED, "fsdp=64", global_batch=64, execution=maxtext)
 
 
 def test_the_command_prints_where_stages_lie(capsys):

@@ -354,6 +354,7 @@ def test_files_that_describe_none_are_refused(tmp_path, content, refusal, refuse
             'platform = "npu"',
             ("hardware.unknown_platform", "platform='npu'", "gpu, tpu, cpu"),
         ),
+        ("chip_devices = 2", ("hardware.chip_without_links", "chip_devices=2")),
     ],
 )
 def test_files_with_values_of_another_type_are_refused(

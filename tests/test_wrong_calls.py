@@ -93,6 +93,14 @@ COMMANDS = [
     (f"{PLAN} --max-memory-gib nan", NOT_POSITIVE, "--max-memory-gib", "'nan'", 0),
     (f"{PLAN} --keep data=-1", "plan.open_size_kept", "data=-1"),
     (f"{PLAN} --keep data_splits=6/2", "plan.data_splits_kept", "data_splits"),
+    (
+        f"{ESTIMATE} tensor=8 --slots 4 --mesh-order tensor",
+        "command.mesh_order_of_others",
+    ),
+    (
+        f"{ESTIMATE} data=2,fsdp=4,microbatches=2,data_splits=3/1 --execution maxtext",
+        *("plan.data_splits_of_ours", "data_splits=3/1", "'maxtext'"),
+    ),
     (f"{PLAN} --keep tensor=3", "plan.no_such_layout", 8, "tensor=3"),
     (f"{PLAN} --hosts 3", "hardware.indivisible_hosts", 8, 3),
     (f"{ESTIMATE} fsdp=0", "layout.not_whole_number", "fsdp=0", 1),

@@ -53,6 +53,11 @@ def run(args: argparse.Namespace) -> int:
     """Print the estimate; return 0 if it fits, 1 if it does not."""
     layout = Layout.parse(args.layout)
     cluster = chosen_cluster(args, layout)
+    if args.mesh_order is not None and (args.slots is not None or is_other(args)):
+        raise InputError(
+            "--mesh-order applies to training of transformers; leave it out",
+            key="command.mesh_order_of_others",
+        )
     if args.slots is not None and not is_other(args):
         return _estimate_generation(args, layout, cluster)
     if args.prompt is not None:

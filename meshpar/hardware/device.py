@@ -251,6 +251,7 @@ class Device:
         self._check_flags()
         self._check_counts()
         self._check_numbers()
+        self._check_chips()
 
     def _check_flags(self) -> None:
         for name in ("meshed", "shares_host_link"):
@@ -311,6 +312,16 @@ class Device:
                     "bf16 and fp32",
                     key="hardware.missing_peak_flops",
                 )
+
+    def _check_chips(self) -> None:
+        if self.chip_devices > 1 and not (self.torus_dims and self.chip_bytes_per_s):
+            raise InputError(
+                f"hardware {self.name!r}: chip_devices={self.chip_devices} share the "
+                f"links of a torus, but torus_dims={self.torus_dims} and "
+                f"chip_bytes_per_s={self.chip_bytes_per_s}; give both, or leave "
+                "chip_devices out",
+                key="hardware.chip_without_links",
+            )
 
     @property
     def usable_bytes(self) -> float:

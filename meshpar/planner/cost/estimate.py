@@ -18,6 +18,7 @@ from meshpar.planner.cost.step_time import step_time
 from meshpar.planner.cost.step_traffic import sent_in_a_step
 from meshpar.planner.machine.cluster import Cluster
 from meshpar.planner.machine.execution import MESHPAR, Execution, execution_for
+from meshpar.planner.machine.mixed import check_one_kind
 from meshpar.planner.plan import Plan, milliseconds
 from meshpar.planner.workload.problems import (
     check_precision_on,
@@ -57,7 +58,8 @@ def estimate(
             (`make_mesh(order=)`); `MESH_AXES` when absent.
 
     Raises:
-        InputError: The layout is impossible; `layout_problems` has all reasons.
+        InputError: The layout is impossible (`layout_problems` has all reasons), or an
+            order is given for several kinds of devices.
 
     Example:
         >>> from meshpar.planner.machine.clusters import cluster_of
@@ -86,6 +88,9 @@ def estimate(
         execution=execution,
     )
     check_execution(cluster, execution)
+    if order is not None:
+        # On several kinds the axis that crosses them lies outermost.
+        check_one_kind(cluster, "--mesh-order is for")
     for problem in (*options, *found, *crossing_problems(cluster, layout)):
         raise problem.error(layout)
     check_precision_on(cluster.device, layout.precision)

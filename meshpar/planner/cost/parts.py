@@ -119,7 +119,7 @@ def shards_may_be_uneven(run: Run) -> bool:
 
 def check_execution(cluster: Cluster, execution: Execution) -> None:
     """Refuse mixed hardware for programs of others, which are priced on one kind."""
-    if not execution.lock_step:
+    if not execution.uneven_shares:
         check_one_kind(cluster, f"--execution {execution.name} is priced on")
 
 

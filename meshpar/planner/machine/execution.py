@@ -33,6 +33,7 @@ MESHPAR = Execution(
     fused_activation=True,  # XLA fuses elementwise chains
     dropout=False,
     lock_step=True,
+    uneven_shares=True,
     shared_ends=True,
     tensor_overlap=False,
     reduction_overlap=False,  # but where a run prefetches
@@ -309,6 +310,7 @@ MAXTEXT = replace(
     MESHPAR,
     name="maxtext",
     attention_kernel=PLATFORM_KERNEL,
+    uneven_shares=False,
     tensor_overlap=True,
     gather_overlap=True,
     scans_blocks=True,

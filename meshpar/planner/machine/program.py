@@ -33,6 +33,8 @@ class Execution:
         dropout: True if blocks drop values, whose masks are kept.
         lock_step: True if all pipeline ranks move together, tick by tick, idle ones too
             (`meshpar.parallel.pipeline`); else each waits for its inputs.
+        uneven_shares: True if slow devices may have fewer blocks or microbatches than
+            others (`data_splits`, mixed hardware).
         shared_ends: True if all pipeline ranks share embedding and head; else the first
             has the embedding and the last the head.
         tensor_overlap: True if the backward's collectives over `tensor` run beside the
@@ -157,6 +159,7 @@ class Execution:
     logit_bytes: float
     host_s: float
     eager: bool
+    uneven_shares: bool = False
     fp8: bool = False
     keeps_fp8: bool = False
     keeps_expert_outputs: bool = True

@@ -72,6 +72,7 @@ def layout_problems(
         *_precision(layout, execution),
         *_positions(workload, seq, execution),
         *_later_tokens(workload, execution),
+        *_uneven_shards(layout, execution),
         *_residuals(workload, layout, execution),
         *problems(facts, (*BATCH, *LOCAL_STEPS, *SIZES, *ATTENTION, *EXPERTS)),
         *_stage(workload, layout, stage_blocks),
@@ -172,6 +173,17 @@ def _later_tokens(workload: Workload, execution: Execution) -> Iterator[Problem]
             f"{execution.name!r} does not train; leave them out, or estimate a program "
             "that does (--execution megatron-bridge)",
             "plan.mtp_not_trained",
+        )
+
+
+def _uneven_shards(layout: Layout, execution: Execution) -> Iterator[Problem]:
+    if layout.data_splits and not execution.uneven_shares:
+        yield Problem(
+            "data_splits",
+            f"data_splits={'/'.join(map(str, layout.data_splits))}, but "
+            f"{execution.name!r} runs microbatches={layout.microbatches} on all parts "
+            "of 'data'; leave it out, or estimate --execution meshpar",
+            "plan.data_splits_of_ours",
         )
 
 
