@@ -158,6 +158,13 @@ def test_a_dense_mlp_is_recomputed_in_dense_blocks():
     assert (again.up, again.qkv) == (1, 0)
 
 
+def test_attention_is_recomputed_if_its_module_or_remat_says_so():
+    for recomputes, remat, times in (("core_attn", "selective", 1), ("", "none", 0)):
+        run = _run(layout=f"expert=8,zero=1,remat={remat}", recomputes=recomputes)
+        again = recomputation(run, moe=True)
+        assert (again.attention, again.trades) == (times, times)
+
+
 def test_expanding_latent_heads_again_is_their_share_of_the_matmuls():
     workload = SHAPES["deepseek-v3"]
     again = recomputation(_run("deepseek-v3", recomputes="mla_up_proj"), moe=True)

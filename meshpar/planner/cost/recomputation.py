@@ -73,7 +73,9 @@ def recomputation(run: Run, *, moe: bool, remat: str = "") -> Again:
         if run.execution.selects_matmuls:
             return _every_second(run)
         scores = 0 if run.fused_attention else 1
-        return _modules(run, moe)._replace(attention=scores, trades=scores)
+        modules = _modules(run, moe)
+        attention = max(scores, modules.attention)
+        return modules._replace(attention=attention, trades=attention)
     return _named(run, kept_names(remat), moe)
 
 
@@ -81,6 +83,7 @@ def _modules(run: Run, moe: bool) -> Again:
     """Recomputation of the parts that the execution names (`Execution.recomputes`)."""
     workload, modules = run.workload, run.execution.modules
     values, up, moved = run.dtype_bytes, 0.0, 0.0
+    attention = int("core_attn" in modules)
     if "mla_up_proj" in modules and workload.kv_lora_rank:
         query = workload.q_lora_rank * workload.heads * workload.query_dim
         wide = workload.heads * (workload.qk_nope_head_dim + workload.v_head_dim)
@@ -94,7 +97,8 @@ def _modules(run: Run, moe: bool) -> Again:
         moved += 3 * workload.top_k * workload.expert_ffn * values
     return Again(
         qkv=up,
-        attention=int("core_attn" in modules),
+        attention=attention,
+        trades=attention,
         up=int("mlp" in modules and not moe),
         moved_bytes=moved / run.layout.tensor,
     )
