@@ -297,11 +297,8 @@ def prefetch_notes(placement: Placement) -> tuple[str, ...]:
     if not placement.communicates_in_loop or placement.layout.fsdp_prefetch == "off":
         return ()
     if placement.layout.runs_in_ticks:
-        sums = (
-            ""
-            if placement.layout.data_splits
-            else ("but for sums of gradients in the last one; ")
-        )
+        uneven = placement.layout.data_splits
+        sums = "" if uneven else "but for sums of gradients in the last one; "
         return (
             "fsdp_prefetch: not where a step runs in ticks (stages or microbatches), "
             f"{sums}each block's parameters are gathered when it begins",

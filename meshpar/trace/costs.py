@@ -302,7 +302,8 @@ def _most_live(
         if any(places[result] == (result,) for result in work.results)
     ]
     first = _needed(works, places, results[uncounted:]) if last_ones else works
-    works = [*first, *(work for work in works if work not in set(first))]
+    needed = set(first)
+    works = [*first, *(work for work in works if work not in needed)]
     free = {one for result in results[:uncounted] for one in places.get(result, ())}
     for at, work in enumerate(works):
         for operand in work.operands:

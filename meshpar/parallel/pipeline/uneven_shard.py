@@ -91,9 +91,8 @@ class UnevenShard:
 
         def goes_on(carried: tuple) -> jax.Array:
             at = expect_iterations(carried[0], mean)
-            return (at < most) & (
-                at < count
-            )  # As the audit reads loops that end early.
+            # As the audit reads loops that end early.
+            return (at < most) & (at < count)
 
         return lax.while_loop(goes_on, body, (jnp.int32(0), state))[1]
 
