@@ -277,7 +277,7 @@ _GPUS = (
 #                    llama3.1-70b on 8x16 (the rows that `meshpar plan --validate`
 #                    marks); the twelve others are 3 % off on average. v7x: to one, of
 #                    llama3.1-70b on 4x4x4. The eleven others of dense models, in fp8
-#                    and up to 10M tokens, are 3 % off on average. Google's benchmark of
+#                    and up to 10M tokens, are 2 % off on average. Google's benchmark of
 #                    bf16 matmuls has 0.77 (of 4096) to 0.83 (of 32768) of the peak.
 #   link             v6e: Google's benchmark of collectives, whose all-reduce of 0.6 GB
 #                    over 16x16 moves 235.8 GB/s a chip of the 400 of its four links

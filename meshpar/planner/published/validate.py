@@ -97,7 +97,7 @@ _GOALS = (
         0.10,
         0.20,
     ),
-    # Without a largest error: one row is 34 % off, whose time leaves no room for the
+    # Without a largest error: one row is 33 % off, whose time leaves no room for the
     # bubble of its pipeline (docs/guides/planner.md).
     _Goal(
         "step time, public tables, dense in fp8 on H100 and Blackwell",
@@ -128,7 +128,7 @@ _GOALS = (
         0.10,
         0.20,
     ),
-    # Without a largest error: one layout is 51 % off, three rows 16 to 29 %.
+    # Without a largest error: one layout is 51 % off, two are 28 %.
     _Goal(
         "step time, public tables, experts on H100 and Blackwell (Megatron Bridge)",
         ("Bridge experts", "Bridge experts fp8"),
