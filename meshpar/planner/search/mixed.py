@@ -76,7 +76,8 @@ class MixedBounds:
 
     def in_memory(self, mesh: Layout, choices: MeshChoices) -> BoundByRemat:
         """Return a bound from their blocks and memory alone, for each remat policy."""
-        return self._bound(mesh, lambda bounds: bounds.in_memory(mesh, choices))
+        layout = _with_choices(mesh, choices)
+        return self._bound(layout, lambda bounds: bounds.in_memory(mesh, choices))
 
     def by_remat(self, mesh: Layout, choices: MeshChoices) -> BoundByRemat:
         """Return a bound of all these variants for each of their remat policies."""
@@ -121,5 +122,5 @@ class MixedBounds:
 
 def _with_choices(mesh: Layout, choices: MeshChoices) -> Layout:
     """Return the layout among the choices that has uneven shares if any of them has."""
-    zero = min(state[0] for state in choices.states)
+    zero = min(state.zero for state in choices.states)
     return replace(mesh, microbatches=max(choices.microbatches), zero=zero)

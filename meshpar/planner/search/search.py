@@ -221,7 +221,7 @@ def _group_key(like: Run, mesh: Layout, choices: MeshChoices) -> tuple:
 
     Between kinds of devices links depend on how replicas lie, too.
     """
-    outside = (mesh.data, mesh.fsdp) if like.cluster.parts else ()
+    outside = (mesh.data, mesh.fsdp, mesh.zero_axes) if like.cluster.parts else ()
     inside = (mesh.stage, mesh.context, mesh.expert, mesh.tensor, mesh.attention)
     return outside, inside, choices._replace(states=())
 
