@@ -130,9 +130,9 @@ def test_pairs_of_microbatches_train_the_model_of_one_device(line, overlapping):
 @needs_gpu_compiler
 @pytest.mark.filterwarnings("ignore:the model of blocks:UserWarning")
 def test_a_tick_of_both_hides_what_experts_send(capsys):
-    line = "stage=2,expert=4,microbatches=4,remat=full,precision=bf16"
+    line = "stage=2,expert=4,microbatches=8,remat=full,precision=bf16"
     command = f"--preset qwen3-30b-a3b --model layers=4 --layout {line}"
-    target = "--target gpu:h100:1x8 --global-batch 16 --seq 4096 --timeout 580"
+    target = "--target gpu:h100:1x8 --global-batch 32 --seq 4096 --timeout 580"
     main(["audit", *command.split(), *target.split(), "--json"])
     report = json.loads(capsys.readouterr().out)
     sent = [
@@ -144,8 +144,8 @@ def test_a_tick_of_both_hides_what_experts_send(capsys):
         sum(one["executions"] * one[key] for one in sent)
         for key in ("wire_s", "hidden_s")
     )
-    # Two ticks of five have a forward alone, and two a backward.
-    assert hidden_s >= 0.8 * wire_s > 0
+    # The first ticks have a forward alone, the last ones a backward.
+    assert hidden_s >= 0.8 * wire_s > 0, (hidden_s, wire_s)
 
 
 def there(w, x):
