@@ -22,6 +22,7 @@ from meshpar.planner.cost.activations import (
 )
 from meshpar.planner.cost.block_time import BlockWork
 from meshpar.planner.cost.memory import least_state_bytes
+from meshpar.planner.cost.pipeline_time import Ticks
 from meshpar.planner.cost.run import (
     Run,
     shared_out,
@@ -50,6 +51,7 @@ from meshpar.planner.search.space import (
 from meshpar.planner.workload.problems import layout_stage_blocks
 
 _PLAIN = Layout()
+_MANY_TICKS = Ticks(10**9, 10**9)
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -176,7 +178,8 @@ class SharedCosts:
             self._like.execution.repacks and (variant.zero, variant.data, variant.fsdp),
         )
         if key not in self._blocks:
-            run = self.run(mesh, variant)
+            # In a step of many ticks most of what experts send is hidden.
+            run = replace(self.run(mesh, variant), ticks=_MANY_TICKS)
             self._blocks[key] = _Blocks(run, [moe for moe, _ in self.kinds])
         return self._blocks[key]
 
@@ -285,27 +288,38 @@ class _Blocks:
     """
 
     def __init__(self, run: Run, kinds: list[bool]) -> None:
-        self._run, self._kinds = run, kinds
+        layout = replace(run.layout, remat=_PLAIN.remat)
+        self._run, self._kinds = replace(run, layout=layout), kinds
+        self._each_work: dict[bool, list[BlockWork]] = {}
         self._times: dict[str, tuple] = {}
         self._memories: dict[str, tuple[float, ...]] = {}
         self._tables: dict[tuple[str, ...], BlockTimes] = {}
         self._memory_tables: dict[tuple[str, ...], BlockMemory] = {}
 
-    @cached_property
-    def _works(self) -> list[BlockWork]:
-        return [BlockWork(self._run, moe=moe) for moe in self._kinds]
+    def _works(self, *, recomputes_stage: bool) -> list[BlockWork]:
+        """Return the work of blocks, which differs where whole stages run again."""
+        if recomputes_stage not in self._each_work:
+            remat = STAGE_REMATS[0] if recomputes_stage else _PLAIN.remat
+            run = replace(self._run, layout=replace(self._run.layout, remat=remat))
+            works = [BlockWork(run, moe=moe) for moe in self._kinds]
+            self._each_work[recomputes_stage] = works
+        return self._each_work[recomputes_stage]
 
     @cached_property
     def least_s(self) -> Array:
         """Seconds under any policy: an array over kinds, over forward and backward."""
-        return np.array([work.least_s for work in self._works])
+        ways = (False, True) if self._run.pairs_ticks else (False,)
+        works = [self._works(recomputes_stage=way) for way in ways]
+        return np.min([[work.least_s for work in each] for each in works], axis=0)
 
     def times(self, remats: tuple[str, ...]) -> BlockTimes:
         """Return the times under each of these policies."""
         if remats not in self._tables:
             for remat in remats:
                 if remat not in self._times:
-                    each = (self._block_times(work, remat) for work in self._works)
+                    staged = self._run.pairs_ticks and remat in STAGE_REMATS
+                    works = self._works(recomputes_stage=staged)
+                    each = (self._block_times(work, remat) for work in works)
                     self._times[remat] = tuple(zip(*each, strict=True))
             columns = zip(*map(self._times.__getitem__, remats), strict=True)
             tables = (np.moveaxis(np.array(one), 0, -1) for one in columns)
