@@ -86,6 +86,14 @@ def all_runs(asked):
             request(
                 workload=MOE,
                 seq=1024,
+                constraints=Constraints.parse(keep=["stage=2,expert=4"]),
+            ),
+            23,
+        ),
+        (
+            request(
+                workload=MOE,
+                seq=1024,
                 execution=EXECUTIONS["maxtext"],
                 constraints=Constraints.parse(forbid=["data", "context"]),
             ),
@@ -101,7 +109,7 @@ def all_runs(asked):
             67,
         ),
     ],
-    ids=["dense", "pipelined", "more dense", "experts", "overlapped", "host"],
+    ids=["dense", "pipelined", "more dense", "experts", "paired", "overlapped", "host"],
 )
 def test_bounds_are_below_the_estimate_of_every_layout(asked, each):
     """Of each 29th or 67th: all of them take minutes."""
