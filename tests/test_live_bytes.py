@@ -43,3 +43,15 @@ def test_results_made_last_do_not_count_but_their_operands_wait():
         64: 4 * (64 * 200 + 64 * 64),
         12: 4 * 64 * 12,
     }
+
+
+@pytest.mark.parametrize("width", [62, 64])
+def test_scores_are_told_from_a_stream_as_wide_as_its_sequence(width):
+    def attend(x):
+        stream = jnp.tanh(x)
+        heads = stream.reshape(1, 64, 2, width // 2)
+        return stream, jnp.einsum("bthk,bshk->bhts", heads, heads)
+
+    program = jax.jit(attend).trace(jnp.zeros((1, 64, width))).jaxpr
+    every, others = (most_live(program, without=one) for one in (None, (64, 64)))
+    assert every.total_bytes - others.total_bytes == 4 * 2 * 64 * 64

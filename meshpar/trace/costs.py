@@ -250,7 +250,8 @@ class _Flat:
             *others, last = atom.aval.shape or (1,)
             padded = -(-last // self.lanes) * self.lanes
             size = math.prod(others) * padded * dtype.itemsize
-            size *= atom.aval.shape[-2:] != self.without
+            # A stream as wide as its sequence is long has the same last dims.
+            size *= atom.aval.ndim < 4 or atom.aval.shape[-2:] != self.without
         self.sizes.append(size)
         self.widths.append(last)
         return len(self.sizes) - 1
@@ -273,7 +274,8 @@ def most_live(
             gradients of weights.
         last: True if these are made after all others, at moments that do not count, but
             until when their operands wait.
-        without: Last two dims of arrays that do not count, such as attention's scores.
+        without: Last two of four dims or more of arrays that do not count: attention's
+            scores.
     """
     return _most_live(program, _Flat(lanes, without), uncounted, last)
 
