@@ -417,7 +417,7 @@ class Run:
     @property
     def pairs_ticks(self) -> bool:
         """True if a tick's forward and backward of experts run side by side."""
-        return self.execution.lock_step and pairs_ticks(
+        return self.execution.measured_overlap and pairs_ticks(
             self.layout, self.platform, self.expert_hosts
         )
 
