@@ -179,6 +179,20 @@ def test_an_unknown_module_is_refused(tmp_path, refuses):
     file.write_text('like = "megatron-bridge"\nrecomputes = "layernorms/mlp"\n')
     with refuses("plan.unknown_module", "'layernorms'", "'layernorm'"):
         load_execution(file)
+    file.write_text('like = "meshpar"\nrecomputes = "mlp"\n')
+    with refuses("plan.recomputes_compiled", "'mlp'"):
+        load_execution(file)
+
+
+def test_norms_are_recomputed_of_the_tokens_that_a_device_norms():
+    parts = [
+        recomputation(
+            _run("llama3-8b", f"tensor=8,{more}zero=1", recomputes="layernorm"),
+            moe=False,
+        ).moved_bytes
+        for more in ("", "sequence_parallel=true,")
+    ]
+    assert parts[0] == 8 * parts[1] > 0
 
 
 def test_a_token_goes_once_to_each_host_that_has_its_experts():

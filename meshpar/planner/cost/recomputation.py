@@ -82,7 +82,7 @@ def recomputation(run: Run, *, moe: bool, remat: str = "") -> Again:
 def _modules(run: Run, moe: bool) -> Again:
     """Recomputation of the parts that the execution names (`Execution.recomputes`)."""
     workload, modules = run.workload, run.execution.modules
-    values, up, moved = run.dtype_bytes, 0.0, 0.0
+    values, up, moved, normed = run.dtype_bytes, 0.0, 0.0, 0.0
     attention = int("core_attn" in modules)
     if "mla_up_proj" in modules and workload.kv_lora_rank:
         query = workload.q_lora_rank * workload.heads * workload.query_dim
@@ -92,7 +92,7 @@ def _modules(run: Run, moe: bool) -> Again:
         up = expanded / (workload.attention_matrix_parameters - out)
         moved += 2 * 2 * workload.heads * workload.query_dim * values
     if "layernorm" in modules:
-        moved += 2 * 2 * workload.hidden * values * run.layout.tensor
+        normed = 2 * 2 * workload.hidden * values * run.residual_share
     if "moe_act" in modules and moe:
         moved += 3 * workload.top_k * workload.expert_ffn * values
     return Again(
@@ -100,7 +100,7 @@ def _modules(run: Run, moe: bool) -> Again:
         attention=attention,
         trades=attention,
         up=int("mlp" in modules and not moe),
-        moved_bytes=moved / run.layout.tensor,
+        moved_bytes=normed + moved / run.layout.tensor,
     )
 
 

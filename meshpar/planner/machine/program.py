@@ -203,6 +203,13 @@ class Execution:
     def __post_init__(self) -> None:
         for field in fields(self):
             _check(self.name, field.name, str(field.type), getattr(self, field.name))
+        if self.recomputes and not self.eager:
+            raise InputError(
+                f"execution {self.name!r}: recomputes={self.recomputes!r} is of eager "
+                "programs, and this one is compiled; leave it out, and name what is "
+                "kept in the layout (remat=save:...)",
+                key="plan.recomputes_compiled",
+            )
 
     @property
     def modules(self) -> frozenset[str]:
