@@ -22,6 +22,17 @@ QUICK = quick_compile_options("cpu")
 SGD = optax.sgd(1.0)
 
 
+def parameter(shape, axes, num_layers=None):
+    """A parameter of normal values."""
+    return Parameter(
+        shape=shape,
+        dtype=jnp.float32,
+        logical_axes=axes,
+        initial=lambda key: 0.3 * jax.random.normal(key, shape),
+        num_layers=num_layers,
+    )
+
+
 @functools.cache
 def model_of(layers, dropout=0.0):
     """A small Llama, or a small GPT-2 with dropout in embedding and blocks."""
@@ -39,15 +50,6 @@ def mlp_of(layers, dropout=0.0):
     are one table. Dropout is in embedding and blocks.
     """
     embed, hidden, vocab = 16, 32, 64
-
-    def parameter(shape, axes, num_layers=None):
-        return Parameter(
-            shape=shape,
-            dtype=jnp.float32,
-            logical_axes=axes,
-            initial=lambda key: 0.3 * jax.random.normal(key, shape),
-            num_layers=num_layers,
-        )
 
     def embedded(params, batch, scope):
         return scope.dropout(params["table"][batch["tokens"]], dropout, "embed")

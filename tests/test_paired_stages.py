@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from meshpar import Model, Parameter, make_mesh
+from meshpar import Model, make_mesh
 from meshpar.cli.main import main
 from meshpar.hardware import platforms
 from meshpar.model.contract import BlockGroup
@@ -22,7 +22,7 @@ from meshpar.schedules import SCHEDULES, tick_table
 from meshpar.trace.interleaved import Call, interleaved
 from meshpar.trace.walk import equations
 from tests.marks import slow
-from tests.pipelined import SEQ, assert_equal_to_plain
+from tests.pipelined import SEQ, assert_equal_to_plain, parameter
 from tests.schedule_cases import ALL
 from tests.test_audit_targets import needs_gpu_compiler
 
@@ -47,15 +47,6 @@ def overlapping(monkeypatch):
 @functools.cache
 def experts_of(dense, routed):
     """A model of dense blocks, then blocks of routed experts."""
-
-    def parameter(shape, axes, num_layers=None):
-        return Parameter(
-            shape=shape,
-            dtype=jnp.float32,
-            logical_axes=axes,
-            initial=lambda key: 0.3 * jax.random.normal(key, shape),
-            num_layers=num_layers,
-        )
 
     def dense_block(params, x, scope):
         return x + jnp.tanh(jnp.cumsum(x, 1) / SEQ @ params["up"])

@@ -14,7 +14,7 @@ from meshpar.hardware.attention_kernels import (
 )
 from meshpar.hardware.devices import DEVICES
 from meshpar.layout import Layout
-from meshpar.layout.layout import FP8_EXECUTIONS, MXFP8_EXECUTIONS
+from meshpar.layout.layout import SCALING_EXECUTIONS
 from meshpar.planner.cost.block_time import (
     _matmuls_s,
     attention_linears,
@@ -560,12 +560,11 @@ def test_a_plan_says_whose_efficiency_it_takes():
 
 def test_the_executions_that_fp8_is_offered_for_are_those_that_have_it():
     """A layout's error names them."""
-    assert sorted(name for name, each in EXECUTIONS.items() if each.fp8) == [
-        *FP8_EXECUTIONS
-    ]
-    assert [*MXFP8_EXECUTIONS] == sorted(
-        name for name, each in EXECUTIONS.items() if each.mxfp8_cast_bytes
-    )
+    trained = {
+        "fp8": {name for name, each in EXECUTIONS.items() if each.fp8},
+        "mxfp8": {name for name, each in EXECUTIONS.items() if each.mxfp8_cast_bytes},
+    }
+    assert trained == {key: {*names} for key, names in SCALING_EXECUTIONS.items()}
 
 
 def _routed(model: str, batch: int = 256, **changes) -> Run:

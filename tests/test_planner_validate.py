@@ -237,11 +237,12 @@ def test_programs_are_of_both_platforms_and_a_part_was_held_out(measured):
     assert sum(held_out) / len(held_out) <= 0.04
 
 
-def test_every_published_run_on_tpus_is_planned_to_fit(measured):
+def test_published_runs_on_tpus_are_planned_to_fit_but_deepseek_v3(measured):
     tpus = [row for row in measured if row.regime.startswith("tpu")]
     assert len(tpus) >= 30
     # DeepSeek-V3 on v7x ran, and is said not to: the memory of its experts is missed.
-    assert {row.name.split()[0] for row in tpus if not row.fits} <= {"deepseek-v3"}
+    too_large = [row.name.split()[0] for row in tpus if not row.fits]
+    assert too_large == ["deepseek-v3"] * 4
     # 6 sequences of 24,576 tokens a device are no run, and are said not to fit.
     long = {"layout": "fsdp=256,remat=full,precision=bf16", "global_batch": 1536}
     assert not _maxtext(seq=24_576, **long).fits

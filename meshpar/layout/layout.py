@@ -70,23 +70,24 @@ _CHOICES = {
 }
 _COUNTS = (*MESH_AXES, "microbatches", "chunks", "sync_every")
 
-FP8_EXECUTIONS = (
-    "llm-foundry",
-    "maxtext",
-    "maxtext-bf16",
-    "maxtext-bf16-grads",
-    "maxtext-dropping",
-    "megatron-bridge",
-    "megatron-bridge-overlap",
-    "nemo-2024",
-    "primus",
-    "torch-fsdp2",
-    "torch-fsdp2-compile",
-)
-"""Names of the planner's executions that train with `precision=fp8`; ours has none."""
+_BRIDGE = ("megatron-bridge", "megatron-bridge-overlap")
 
-MXFP8_EXECUTIONS = ("megatron-bridge", "megatron-bridge-overlap")
-"""The same with `precision=mxfp8`."""
+SCALING_EXECUTIONS = {
+    "fp8": (
+        "llm-foundry",
+        "maxtext",
+        "maxtext-bf16",
+        "maxtext-bf16-grads",
+        "maxtext-dropping",
+        *_BRIDGE,
+        "nemo-2024",
+        "primus",
+        "torch-fsdp2",
+        "torch-fsdp2-compile",
+    ),
+    "mxfp8": _BRIDGE,
+}
+"""Precision with scales -> the planner's executions that train so; ours does not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,7 +280,7 @@ class Layout:
     @property
     def scales_matmuls(self) -> bool:
         """True if the operands of blocks' matmuls have 8 bits, and scales."""
-        return self.precision in ("fp8", "mxfp8")
+        return self.precision in SCALING_EXECUTIONS
 
     @property
     def is_open(self) -> bool:

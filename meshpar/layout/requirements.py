@@ -17,8 +17,7 @@ from typing import NamedTuple
 from meshpar.errors import InputError, RuleError
 from meshpar.hardware.platforms import platform_named
 from meshpar.layout.layout import (
-    FP8_EXECUTIONS,
-    MXFP8_EXECUTIONS,
+    SCALING_EXECUTIONS,
     STAGE_REMATS,
     Layout,
     ResidualNames,
@@ -329,10 +328,6 @@ UNEVEN_SHARDS = (
 """Requirements of parts of `data` with different numbers of microbatches."""
 
 
-_SCALING = {"fp8": FP8_EXECUTIONS, "mxfp8": MXFP8_EXECUTIONS}
-"""Precision -> the executions that train with it."""
-
-
 def _named(names: Sequence[str]) -> str:
     return f"{', '.join(names[:-1])} or {names[-1]}"
 
@@ -345,7 +340,7 @@ PRECISION = (
         lambda layout, at: (
             f"precision={layout.precision} is not among this program's; write "
             f"precision=bf16, or estimate a program that trains in {layout.precision} "
-            f"(--execution {_named(_SCALING[layout.precision])})"
+            f"(--execution {_named(SCALING_EXECUTIONS[layout.precision])})"
         ),
     ),
 )

@@ -22,6 +22,7 @@ from meshpar.audit.needs import MATMUL
 from meshpar.errors import InputError
 from meshpar.hardware.devices import DEVICES
 from meshpar.hardware.platforms import platform_named
+from meshpar.layout.layout import SCALING_EXECUTIONS
 from meshpar.machine.mesh import SlowAxis, mesh_hosts, mesh_platform, slow_mesh_axes
 from meshpar.model.contract import Model
 from meshpar.model.inputs import open_size
@@ -94,7 +95,7 @@ def traced_workload(
             key="model.no_blocks_to_plan",
         )
     # What fp8 matmuls leave between them is in 16 bits.
-    dtype = DTYPES["bf16" if precision in ("fp8", "mxfp8") else precision]
+    dtype = DTYPES["bf16" if precision in SCALING_EXECUTIONS else precision]
     streams = in_dtype(traced_streams(model, 1, seq), dtype)
     sizes = _sizes(model, jax.tree.leaves(streams[0])[0].shape[-1])
 

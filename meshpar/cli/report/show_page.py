@@ -169,7 +169,8 @@ def _memory(found: LaidOut) -> str:
 def _timeline(found: LaidOut) -> list[str]:
     layout, timeline = found.run.layout, found.timeline
     drawn = timeline.schedule.num_microbatches
-    some = f" Drawn are {drawn} of {layout.microbatches} microbatches."
+    number = max(layout.data_splits, default=layout.microbatches)
+    some = f" Drawn are {drawn} of {number} microbatches."
     way = "in lock step" if found.run.execution.lock_step else "freely"
     if found.run.execution.lock_step and layout.divergent:
         way = "tick by tick, each with an action of its own"
@@ -180,7 +181,7 @@ def _timeline(found: LaidOut) -> list[str]:
     if layout.data_splits:
         text += " Drawn is the part of data that takes longest."
     return [
-        paragraph(text + (some if drawn < layout.microbatches else "")),
+        paragraph(text + (some if drawn < number else "")),
         timeline_plot(timeline),
     ]
 
