@@ -126,8 +126,8 @@ def test_a_share_is_of_programs_whose_collectives_take_the_same_turns(
         ("fsdp=2,expert=2", 0.6),  # not measured: without experts
         ("fsdp=2,stage=2,microbatches=2", 0.2),  # not measured: the least
     ):
-        layout = Layout.of(layout)
-        found = planned.hidden_share("tpu", ("fsdp",), "all-gather", layout)
+        condition = planned.overlap_condition(Layout.of(layout), in_parts=False)
+        found = planned.hidden_share(condition, "tpu", ("fsdp",), "all-gather")
         assert found == pytest.approx(share)
 
 
@@ -140,12 +140,13 @@ def test_chunks_around_tensor_count_as_its_gathers_and_scatters(
         row("all-reduce", 0.5, 10),
     )
     monkeypatch.setattr(planned, "hidden_shares", lambda: table)
+    alone = planned.overlap_condition(Layout(), in_parts=False)
     for kind, share in (
         ("all-gather", 0.75),
         ("reduce-scatter", 0.75),
         ("all-reduce", 0.5),
         ("all-to-all", 0.0),
     ):
-        assert planned.hidden_share("tpu", ("tensor",), kind) == share
-    assert planned.hidden_share("gpu", ("tensor",), "all-gather") == 0.0
-    assert planned.hidden_share("tpu", ("tensor", "data"), "all-gather") == 0.0
+        assert planned.hidden_share(alone, "tpu", ("tensor",), kind) == share
+    for platform, axes in (("gpu", ("tensor",)), ("tpu", ("tensor", "data"))):
+        assert planned.hidden_share(alone, platform, axes, "all-gather") == 0.0

@@ -40,7 +40,7 @@ print(*files, sep="\\n")
 
 @pytest.mark.parametrize(
     ("line", "most"),
-    [("data=1", 46), slow("data=2,stage=2,tensor=2,microbatches=4", 74)],
+    [("data=1", 47), slow("data=2,stage=2,tensor=2,microbatches=4", 75)],
 )
 def test_one_step_executes_functions_of_few_files(line, most):
     command = [sys.executable, "-c", COUNT, line]
