@@ -24,6 +24,7 @@ NOT_RUN = {
     "CONTRIBUTING.md": 2,  # the tests themselves, a part of a test
     "README.md": 2,  # installs what is being tested; the run and the tests
     "docs/guides/many_hosts.md": 2,  # a process on every host
+    "docs/guides/planner.md": 1,  # half a minute; tests/test_planner_validate.py has it
     "docs/guides/weights.md": 2,  # a download
     "docs/install.md": 1,  # installs what is being tested
     "recipes/README.md": 27,  # minutes each

@@ -18,6 +18,7 @@ from meshpar.planner.published.others import CALIBRATES_HOST, nanotron_splits
 from meshpar.planner.published.validate import error_ranges, rows, summaries
 from meshpar.planner.workload.shapes import SHAPES
 from meshpar.planner.workload.workload import Workload
+from meshpar.recipes.bench import planner_validation
 
 
 @pytest.fixture(scope="module")
@@ -302,3 +303,25 @@ def test_the_table_as_json(capsys, measured):
     assert len(report["rows"]) == len(measured)
     assert {"measured", "predicted", "error", "calibrates"} <= set(report["rows"][0])
     assert all(summary["met"] for summary in report["summaries"])
+
+
+def test_every_row_of_a_quantity_is_in_one_series(measured):
+    for quantity in ("step", "memory"):
+        drawn = planner_validation.series(measured, quantity)
+        assert sum(map(len, drawn.values())) == sum(
+            row.quantity == quantity for row in measured
+        )
+    steps = planner_validation.series(measured, "step")
+    assert all(row.calibrates for row in steps["calibrates"])
+    assert all(row.counts for row in steps["Tazi et al. 2025"])
+
+
+def test_the_table_is_printed_and_the_picture_drawn(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    png = tmp_path / "validation.png"
+    assert planner_validation.main(["--png", str(png)]) == 0
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert (
+        "step time, A100 (Narayanan et al. 2021): 5 rows, mean"
+        in capsys.readouterr().out
+    )
