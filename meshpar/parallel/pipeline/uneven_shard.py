@@ -20,11 +20,11 @@ from jax.extend.core import jaxpr_as_fun
 
 from meshpar.collectives import asked
 from meshpar.errors import InputError
+from meshpar.trace.operations import operation_line
 from meshpar.trace.walk import (
     collective_axes,
     equations,
     expect_iterations,
-    source_line,
 )
 
 _AXIS = "data"
@@ -104,7 +104,7 @@ def _check_is_own(program: Any) -> None:
     for equation in equations(program):
         if _AXIS in collective_axes(equation):
             raise InputError(
-                f"data_splits: {source_line(equation, ())} communicates over 'data' in "
+                f"data_splits: {operation_line(equation)} communicates over 'data' in "
                 "every microbatch, of which parts of 'data' run different numbers; "
                 "leave data_splits out, or what is shared over 'data' (statistics of "
                 "the batch, zero_axes)",
