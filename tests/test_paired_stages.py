@@ -45,7 +45,7 @@ def overlapping(monkeypatch):
 
 
 @functools.cache
-def experts_of(dense, routed):
+def routed_model(dense, routed):
     """A model of dense blocks, then blocks of routed experts."""
 
     def dense_block(params, x, scope):
@@ -112,7 +112,7 @@ def experts_of(dense, routed):
     ],
 )
 def test_pairs_of_microbatches_train_the_model_of_one_device(line, overlapping):
-    model = experts_of(1, 4 if "chunks" in line or "stage=4" in line else 2)
+    model = routed_model(1, 4 if "chunks" in line or "stage=4" in line else 2)
     assert_equal_to_plain(model, line)
     assert overlapping
 

@@ -33,7 +33,7 @@ MACHINES = {
 
 
 @pytest.fixture(autouse=True)
-def file_of_racks(tmp_path, monkeypatch):
+def racks_file(tmp_path, monkeypatch):
     (tmp_path / "in-racks.toml").write_text(RACKS)
     monkeypatch.chdir(tmp_path)
 

@@ -69,7 +69,7 @@ def test_the_fullest_block_and_the_batch_are_counted():
 
 
 def test_a_traced_backward_holds_all_that_it_needs_beside_gradients():
-    """Of a GELU block: its MLP's hidden values and their gradient, 8 h.
+    """Bytes of a GELU block: its MLP's hidden values and their gradient, 8 h.
 
     Of the width of the stream both norms' outputs, queries, keys, values, mixed values
     and attention's output, and gradients of the last two, of the stream and of its sum.
